@@ -1,0 +1,150 @@
+"""One `pagemill.yaml`, decoded into frozen Structs; every field can be set from the environment.
+
+`PAGEMILL_ENGINE__BLOCK_SIZE=32` sets `engine.block_size`; a double underscore descends one level.
+This module reads neither files nor the environment: `parse` is given the text and the mapping.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from shared.errors import ConfigError
+from shared.sampling import SamplingParams
+from shared.subjects import MAX_NAME_LEN, is_name
+
+ENV_PREFIX = "PAGEMILL_"
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    url: str | None = None
+    """Of a running server; without one `pagemill up` starts its own."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 4222
+    """Of the embedded server, on the loopback address; 0 takes a free one."""
+    store_dir: str = "data/nats"
+    connect_timeout_s: Seconds = 10.0
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    """A folder in Hugging Face format; relative to the configuration file."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: Positive | None = None
+    """In tokens, prompt and answer together; by default what the model's own config says."""
+    max_images: Annotated[int, Meta(ge=0)] = 8
+    """Per request."""
+    sampling_defaults: dict[str, Any] = {}
+
+
+class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a worker may be silent, and how often a request may be tried."""
+
+    ack_wait_s: Seconds = 10.0
+    max_deliver: Positive = 5
+    retry_delay_s: Seconds = 0.5
+    max_queued: Positive = 10_000
+    """Messages per work queue; beyond it the broker refuses new ones."""
+    token_log_age_s: Seconds = 3600.0
+    drain_s: Seconds = 20.0
+
+
+class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    max_image_bytes: Positive = 32 * 2**20
+    max_image_pixels: Positive = 33_554_432
+    max_image_side: Positive = 16_384
+    allow_http: bool = False
+    """Whether pictures may be fetched by URL; without it only `data:` URLs are read."""
+    fetch_timeout_s: Seconds = 5.0
+    concurrency: Positive = 8
+    threads: Positive = 2
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    device: str = "cpu"
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """Of torch; 0 leaves torch's own choice."""
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    num_blocks: Positive | None = None
+    """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
+    kv_cache_mib: Positive = 256
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 2048
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
+    nats: NatsConfig = NatsConfig()
+    delivery: DeliveryConfig = DeliveryConfig()
+    renderer: RendererConfig = RendererConfig()
+    engine: EngineConfig = EngineConfig()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def parse(text: str, env: Mapping[str, str], source: str) -> Config:
+    """Decode `text` (YAML) with overrides from `env`.
+
+    Raises ConfigError, which names `source` or the variable, the key and the expected type.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
+    origins = _apply_env(tree, env)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        what, key = split_path(str(error))
+        origin = origins.get(key, source)
+        raise ConfigError(f"{origin}: {key or 'top level'}: {what}", field=key) from error
+    _check_models(config, source)
+    return config
+
+
+def split_path(validation_error: str) -> tuple[str, str]:
+    """msgspec's "what - at `$.a.b`" as ("what", "a.b")."""
+    what, _, path = validation_error.partition(" - at `")
+    return what, path.removesuffix("`").removeprefix("$").removeprefix(".")
+
+
+def _apply_env(tree: dict[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """Write overrides into `tree`; returns key → name of the variable that set it."""
+    origins = {}
+    for name, value in sorted(env.items()):
+        if not name.startswith(ENV_PREFIX):
+            continue
+        keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+        node = tree
+        for key in keys[:-1]:
+            child = node.setdefault(key, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"{name}: {key} is not a section", field=key)
+            node = child
+        try:
+            node[keys[-1]] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
+        origins[".".join(keys)] = name
+    return origins
+
+
+def _check_models(config: Config, source: str) -> None:
+    for name, model in config.models.items():
+        if not is_name(name):
+            raise ConfigError(
+                f"{source}: models: {name!r} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or"
+                " '_', for it is part of a subject",
+                field="models",
+            )
+        try:
+            msgspec.convert(model.sampling_defaults, SamplingParams)
+        except msgspec.ValidationError as error:
+            what, path = split_path(str(error))
+            key = f"models.{name}.sampling_defaults.{path}".removesuffix(".")
+            raise ConfigError(f"{source}: {key}: {what}", field=key) from error

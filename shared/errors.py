@@ -1,0 +1,93 @@
+"""Every error that can reach a client, and whose fault it is.
+
+PagemillError
+├── RequestError            the client's fault; the same request fails again, so it is never retried
+│   ├── InvalidRequest      a field is missing, unknown, of a wrong type or out of its range
+│   ├── UnknownModel        no such model is configured here
+│   ├── UnsupportedContent  a content part that the model has no stage for
+│   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
+│   ├── MediaTooLarge       a picture over the byte, pixel or count limit
+│   ├── ContextTooLong      prompt and answer do not fit the model's context
+│   └── PayloadTooLarge     a message over the broker's limit
+├── DecodeError             bytes on a subject are not what the subject carries; never retried
+├── ServerError             our fault; another attempt may succeed
+│   ├── Unavailable         the broker or the storage does not answer
+│   └── WorkerFailure       a worker failed on this request
+├── Fenced                  somebody else has written to this token log: stop, say nothing
+└── ConfigError             a configuration value is wrong; names file, key and type
+"""
+
+from typing import ClassVar, Literal
+
+Fault = Literal["client", "server"]
+
+
+class PagemillError(Exception):
+    """Base of all; `code` is stable and machine-readable, `field` names the offending input."""
+
+    code: ClassVar[str] = "internal_error"
+    fault: ClassVar[Fault] = "server"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class RequestError(PagemillError):
+    code = "invalid_request"
+    fault = "client"
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class UnknownModel(RequestError):
+    code = "unknown_model"
+
+
+class UnsupportedContent(RequestError):
+    code = "unsupported_content"
+
+
+class InvalidMedia(RequestError):
+    code = "invalid_media"
+
+
+class MediaTooLarge(RequestError):
+    code = "media_too_large"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(RequestError):
+    code = "payload_too_large"
+
+
+class DecodeError(PagemillError):
+    code = "undecodable_message"
+    fault = "client"
+
+
+class ServerError(PagemillError):
+    retryable = True
+
+
+class Unavailable(ServerError):
+    code = "unavailable"
+
+
+class WorkerFailure(ServerError):
+    code = "worker_failure"
+
+
+class Fenced(PagemillError):
+    code = "fenced"
+
+
+class ConfigError(PagemillError):
+    code = "invalid_configuration"

@@ -1,0 +1,203 @@
+"""Every Struct on the wire, by direction.
+
+client → coordinator      GenerateRequest            pm.request.<model>          JSON or msgpack
+coordinator → renderer    RenderTask                 pm.stage.renderer.…         msgpack
+renderer → engine         EngineTask                 pm.stage.engine.…           envelope
+anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
+any role → operators      DeadLetter                 pm.dead.<role>              JSON
+any worker → anyone       Heartbeat                  bucket pm_workers           JSON
+
+What clients write and read is JSON, so that any language can take part with its own JSON library;
+what only workers read is msgpack. Unknown fields in a client's message are refused: a misspelt
+parameter must not be ignored in silence.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from shared.errors import PagemillError
+from shared.multimodal import MultiModalKwargsItem
+from shared.sampling import SamplingParams
+
+# ---------------------------------------------------------------------------------------------
+# client → coordinator
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+    text: str
+
+
+class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
+    """`url` is a `data:` URL with base64, or http(s) where the operator allows it."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
+    image_url: ImageURL
+
+
+ContentPart = TextPart | ImagePart
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[ContentPart]
+
+
+class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)]
+    sampling_params: SamplingParams | UnsetType = UNSET
+    """Fields left out take the model's configured defaults."""
+    request_id: str | None = None
+    """May be given here or as the `Nats-Msg-Id` header; if both, they must agree."""
+    lane: Literal["interactive", "batch"] = "interactive"
+
+
+# ---------------------------------------------------------------------------------------------
+# between workers
+
+
+class Hop(Struct, frozen=True, array_like=True):
+    """One stage of a request's path; times are Unix milliseconds of that worker's clock."""
+
+    role: str
+    worker: str
+    attempt: int
+    received_ms: float
+    sent_ms: float
+
+
+class RenderTask(Struct, frozen=True):
+    request_id: str
+    model: str
+    lane: str
+    messages: list[Message]
+    sampling_params: SamplingParams
+    accepted_ms: float
+    path: list[Hop]
+
+
+class EngineTask(Struct, frozen=True):
+    """A rendered request: expanded token ids, and items whose tensors are in the envelope."""
+
+    request_id: str
+    model: str
+    lane: str
+    prompt_token_ids: list[int]
+    items: list[MultiModalKwargsItem]
+    sampling_params: SamplingParams
+    accepted_ms: float
+    path: list[Hop]
+
+
+# ---------------------------------------------------------------------------------------------
+# the token log
+
+
+class ChoiceDelta(Struct, frozen=True, omit_defaults=True):
+    """New tokens of one choice. `position` is the index of the first of them in the answer."""
+
+    index: int
+    position: int
+    token_ids: list[int]
+    text: str
+    """May lag behind the tokens: text that may yet turn out to be a stop string is held back."""
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the choice; null for the model's own end."""
+
+
+class TokenChunk(Struct, frozen=True, tag="tokens"):
+    """`index` counts the records of one log from 0 without a gap."""
+
+    index: int
+    attempt: int
+    choices: list[ChoiceDelta]
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Finish(Struct, frozen=True, tag="finish"):
+    """Last record of a log that ended well; each choice's reason came with its last tokens."""
+
+    index: int
+    attempt: int
+    usage: Usage
+    kv_blocks: int
+    """The most KV blocks that the request held at one time."""
+    path: list[Hop]
+
+
+class ErrorInfo(Struct, frozen=True):
+    code: str
+    message: str
+    field: str | None
+    fault: Literal["client", "server"]
+    retryable: bool
+
+
+class Failure(Struct, frozen=True, tag="error"):
+    """Last record of a log that did not end well."""
+
+    index: int
+    attempt: int
+    error: ErrorInfo
+    path: list[Hop]
+
+
+LogRecord = TokenChunk | Finish | Failure
+
+
+# ---------------------------------------------------------------------------------------------
+# beside the road
+
+
+class DeadLetter(Struct, frozen=True):
+    role: str
+    worker: str
+    version: str
+    subject: str
+    request_id: str | None
+    attempts: int
+    error: ErrorInfo
+    traceback: str | None
+    input: bytes
+    failed_ms: float
+
+
+class Heartbeat(Struct, frozen=True):
+    role: str
+    worker: str
+    version: str
+    pid: int
+    models: list[str]
+    load: dict[str, float]
+
+
+# ---------------------------------------------------------------------------------------------
+# bytes
+
+
+_request_from_json = msgspec.json.Decoder(GenerateRequest)
+_request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+_render_task = msgspec.msgpack.Decoder(RenderTask)
+_log_record = msgspec.json.Decoder(LogRecord)
+
+to_json = msgspec.json.Encoder().encode
+to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+def decode_log_record(data: bytes) -> LogRecord:
+    return _log_record.decode(data)
+
+
+def error_info(error: PagemillError) -> ErrorInfo:
+    return ErrorInfo(error.code, error.message, error.field, error.fault, error.retryable)

@@ -1,0 +1,60 @@
+"""What a multimodal item is once it has been rendered, and the hash that names its content."""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+
+class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
+    """The run of placeholder tokens in the expanded prompt that one item fills."""
+
+    offset: int
+    length: int
+
+
+class MultiModalKwargsItem(msgspec.Struct, frozen=True):
+    """One picture as the model takes it; tensors travel beside the message, not inside it.
+
+    `fields` maps a field name to the index of its tensor in the envelope's tensor table.
+    """
+
+    modality: str
+    mm_hash: str
+    placeholder: PlaceholderRange
+    fields: dict[str, int]
+
+
+HashPart = str | bytes | memoryview | int | Sequence["HashPart"]
+
+
+def content_hash(*parts: HashPart) -> str:
+    """SHA-256 over typed, length-framed parts; 64 hex digits.
+
+    Every part carries its kind and its length, so no two different part lists have the same
+    preimage: `("ab", "c")` and `("a", "bc")`, or `1` and `"1"`, differ.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        _update(digest, part)
+    return digest.hexdigest()
+
+
+def _update(digest: "hashlib._Hash", part: HashPart) -> None:
+    match part:
+        case str():
+            _frame(digest, b"s", part.encode())
+        case bool() | int():
+            _frame(digest, b"i", str(int(part)).encode())
+        case bytes() | memoryview():
+            _frame(digest, b"b", part)
+        case _:
+            digest.update(b"l" + len(part).to_bytes(8, "little"))
+            for inner in part:
+                _update(digest, inner)
+
+
+def _frame(digest: "hashlib._Hash", tag: bytes, data: bytes | memoryview) -> None:
+    size = data.nbytes if isinstance(data, memoryview) else len(data)
+    digest.update(tag + size.to_bytes(8, "little"))
+    digest.update(data)
