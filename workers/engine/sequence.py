@@ -1,0 +1,121 @@
+"""The nouns of the engine: a request, its sequences (one for each choice), and a batch of a step.
+
+This module knows neither torch nor blocks' contents: token ids and counts only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from shared.errors import PagemillError
+from shared.messages import ChoiceDelta, Usage
+from shared.multimodal import PlaceholderRange
+from shared.sampling import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    """Holds no blocks: new, or preempted and to be computed again."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A multimodal item as the runner encodes it; `fields` are torch tensors (or a fake's stand-in)."""
+
+    modality: str
+    mm_hash: str
+    placeholder: PlaceholderRange
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedChoice:
+    """What the token log already holds of one choice when a request is resumed."""
+
+    token_ids: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    request_id: str
+    prompt_token_ids: list[int]
+    items: list[Item]
+    sampling: SamplingParams
+    logged: list[LoggedChoice] = field(default_factory=list)
+    """One entry per choice on a resume, none on a first attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request."""
+
+    request: EngineRequest
+    choice: int
+    seed: int
+    token_ids: list[int]
+    """Prompt and answer so far."""
+    max_tokens: int
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache."""
+    block_table: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) go through the model.
+
+    `samples` is true when they reach the last known token, so that a new one follows; a chunk of a
+    prefill that stops short of it yields none.
+    """
+
+    sequence: Sequence
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work; every block that its tokens need is in the sequences' block tables."""
+
+    scheduled: list[ScheduledSequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_new_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request after a step. The last one carries `usage` or `error`."""
+
+    request_id: str
+    choices: list[ChoiceDelta]
+    usage: Usage | None = None
+    kv_blocks: int = 0
+    """The most blocks that the request held at one time; with `usage`."""
+    error: PagemillError | None = None
