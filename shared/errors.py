@@ -12,6 +12,7 @@ PagemillError
 ├── DecodeError             bytes on a subject are not what the subject carries; never retried
 ├── ServerError             our fault; another attempt may succeed
 │   ├── Unavailable         the broker or the storage does not answer
+│   ├── Overloaded          a work queue is at its limit; try again later
 │   └── WorkerFailure       a worker failed on this request
 ├── Fenced                  somebody else has written to this token log: stop, say nothing
 └── ConfigError             a configuration value is wrong; names file, key and type
@@ -79,6 +80,10 @@ class ServerError(PagemillError):
 
 class Unavailable(ServerError):
     code = "unavailable"
+
+
+class Overloaded(ServerError):
+    code = "overloaded"
 
 
 class WorkerFailure(ServerError):

@@ -4,7 +4,7 @@ client → coordinator      GenerateRequest            pm.request.<model>       
 coordinator → renderer    RenderTask                 pm.stage.renderer.…         msgpack
 renderer → engine         EngineTask                 pm.stage.engine.…           envelope
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
-any role → operators      DeadLetter                 pm.dead.<role>              JSON
+any role → operators      DeadLetter                 pm.dead.<role>              msgpack
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
 
 What clients write and read is JSON, so that any language can take part with its own JSON library;
@@ -168,8 +168,10 @@ class DeadLetter(Struct, frozen=True):
     request_id: str | None
     attempts: int
     error: ErrorInfo
-    traceback: str | None
+    traceback: str
     input: bytes
+    """The message as it was, or its beginning where all of it would not fit into a dead letter."""
+    input_len: int
     failed_ms: float
 
 
@@ -196,7 +198,8 @@ to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def decode_log_record(data: bytes) -> LogRecord:
-    return _log_record.decode(data)
+    record: LogRecord = _log_record.decode(data)
+    return record
 
 
 def error_info(error: PagemillError) -> ErrorInfo:

@@ -1,0 +1,33 @@
+# `make demo` shows the main job; `make test` is what CI runs. Both make .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench docs clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --editable . --group dev
+	touch $@
+
+demo: .venv/installed  ## three pictures and a question, answered over NATS
+	$(BIN)/python -m ops.demo
+
+test: .venv/installed check  ## style, types, import contracts, tests
+	$(BIN)/pytest
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/installed  ## engine against transformers, hand-over latency, KV waste
+	$(BIN)/python -m ops.bench.engine
+	$(BIN)/python -m ops.bench.handover
+
+docs: .venv/installed  ## docs/messages.md from the message types
+	$(BIN)/python -m ops.write_messages_doc
+
+clean:
+	rm -rf .venv data .mypy_cache .ruff_cache .pytest_cache .hypothesis

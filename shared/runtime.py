@@ -1,0 +1,116 @@
+"""The life of a worker process: connect, become ready, serve, drain, exit.
+
+A worker is crash-only: nothing it holds is needed by anybody once it is gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
+
+import uvloop
+
+from shared import telemetry
+from shared.bus import Bus
+from shared.config import Config
+from shared.errors import PagemillError
+from shared.messages import Heartbeat, to_json
+from shared.stage import Stage
+
+HEARTBEAT_S = 1.0
+# A worker is taken for dead when it has missed several heartbeats.
+HEARTBEAT_TTL_S = 5.0
+
+VERSION = version("pagemill")
+
+
+class Context:
+    """What a role's `main` is given: configuration, bus, identity, and when to stop."""
+
+    def __init__(
+        self,
+        role: str,
+        worker: str,
+        model: str | None,
+        config: Config,
+        bus: Bus,
+        log: telemetry.Logger,
+    ) -> None:
+        self.role = role
+        self.model = model
+        """The one model that a role which serves only one is to serve."""
+        self.config = config
+        self.bus = bus
+        self.log = log
+        self.worker = worker
+        self.stage = Stage(bus, role, self.worker, VERSION, config.delivery)
+        self.stopping = asyncio.Event()
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        """Announce this worker; from now on `load` is told with every heartbeat."""
+        self.log.info("ready", models=models)
+        self._heartbeat = asyncio.create_task(self._beat(models, load))
+
+    async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        while True:
+            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, load())
+            try:
+                await self.bus.put_heartbeat(self.worker, to_json(beat), HEARTBEAT_TTL_S)
+            except Exception as error:
+                # The broker is away: the worker waits for it like everybody else.
+                self.log.warning("heartbeat_failed", error=str(error))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+
+
+Main = Callable[[Context], Awaitable[None]]
+
+
+def run(role: str, main: Main, config: Config, url: str, model: str | None = None) -> int:
+    """Run one worker to its end; returns the exit code."""
+    return uvloop.run(_live(role, main, config, url, model))
+
+
+async def _live(role: str, main: Main, config: Config, url: str, model: str | None) -> int:
+    worker = f"{role}-{secrets.token_hex(4)}"
+    log = telemetry.setup(config.log_level, role=role, worker=worker)
+    try:
+        bus = await Bus.connect(url, worker, config.nats.connect_timeout_s)
+    except PagemillError as error:
+        log.error("not_started", code=error.code, reason=error.message)
+        return 1
+    context = Context(role, worker, model, config, bus, log)
+    try:
+        with _signals(context.stopping):
+            await bus.create_streams(config.delivery)
+            await main(context)
+    except PagemillError as error:
+        log.error("stopped", code=error.code, reason=error.message)
+        return 1
+    finally:
+        context.stop_heartbeat()
+        with contextlib.suppress(Exception):
+            await bus.close()
+    log.info("drained")
+    return 0
+
+
+@contextlib.contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for a drain."""
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

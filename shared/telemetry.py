@@ -1,0 +1,49 @@
+"""Logs: JSON lines for machines, colours for a terminal. One event a line, facts as fields."""
+
+import logging
+import sys
+from typing import Any, Literal
+
+import structlog
+
+# A field of a client's own making (an id, a subject) must not fill a log.
+MAX_FIELD_LEN = 256
+
+Level = Literal["debug", "info", "warning", "error"]
+Logger = structlog.typing.FilteringBoundLogger
+
+
+def setup(level: Level, **context: str) -> Logger:
+    """Configure structlog for this process.
+
+    `context` (role, worker) becomes part of every event of this task and of those it starts.
+    """
+    human = sys.stderr.isatty()
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if human else [structlog.processors.format_exc_info]),
+            _cap_fields,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**context)
+    logger: Logger = structlog.get_logger()
+    return logger
+
+
+def _cap_fields(
+    logger: Any, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    for key, value in event.items():
+        if key != "exception" and isinstance(value, str) and len(value) > MAX_FIELD_LEN:
+            event[key] = value[:MAX_FIELD_LEN] + "…"
+    return event

@@ -1,0 +1,105 @@
+"""The token log: one subject per request, append-only, fenced, readable from any index.
+
+A log is TokenChunk records with indexes 0, 1, 2, …, then exactly one Finish or Failure. Whoever
+appends must know the last record; a writer that somebody has overtaken is refused by the server.
+"""
+
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import Fenced, PagemillError
+from shared.messages import (
+    ChoiceDelta,
+    Failure,
+    Finish,
+    Hop,
+    LogRecord,
+    TokenChunk,
+    Usage,
+    decode_log_record,
+    error_info,
+    to_json,
+)
+
+
+async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:
+    """The log as far as it has been written."""
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+    return [decode_log_record(message.data) for message in stored]
+
+
+def is_final(record: LogRecord) -> bool:
+    return not isinstance(record, TokenChunk)
+
+
+class LogWriter:
+    """The right to append to one log, until somebody else does.
+
+    `records` is what the log held when it was opened. Every append raises Fenced once another
+    writer has come first; the holder then drops the request without a further word.
+    """
+
+    def __init__(
+        self, bus: Bus, request_id: str, attempt: int, records: list[LogRecord], last_sequence: int
+    ) -> None:
+        self.records = records
+        self._bus = bus
+        self._request_id = request_id
+        self._attempt = attempt
+        self._next_index = len(records)
+        self._last_sequence = last_sequence
+
+    @classmethod
+    async def open(cls, bus: Bus, request_id: str, attempt: int) -> "LogWriter":
+        stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+        records = [decode_log_record(message.data) for message in stored]
+        last_sequence = stored[-1].sequence if stored else 0
+        return cls(bus, request_id, attempt, records, last_sequence)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the log had its final record when it was opened."""
+        return bool(self.records) and is_final(self.records[-1])
+
+    async def tokens(self, choices: list[ChoiceDelta]) -> None:
+        await self._append(TokenChunk(self._next_index, self._attempt, choices))
+
+    async def finish(self, usage: Usage, kv_blocks: int, path: list[Hop]) -> None:
+        await self._append(Finish(self._next_index, self._attempt, usage, kv_blocks, path))
+
+    async def fail(self, error: PagemillError, path: list[Hop]) -> None:
+        await self._append(Failure(self._next_index, self._attempt, error_info(error), path))
+
+    async def _append(self, record: LogRecord) -> None:
+        data = to_json(record)
+        subject = subjects.append(self._request_id)
+        try:
+            self._last_sequence = await self._bus.append(subject, data, self._last_sequence)
+        except Fenced:
+            self._last_sequence = await self._sequence_if_ours(data)
+        self._next_index += 1
+
+    async def _sequence_if_ours(self, data: bytes) -> int:
+        """An append whose ack was lost is refused when it is repeated, though it is in the log.
+
+        Records carry index and attempt, so equal bytes at the end of the log are our own.
+        """
+        stored = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(self._request_id))
+        if not stored or stored[-1].data != data:
+            raise Fenced(f"another worker writes the log of {self._request_id}")
+        return stored[-1].sequence
+
+
+async def fail_request(
+    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[Hop]
+) -> None:
+    """End a request with `error`, unless its log has its final record already."""
+    while True:
+        log = await LogWriter.open(bus, request_id, attempt)
+        if log.closed:
+            return
+        try:
+            await log.fail(error, path)
+            return
+        except Fenced:
+            # Whoever wrote meanwhile may have ended it, or not: look again.
+            continue

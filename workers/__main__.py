@@ -1,0 +1,178 @@
+"""The command `pagemill`."""
+
+import asyncio
+import contextlib
+import importlib
+import signal
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import uvloop
+import yaml
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from shared import runtime, telemetry
+from shared.errors import PagemillError
+from workers import settings
+from workers.asking import Question, ask_and_print
+from workers.local import LocalCluster, default_workers
+
+Role = Literal["coordinator", "renderer", "engine"]
+ROLE_MODULES = {
+    "coordinator": "workers.coordinator.worker",
+    "renderer": "workers.renderer.worker",
+    "engine": "workers.engine.worker",
+}
+
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(
+        name=["--config", "-c"],
+        help="Configuration file; by default pagemill.yaml here, else the embedded default.",
+    ),
+]
+NatsUrl = Annotated[
+    str | None,
+    Parameter(name="--nats", help="URL of the nats-server; by default as configured."),
+]
+
+app = App(
+    name="pagemill",
+    help="A durable, queue-native serving system for multimodal language models.",
+    version=version("pagemill"),
+)
+errors = Console(stderr=True)
+
+
+@app.command
+def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """Run all roles on this machine, with an embedded nats-server unless one is configured.
+
+    Ctrl-C drains: requests in hand are finished or handed back before the processes end.
+    """
+    file = settings.find_config_file(config)
+    loaded = settings.load_config(file)
+    settings.check_paths(loaded)
+    telemetry.setup(loaded.log_level, role="up")
+    cluster = LocalCluster(loaded, file, default_workers(loaded), nats)
+    return uvloop.run(_up(cluster))
+
+
+async def _up(cluster: LocalCluster) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    start = asyncio.create_task(cluster.start())
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            errors.print(f"[bold green]ready[/] at {cluster.url}; Ctrl-C drains and stops")
+            await stop
+        errors.print("draining …")
+    finally:
+        start.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PagemillError):
+            await start
+        await cluster.stop()
+    return 0
+
+
+@app.command
+def worker(
+    role: Role, /, *, model: str | None = None, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
+    """Run one worker of a role, until SIGTERM or Ctrl-C drains it.
+
+    Parameters
+    ----------
+    role
+        What the worker does.
+    model
+        The model that an engine serves; needed only when several are configured.
+    """
+    loaded = settings.load_config(settings.find_config_file(config))
+    if model is None and len(loaded.models) == 1:
+        model = next(iter(loaded.models))
+    module = importlib.import_module(ROLE_MODULES[role])
+    return runtime.run(role, module.main, loaded, nats or settings.nats_url(loaded), model)
+
+
+@app.command
+def ask(
+    question: str,
+    /,
+    *,
+    image: Annotated[list[Path] | None, Parameter(name=["--image", "-i"])] = None,
+    model: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    json: bool = False,
+    request_id: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Ask a running Pagemill, and stream the answer to the terminal.
+
+    Parameters
+    ----------
+    question
+        What to ask.
+    image
+        A picture that the question is about; may be given several times.
+    model
+        By default the first one configured.
+    max_tokens
+        The most tokens that the answer may have.
+    temperature
+        0 is greedy; by default what is configured for the model.
+    seed
+        Makes a sampled answer repeatable.
+    json
+        Print the records of the token log, one JSON object a line.
+    request_id
+        Name the request; the same id again reads the answer of the first.
+    """
+    loaded = settings.load_config(settings.find_config_file(config))
+    asked = Question(
+        model=model or next(iter(loaded.models)),
+        text=question,
+        images=image or [],
+        sampling={"max_tokens": max_tokens, "temperature": temperature, "seed": seed},
+        request_id=request_id,
+    )
+    url = nats or settings.nats_url(loaded)
+    try:
+        return uvloop.run(ask_and_print(asked, url, loaded.nats.connect_timeout_s, as_json=json))
+    except KeyboardInterrupt:
+        return 130
+
+
+@app.command
+def check(*, config: ConfigFile = None) -> int:
+    """Print the effective configuration, or what is wrong with it."""
+    file = settings.find_config_file(config)
+    loaded = settings.load_config(file)
+    settings.check_paths(loaded)
+    Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
+    sys.stdout.write(yaml.safe_dump(settings.as_tree(loaded), sort_keys=False))
+    return 0
+
+
+def main() -> None:
+    try:
+        code = app(result_action="return_value")
+    except PagemillError as error:
+        errors.print(f"[red]error[/] {error.code}: {error.message}", highlight=False)
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

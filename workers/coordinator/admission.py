@@ -1,0 +1,95 @@
+"""Bytes of a client → a valid request with all defaults resolved, or one clear error. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared import subjects
+from shared.config import ModelConfig, split_path
+from shared.errors import InvalidRequest, UnknownModel, UnsupportedContent
+from shared.messages import GenerateRequest
+from shared.sampling import SamplingParams
+
+# Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
+# error, for the client can do something about it.
+UNSUPPORTED_PARTS = ("input_audio", "audio_url", "video_url", "file", "image_embeds")
+
+
+class _GivenSampling(msgspec.Struct, frozen=True):
+    sampling_params: dict[str, Any] = {}
+
+
+_decoders = (
+    (msgspec.json.Decoder(GenerateRequest), msgspec.json.Decoder(_GivenSampling)),
+    (msgspec.msgpack.Decoder(GenerateRequest), msgspec.msgpack.Decoder(_GivenSampling)),
+)
+
+
+def request_id_of(header: str | None, data: bytes) -> str | None:
+    """The id under which a request can be answered, even if the rest of it is of no use."""
+    if header is not None:
+        return header if subjects.is_name(header) else None
+    try:
+        found = _decoder_for(data, _ids).decode(data).request_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if found is not None and subjects.is_name(found) else None
+
+
+class _OnlyId(msgspec.Struct, frozen=True):
+    request_id: str | None = None
+
+
+_ids = (msgspec.json.Decoder(_OnlyId), msgspec.msgpack.Decoder(_OnlyId))
+
+
+def admit(
+    subject: str, request_id: str, data: bytes, models: Mapping[str, ModelConfig]
+) -> tuple[GenerateRequest, SamplingParams]:
+    """Decode and validate; sampling parameters left out take the model's defaults.
+
+    Raises a RequestError that names the field and what is allowed.
+    """
+    whole, sampling = _decoder_for(data, _decoders)
+    try:
+        request = whole.decode(data)
+        given = sampling.decode(data).sampling_params
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error
+    if request.request_id is not None and request.request_id != request_id:
+        raise InvalidRequest("request_id differs from the Nats-Msg-Id header", field="request_id")
+    named = subjects.model_of_request(subject)
+    if request.model != named:
+        raise InvalidRequest(
+            f"model is {request.model!r}, but the subject names {named!r}", field="model"
+        )
+    if request.model not in models:
+        raise UnknownModel(
+            f"no model {request.model!r}; there is: {', '.join(sorted(models))}", field="model"
+        )
+    merged = dict(models[request.model].sampling_defaults) | given
+    return request, msgspec.convert(merged, SamplingParams)
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
+    what, field = split_path(str(error))
+    for part in UNSUPPORTED_PARTS:
+        if what == f"Invalid value {part!r}":
+            return UnsupportedContent(
+                f"{field}: {part} is not supported by this model", field=field
+            )
+    unknown = "Object contains unknown field `"
+    if what.startswith(unknown):
+        name = what.removeprefix(unknown).removesuffix("`")
+        field = f"{field}.{name}".removeprefix(".")
+        return InvalidRequest(f"{field}: unknown field", field=field)
+    return InvalidRequest(f"{field or 'request'}: {what}", field=field or None)
+
+
+def _decoder_for(data: bytes, decoders: tuple[Any, Any]) -> Any:
+    """JSON objects start with a brace, after white space at most; msgpack maps never do."""
+    from_json, from_msgpack = decoders
+    return from_msgpack if data[:1] and data[0] >= 0x80 else from_json

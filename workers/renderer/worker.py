@@ -1,0 +1,126 @@
+"""Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+import msgspec
+
+from shared import codec, subjects
+from shared.bus import Delivery
+from shared.errors import DecodeError
+from shared.messages import EngineTask, ImagePart, Message, RenderTask
+from shared.runtime import Context
+from shared.stage import now_ms, serve
+from workers.renderer.images import LoadedImage, fetch_image
+from workers.renderer.processor import Processor
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+_decode_task = msgspec.msgpack.Decoder(RenderTask).decode
+
+
+async def main(context: Context) -> None:
+    worker = RendererWorker(context)
+    await worker.load()
+    await worker.serve()
+
+
+class RendererWorker:
+    """Owns the processors of all models and the threads in which they work."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._config = context.config
+        self._processors: dict[str, Processor] = {}
+        self._threads = ThreadPoolExecutor(self._config.renderer.threads, "render")
+        self._num_held = 0
+
+    async def load(self) -> None:
+        for name, model in self._config.models.items():
+            self._processors[name] = await self._in_thread(Processor, model)
+
+    async def serve(self) -> None:
+        """One consumer per model and lane; all draw on the same threads."""
+        config, context = self._config, self._context
+        consumers = [
+            await context.bus.consume(
+                subjects.STAGES_STREAM,
+                subjects.stage_consumer(context.role, model, lane),
+                subjects.stage(context.role, model, lane),
+                config.renderer.concurrency,
+                config.delivery.ack_wait_s,
+            )
+            for model in self._processors
+            for lane in subjects.LANES
+        ]
+        context.ready(sorted(self._processors), lambda: {"held": sum(c.held for c in consumers)})
+        async with asyncio.TaskGroup() as group:
+            for consumer in consumers:
+                group.create_task(
+                    serve(consumer, self._handle, context.stopping, config.delivery.drain_s)
+                )
+
+    async def _handle(self, delivery: Delivery) -> None:
+        received_ms = now_ms()
+        stage = self._context.stage
+        task: RenderTask | None = None
+        try:
+            task = _decode(delivery.data)
+            log = self._context.log.bind(request_id=task.request_id, attempt=delivery.attempt)
+            if (exhausted := stage.exhausted(delivery)) is not None:
+                raise exhausted
+            data = await self._render(task, delivery, received_ms)
+            await stage.hand_over(delivery, task.request_id, "engine", task.model, task.lane, data)
+            log.info("rendered", bytes=len(data), ms=round(now_ms() - received_ms, 1))
+        except Exception as error:
+            request_id = task.request_id if task else None
+            path = [*(task.path if task else []), stage.hop(delivery, received_ms)]
+            await stage.settle_failure(delivery, request_id, error, path)
+
+    async def _render(self, task: RenderTask, delivery: Delivery, received_ms: float) -> bytes:
+        processor = self._processors[task.model]
+        images = []
+        for url, field in _image_urls(task.messages):
+            images.append(await self._load(url, field))
+            await delivery.progress()
+        rendered = await self._in_thread(processor.render, task.messages, images)
+        await delivery.progress()
+        engine_task = EngineTask(
+            request_id=task.request_id,
+            model=task.model,
+            lane=task.lane,
+            prompt_token_ids=rendered.prompt_token_ids,
+            items=rendered.items,
+            sampling_params=task.sampling_params,
+            accepted_ms=task.accepted_ms,
+            path=[*task.path, self._context.stage.hop(delivery, received_ms)],
+        )
+        return codec.encode(engine_task, rendered.tensors)
+
+    async def _load(self, url: str, field: str) -> LoadedImage:
+        return await self._in_thread(fetch_image, url, self._config.renderer, field)
+
+    async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *args)
+
+
+def _decode(data: bytes) -> RenderTask:
+    try:
+        return _decode_task(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DecodeError(f"not a render task: {error}") from error
+
+
+def _image_urls(messages: list[Message]) -> list[tuple[str, str]]:
+    """(url, field) of every picture, in the order in which they appear."""
+    return [
+        (part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
+        for i, message in enumerate(messages)
+        if not isinstance(message.content, str)
+        for j, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]

@@ -1,0 +1,67 @@
+"""Where the configuration comes from: a file, `pagemill.yaml` here, or the embedded default."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.config import Config, parse
+from shared.errors import ConfigError
+
+DEFAULT_FILE = Path("pagemill.yaml")
+DEMO_MODEL = Path(__file__).parent.parent / "ops" / "demo_model"
+EMBEDDED = f"""\
+models:
+  demo:
+    path: {DEMO_MODEL}
+    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+"""
+
+
+def find_config_file(given: Path | None) -> Path | None:
+    """The file to read; None stands for the embedded default."""
+    if given is not None:
+        return given
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def load_config(file: Path | None) -> Config:
+    """Read and check the configuration; environment variables override it.
+
+    Model paths in a file are relative to it. Raises ConfigError.
+    """
+    if file is None:
+        return parse(EMBEDDED, os.environ, "embedded default")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
+    config = parse(text, os.environ, str(file))
+    models = {
+        name: msgspec.structs.replace(model, path=str(file.parent.absolute() / model.path))
+        for name, model in config.models.items()
+    }
+    return msgspec.structs.replace(config, models=models)
+
+
+def check_paths(config: Config) -> None:
+    """Raises ConfigError when a model's folder is missing or is not a model's."""
+    for name, model in config.models.items():
+        if not (Path(model.path) / "config.json").is_file():
+            raise ConfigError(
+                f"models.{name}.path: {model.path} is not a Hugging Face model folder"
+                " (no config.json)",
+                field=f"models.{name}.path",
+            )
+
+
+def nats_url(config: Config) -> str:
+    """Where the broker of this configuration listens."""
+    return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """Plain values, as they would stand in a file."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree
