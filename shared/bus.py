@@ -146,11 +146,16 @@ class Consumer:
         self._changed.set()
 
     async def stop(self) -> None:
-        """No further message is taken; what was delivered but not begun is handed back."""
-        if self._pump is not None:
-            self._pump.cancel()
-        if self._subscription is not None and not self._nc.is_closed:
-            await self._subscription.unsubscribe()
+        """No further message is taken; what was delivered but not begun is handed back.
+
+        A second call does nothing.
+        """
+        subscription, self._subscription = self._subscription, None
+        if subscription is None or self._pump is None:
+            return
+        self._pump.cancel()
+        if not self._nc.is_closed:
+            await subscription.unsubscribe()
         while not self._ready.empty():
             await self._ready.get_nowait().retry(0)
 
@@ -243,6 +248,7 @@ class Bus:
                     pending_size=64 * 2**20,
                 )
         except (TimeoutError, OSError, NatsError) as error:
+            await nc.close()
             raise Unavailable(f"no nats-server answers at {url}") from error
         bus = cls(nc)
         return bus

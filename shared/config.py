@@ -5,7 +5,7 @@ This module reads neither files nor the environment: `parse` is given the text a
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import yaml
@@ -17,6 +17,7 @@ from shared.subjects import MAX_NAME_LEN, is_name
 
 ENV_PREFIX = "PAGEMILL_"
 
+T = TypeVar("T")
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -97,14 +98,25 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
     origins = _apply_env(tree, env)
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        what, key = split_path(str(error))
-        origin = origins.get(key, source)
-        raise ConfigError(f"{origin}: {key or 'top level'}: {what}", field=key) from error
+    # Models first, one by one: a path through a mapping does not tell its keys.
+    models = tree.get("models")
+    if isinstance(models, dict):
+        for name, model in models.items():
+            _convert(model, ModelConfig, f"models.{name}", origins, source)
+    config = _convert(tree, Config, "", origins, source)
     _check_models(config, source)
     return config
+
+
+def _convert(tree: Any, kind: type[T], prefix: str, origins: Mapping[str, str], source: str) -> T:
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        what, path = split_path(str(error))
+        key = f"{prefix}.{path}".strip(".")
+        raise ConfigError(
+            f"{origins.get(key, source)}: {key or 'top level'}: {what}", field=key
+        ) from error
 
 
 def split_path(validation_error: str) -> tuple[str, str]:
@@ -142,9 +154,5 @@ def _check_models(config: Config, source: str) -> None:
                 " '_', for it is part of a subject",
                 field="models",
             )
-        try:
-            msgspec.convert(model.sampling_defaults, SamplingParams)
-        except msgspec.ValidationError as error:
-            what, path = split_path(str(error))
-            key = f"models.{name}.sampling_defaults.{path}".removesuffix(".")
-            raise ConfigError(f"{source}: {key}: {what}", field=key) from error
+        defaults = f"models.{name}.sampling_defaults"
+        _convert(model.sampling_defaults, SamplingParams, defaults, {}, source)

@@ -1,0 +1,124 @@
+"""What a client may send, and the one error that each wrong message gets."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.config import ModelConfig
+from shared.errors import InvalidRequest, RequestError, UnknownModel, UnsupportedContent
+from shared.sampling import SamplingParams
+from workers.coordinator.admission import admit, request_id_of
+
+MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
+GOOD: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def sampling_of(request: dict[str, Any]) -> SamplingParams:
+    return admit("pm.request.demo", "r1", json.dumps(request).encode(), MODELS)[1]
+
+
+def test_parameters_left_out_take_the_models_defaults() -> None:
+    assert sampling_of(GOOD) == SamplingParams(temperature=0.0, max_tokens=64)
+
+
+def test_given_parameters_win_even_when_they_equal_the_general_default() -> None:
+    given = GOOD | {"sampling_params": {"temperature": 1.0, "max_tokens": None}}
+    assert sampling_of(given) == SamplingParams(temperature=1.0, max_tokens=None)
+
+
+def test_msgpack_is_as_good_as_json() -> None:
+    as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS)
+    as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS)
+    assert as_json == as_msgpack
+
+
+def with_content(part: Any) -> dict[str, Any]:
+    return GOOD | {"messages": [{"role": "user", "content": [part]}]}
+
+
+def with_sampling(**params: Any) -> dict[str, Any]:
+    return GOOD | {"sampling_params": params}
+
+
+BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = [
+    (b'{"model": "demo", "mess', InvalidRequest, None, "JSON"),
+    (b"", InvalidRequest, None, "JSON"),
+    (b"not json", InvalidRequest, None, "JSON"),
+    (b"\xff\xfe\xfd", InvalidRequest, None, "object"),
+    (b"\x82\xa5model", InvalidRequest, None, "msgpack"),
+    (b"\xdd\xff\xff\xff\xff", InvalidRequest, None, "object"),
+    (b'{"a":' * 100_000, InvalidRequest, "a", "unknown field"),
+    ({"model": "demo"}, InvalidRequest, None, "messages"),
+    (GOOD | {"messages": []}, InvalidRequest, "messages", "length >= 1"),
+    (GOOD | {"model": "other"}, InvalidRequest, "model", "subject"),
+    (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
+    (GOOD | {"request_id": "other"}, InvalidRequest, "request_id", "Nats-Msg-Id"),
+    (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),
+    (with_sampling(temperature=-1), InvalidRequest, "sampling_params.temperature", ">= 0"),
+    (with_sampling(temperature=2.5), InvalidRequest, "sampling_params.temperature", "<= 2"),
+    (with_sampling(temperature="hot"), InvalidRequest, "sampling_params.temperature", "float"),
+    (with_sampling(top_p=0), InvalidRequest, "sampling_params.top_p", "> 0"),
+    (with_sampling(top_k=-1), InvalidRequest, "sampling_params.top_k", ">= 0"),
+    (with_sampling(min_p=1.1), InvalidRequest, "sampling_params.min_p", "<= 1"),
+    (with_sampling(n=0), InvalidRequest, "sampling_params.n", ">= 1"),
+    (with_sampling(n=9), InvalidRequest, "sampling_params.n", "<= 8"),
+    (with_sampling(n=2**63), InvalidRequest, "sampling_params.n", "<= 8"),
+    (with_sampling(max_tokens=0), InvalidRequest, "sampling_params.max_tokens", ">= 1"),
+    (with_sampling(seed=-1), InvalidRequest, "sampling_params.seed", ">= 0"),
+    (with_sampling(stop=["a"] * 5), InvalidRequest, "sampling_params.stop", "<= 4"),
+    (with_sampling(stop=[""]), InvalidRequest, "sampling_params.stop[0]", "length >= 1"),
+    (with_sampling(repetition_penalty=0), InvalidRequest, "sampling_params.repetition_penalty", ""),
+    (with_content({"type": "smell"}), InvalidRequest, "messages[0].content[0].type", "smell"),
+    (
+        with_content({"type": "input_audio", "input_audio": {}}),
+        UnsupportedContent,
+        "messages[0].content[0].type",
+        "input_audio",
+    ),
+    (with_content({"type": "text"}), InvalidRequest, "messages[0].content[0]", "text"),
+    (
+        GOOD | {"messages": [{"role": "robot", "content": "hi"}]},
+        InvalidRequest,
+        "messages[0].role",
+        "robot",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "field", "part"), BAD)
+def test_what_is_wrong_is_named(
+    body: dict[str, Any] | bytes, kind: type[RequestError], field: str | None, part: str
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(RequestError) as caught:
+        admit("pm.request.demo", "r1", data, MODELS)
+    assert type(caught.value) is kind
+    assert caught.value.field == field
+    assert part in caught.value.message
+
+
+def test_an_unknown_model_is_told_what_there_is() -> None:
+    body = json.dumps(GOOD | {"model": "other"}).encode()
+    with pytest.raises(UnknownModel, match="demo"):
+        admit("pm.request.other", "r1", body, MODELS)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "expected"),
+    [
+        ("r1", b"garbage", "r1"),
+        (None, b'{"request_id": "r2", "x": 1}', "r2"),
+        (None, msgspec.msgpack.encode({"request_id": "r3"}), "r3"),
+        ("a.b", b"{}", None),
+        ("*", b"{}", None),
+        ("", b"{}", None),
+        ("x" * 129, b"{}", None),
+        (None, b'{"request_id": "a b"}', None),
+        (None, b"garbage", None),
+        (None, b"{}", None),
+    ],
+)
+def test_the_id_to_answer_under(header: str | None, data: bytes, expected: str | None) -> None:
+    assert request_id_of(header, data) == expected

@@ -1,0 +1,58 @@
+"""Every wrong value is named by where it stands, its key, and what was expected."""
+
+import pytest
+
+from shared.config import parse
+from shared.errors import ConfigError
+
+GOOD = "models: {demo: {path: model}}"
+
+
+def test_defaults_need_only_a_model() -> None:
+    config = parse(GOOD, {}, "pagemill.yaml")
+    assert config.models["demo"].path == "model"
+    assert config.engine.block_size == 16
+
+
+def test_the_environment_overrides_any_field() -> None:
+    env = {
+        "PAGEMILL_ENGINE__BLOCK_SIZE": "32",
+        "PAGEMILL_NATS__URL": "nats://broker:4222",
+        "PAGEMILL_MODELS__DEMO__MAX_IMAGES": "2",
+        "HOME": "elsewhere",
+    }
+    config = parse(GOOD, env, "pagemill.yaml")
+    assert config.engine.block_size == 32
+    assert config.nats.url == "nats://broker:4222"
+    assert config.models["demo"].max_images == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "parts"),
+    [
+        ("models: {}", {}, ["pagemill.yaml", "models", "length >= 1"]),
+        ("[1, 2]", {}, ["pagemill.yaml", "mapping"]),
+        ("a: [", {}, ["pagemill.yaml", "YAML"]),
+        ("models: {demo: {path: 3}}", {}, ["pagemill.yaml", "models.demo.path", "str", "int"]),
+        ("models: {demo: {path: a, pth: b}}", {}, ["pagemill.yaml", "models.demo", "pth"]),
+        ("models: {a.b: {path: a}}", {}, ["pagemill.yaml", "a.b", "subject"]),
+        (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
+        (GOOD + "\nengien: {}", {}, ["engien"]),
+        (
+            "models: {demo: {path: a, sampling_defaults: {temperature: -1}}}",
+            {},
+            ["models.demo.sampling_defaults.temperature", ">= 0"],
+        ),
+        (
+            GOOD,
+            {"PAGEMILL_ENGINE__BLOCK_SIZE": "many"},
+            ["PAGEMILL_ENGINE__BLOCK_SIZE", "engine.block_size", "int"],
+        ),
+        (GOOD + "\nlog_level: info", {"PAGEMILL_LOG_LEVEL__X": "1"}, ["PAGEMILL_LOG_LEVEL__X", "log_level"]),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, env: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, env, "pagemill.yaml")
+    for part in parts:
+        assert part in caught.value.message
