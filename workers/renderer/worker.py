@@ -10,10 +10,11 @@ import msgspec
 from shared import codec, subjects
 from shared.bus import Delivery
 from shared.errors import DecodeError
-from shared.messages import EngineTask, ImagePart, Message, RenderTask
+from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context
 from shared.stage import now_ms, serve
-from workers.renderer.images import LoadedImage, fetch_image
+from workers.renderer import prompt
+from workers.renderer.images import fetch_image
 from workers.renderer.processor import Processor
 
 Result = TypeVar("Result")
@@ -82,9 +83,11 @@ class RendererWorker:
 
     async def _render(self, task: RenderTask, delivery: Delivery, received_ms: float) -> bytes:
         processor = self._processors[task.model]
+        processor.check(task.messages)
         images = []
-        for url, field in _image_urls(task.messages):
-            images.append(await self._load(url, field))
+        for field, part in prompt.image_parts(task.messages):
+            url, limits = part.image_url.url, self._config.renderer
+            images.append(await self._in_thread(fetch_image, url, limits, field))
             await delivery.progress()
         rendered = await self._in_thread(processor.render, task.messages, images)
         await delivery.progress()
@@ -100,9 +103,6 @@ class RendererWorker:
         )
         return codec.encode(engine_task, rendered.tensors)
 
-    async def _load(self, url: str, field: str) -> LoadedImage:
-        return await self._in_thread(fetch_image, url, self._config.renderer, field)
-
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *args)
@@ -113,14 +113,3 @@ def _decode(data: bytes) -> RenderTask:
         return _decode_task(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"not a render task: {error}") from error
-
-
-def _image_urls(messages: list[Message]) -> list[tuple[str, str]]:
-    """(url, field) of every picture, in the order in which they appear."""
-    return [
-        (part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
-        for i, message in enumerate(messages)
-        if not isinstance(message.content, str)
-        for j, part in enumerate(message.content)
-        if isinstance(part, ImagePart)
-    ]

@@ -1,0 +1,105 @@
+"""Hand-over latency of each stage, against one bare publish-and-deliver through the same broker.
+
+A hand-over is the time from the moment a worker has finished its part to the moment the next one
+has the message in hand: encode, publish, the broker's sync to disk, delivery, decode.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from ops.demo import PICTURES
+from shared import subjects, telemetry
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import Finish, GenerateRequest, Hop
+from workers import settings
+from workers.asking import Question, build_request
+from workers.local import LocalCluster, default_workers
+
+
+async def measure_floor(bus: Bus, count: int) -> list[float]:
+    """Milliseconds from publish to delivery of a small message on a work queue."""
+    subject = subjects.stage("renderer", "bench", "batch")
+    consumer = await bus.consume(subjects.STAGES_STREAM, "bench", subject, 4, 30.0)
+    took_ms = []
+    for number in range(count):
+        began = time.perf_counter()
+        publishing = asyncio.create_task(bus.publish(subject, b"x" * 200, f"bench-{number}"))
+        delivery = await consumer.next()
+        took_ms.append(1000 * (time.perf_counter() - began))
+        await publishing
+        await delivery.ack()
+    await consumer.stop()
+    return took_ms
+
+
+async def measure_path(bus: Bus, request: GenerateRequest, count: int) -> dict[str, list[float]]:
+    """Milliseconds of each hand-over, one request at a time, by the stages between which it is."""
+    found: dict[str, list[float]] = {}
+    for _ in range(count):
+        sent_ms = time.time() * 1000
+        async for record in ask(bus, request, new_request_id()):
+            if isinstance(record, Finish):
+                for name, took_ms in _hand_overs(sent_ms, record.path):
+                    found.setdefault(name, []).append(took_ms)
+    return found
+
+
+def _hand_overs(sent_ms: float, path: list[Hop]) -> list[tuple[str, float]]:
+    start = Hop("client", "", 1, sent_ms, sent_ms)
+    hops = [start, *path]
+    return [
+        (f"{a.role} → {b.role}", b.received_ms - a.sent_ms)
+        for a, b in itertools.pairwise(hops)
+    ]
+
+
+def add_row(table: Table, name: str, took_ms: list[float], floor_ms: float) -> None:
+    cuts = statistics.quantiles(took_ms, n=100)
+    table.add_row(name, f"{cuts[49]:.2f}", f"{cuts[98]:.2f}", f"{cuts[49] / floor_ms:.2f}")
+
+
+async def main(count: int) -> None:
+    config = settings.load_config(None)
+    telemetry.setup("warning", role="bench")
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
+        config = msgspec.structs.replace(config, nats=nats)
+        log_file = Path(folder) / "workers.log"
+        cluster = LocalCluster(config, None, default_workers(config), log_file=log_file)
+        table = Table(title=f"hand-over, {count} requests one at a time", title_justify="left")
+        table.add_column("from → to")
+        for name in ("p50 ms", "p99 ms", "p50 / bare"):
+            table.add_column(name, justify="right")
+        try:
+            await cluster.start()
+            bus = await Bus.connect(cluster.url, "bench")
+            floor = await measure_floor(bus, count)
+            floor_ms = statistics.median(floor)
+            add_row(table, "bare publish → delivery", floor, floor_ms)
+            one_token = {"max_tokens": 1}
+            for title, images in (("text", []), ("picture", [PICTURES / "red.png"])):
+                request = build_request(Question("demo", "What color is it?", images, one_token))
+                await measure_path(bus, request, 5)
+                for name, took_ms in (await measure_path(bus, request, count)).items():
+                    add_row(table, f"{name} ({title})", took_ms, floor_ms)
+            await bus.close()
+        finally:
+            await cluster.stop()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200)
+    uvloop.run(main(parser.parse_args().count))

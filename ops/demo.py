@@ -1,0 +1,171 @@
+"""`make demo`: the whole road on this machine, shown while it happens.
+
+Starts nats-server and one process each of coordinator, renderer and engine, asks three questions
+about pictures and one without, all at once, and exits 0 only if every answer is right.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from shared import telemetry
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.errors import PagemillError
+from shared.messages import Failure, Finish, Hop, LogRecord, TokenChunk
+from workers import settings
+from workers.asking import Question, build_request
+from workers.local import LocalCluster, default_workers
+
+PICTURES = Path(__file__).parent / "demo_pictures"
+console = Console()
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A question with the words that a right answer holds."""
+
+    images: list[str]
+    question: str
+    expect: str
+
+
+@dataclass
+class Progress:
+    """What is known of one request so far; times are of this process's clock."""
+
+    case: Case
+    sent_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_tokens: int = 0
+    answer: str = ""
+    final: Finish | Failure | None = None
+
+    def take(self, record: LogRecord) -> None:
+        self.last_s = time.perf_counter()
+        if isinstance(record, TokenChunk):
+            if self.first_s is None:
+                self.first_s = self.last_s
+            self.num_tokens += sum(len(choice.token_ids) for choice in record.choices)
+            self.answer += "".join(choice.text for choice in record.choices)
+        else:
+            self.final = record
+
+    @property
+    def right(self) -> bool:
+        return isinstance(self.final, Finish) and self.case.expect in self.answer.lower()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, from the question to the last token."""
+        return self.num_tokens / (self.last_s - self.sent_s) if self.num_tokens else 0.0
+
+
+@dataclass
+class Demo:
+    cases: list[Case]
+    progress: list[Progress] = field(default_factory=list)
+
+    async def run(self, url: str) -> None:
+        """Ask everything at once, and show the answers as they come."""
+        bus = await Bus.connect(url, "demo")
+        self.progress = [Progress(case) for case in self.cases]
+        try:
+            with Live(self._live_table(), console=console, refresh_per_second=20) as live:
+                await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
+        finally:
+            await bus.close()
+
+    async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
+        images = [PICTURES / name for name in one.case.images]
+        request = build_request(Question("demo", one.case.question, images, {}))
+        one.sent_s = time.perf_counter()
+        async for record in ask(bus, request, new_request_id()):
+            one.take(record)
+            live.update(self._live_table())
+
+    def _live_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("pictures", "question", "answer"):
+            table.add_column(name)
+        table.add_column("tokens", justify="right")
+        table.add_column("tok/s", justify="right")
+        for one in self.progress:
+            pictures = ", ".join(one.case.images) or "—"
+            rate = f"{one.rate:.0f}" if one.num_tokens else ""
+            answer = f"[{_colour(one)}]{one.answer}[/]"
+            table.add_row(pictures, one.case.question, answer, str(one.num_tokens), rate)
+        return table
+
+    def summary(self) -> Table:
+        table = Table(title="from question to answer", title_justify="left")
+        for name in ("question", "first token", "tokens/s", "KV blocks"):
+            table.add_column(name, justify="left" if name == "question" else "right")
+        table.add_column("path (time in each worker)")
+        for one in self.progress:
+            first = f"{1000 * (one.first_s - one.sent_s):.0f} ms" if one.first_s else "—"
+            blocks = str(one.final.kv_blocks) if isinstance(one.final, Finish) else "—"
+            path = " → ".join(_hop(hop) for hop in one.final.path) if one.final else "—"
+            table.add_row(one.case.question, first, f"{one.rate:.0f}", blocks, path)
+        return table
+
+
+def _colour(one: Progress) -> str:
+    if one.final is None:
+        return "yellow"
+    return "green" if one.right else "red"
+
+
+def _hop(hop: Hop) -> str:
+    return f"{hop.role} {hop.sent_ms - hop.received_ms:.0f} ms"
+
+
+def pick_cases() -> list[Case]:
+    """The first three questions about pictures, and the first without."""
+    cases = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
+    pictured = [case for case in cases if case.images]
+    return [*pictured[:3], next(case for case in cases if not case.images)]
+
+
+async def main() -> int:
+    config = settings.load_config(None)
+    with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
+        nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
+        config = msgspec.structs.replace(config, nats=nats)
+        log_file = Path(folder) / "workers.log"
+        telemetry.setup("warning", role="demo")
+        cluster = LocalCluster(config, None, default_workers(config), log_file=log_file)
+        demo = Demo(pick_cases())
+        try:
+            with console.status("starting nats-server, coordinator, renderer, engine …"):
+                began = time.perf_counter()
+                await cluster.start()
+            console.print(f"ready after {time.perf_counter() - began:.1f} s at {cluster.url}\n")
+            await demo.run(cluster.url)
+        except PagemillError as error:
+            console.print(f"[red]{error.code}[/]: {error.message}")
+            console.print(log_file.read_text() if log_file.exists() else "", markup=False)
+        finally:
+            await cluster.stop()
+    console.print()
+    console.print(demo.summary())
+    right = sum(one.right for one in demo.progress)
+    for one in demo.progress:
+        if isinstance(one.final, Failure):
+            console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
+    verdict = f"{right} of {len(demo.cases)} answers are right"
+    console.print(f"[bold {'green' if right == len(demo.cases) else 'red'}]{verdict}[/]")
+    return 0 if right == len(demo.cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(uvloop.run(main()))

@@ -1,0 +1,203 @@
+"""Writes docs/messages.md: every subject and message, an example of each, and its JSON schema.
+
+The schemas are msgspec's own, derived from the Structs; the examples are encoded by the very
+encoders that the workers use. A test holds the file equal to what this prints.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared import messages, subjects
+from shared.messages import (
+    ChoiceDelta,
+    DeadLetter,
+    EngineTask,
+    ErrorInfo,
+    Failure,
+    Finish,
+    GenerateRequest,
+    Heartbeat,
+    Hop,
+    ImagePart,
+    ImageURL,
+    Message,
+    RenderTask,
+    TextPart,
+    TokenChunk,
+    Usage,
+)
+from shared.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.sampling import SamplingParams
+
+FILE = Path(__file__).parent.parent / "docs" / "messages.md"
+
+ID = "req-3f2a9c51d0b84e67"
+CONVERSATION = [
+    Message(
+        "user",
+        [
+            ImagePart(ImageURL("data:image/png;base64,iVBORw0KGgo…")),
+            TextPart("What color is this image? Answer in one word."),
+        ],
+    )
+]
+SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
+PATH = [
+    Hop("coordinator", "coordinator-1f0c22d4", 1, 1795238127000.0, 1795238127001.2),
+    Hop("renderer", "renderer-77a01b9e", 1, 1795238127002.0, 1795238127019.5),
+]
+ENGINE_HOP = Hop("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
+
+EXAMPLES: list[tuple[str, str, str, Any]] = [
+    (
+        subjects.request("<model>"),
+        "client → coordinator, JSON or msgpack",
+        "A request. Publish it to JetStream with its id as `Nats-Msg-Id` header: the publish"
+        " acknowledgement means that it is on disk and will be answered. The same id again within"
+        " two minutes is recognised and not run twice. Parameters left out take the model's"
+        " configured defaults; unknown fields are refused.",
+        GenerateRequest("demo", CONVERSATION, SAMPLING),
+    ),
+    (
+        subjects.stage("renderer", "<model>", "<lane>"),
+        "coordinator → renderer, msgpack (shown as JSON)",
+        "A validated request with all sampling parameters resolved.",
+        RenderTask(ID, "demo", "interactive", CONVERSATION, SAMPLING, 1795238126999.0, PATH[:1]),
+    ),
+    (
+        subjects.stage("engine", "<model>", "<lane>"),
+        "renderer → engine, envelope (its head shown as JSON)",
+        "Expanded token ids and one item for each picture. The tensors travel behind the head;"
+        " `fields` gives their places in the envelope's tensor table.",
+        EngineTask(
+            ID,
+            "demo",
+            "interactive",
+            [401, 17, 402, 405, 405, 405, 405, 403, 88, 12],
+            [
+                MultiModalKwargsItem(
+                    "image",
+                    "9c0f6a51…",
+                    PlaceholderRange(3, 4),
+                    {"pixel_patches": 0, "pixel_table": 1, "image_grid_thw": 2},
+                )
+            ],
+            SAMPLING,
+            1795238126999.0,
+            PATH,
+        ),
+    ),
+    (
+        subjects.tokens("<request_id>"),
+        "token log → client, JSON",
+        "New tokens. `index` counts the records of a log from 0 without a gap, `position` the"
+        " tokens of a choice. Text that may yet turn out to be a stop string is held back.",
+        TokenChunk(0, 1, [ChoiceDelta(0, 0, [93, 402], "red", "stop")]),
+    ),
+    (
+        subjects.tokens("<request_id>"),
+        "token log → client, JSON",
+        "The last record of a log that ended well.",
+        Finish(1, 1, Usage(10, 2), 1, [*PATH, ENGINE_HOP]),
+    ),
+    (
+        subjects.tokens("<request_id>"),
+        "token log → client, JSON",
+        "The last record of a log that did not. `fault` says whose it is; a `retryable` error may"
+        " pass when the request is sent again under a new id.",
+        Failure(
+            0,
+            1,
+            ErrorInfo(
+                "invalid_request",
+                "sampling_params.temperature: Expected `float` >= 0.0",
+                "sampling_params.temperature",
+                "client",
+                False,
+            ),
+            PATH[:1],
+        ),
+    ),
+    (
+        subjects.dead("<role>"),
+        "worker → operator, msgpack (shown as JSON)",
+        "A message that was given up: what it was, how often it was tried, and why it failed.",
+        DeadLetter(
+            role="engine",
+            worker="engine-c3d85a10",
+            version="0.1.0",
+            subject="pm.stage.engine.demo.interactive",
+            request_id=ID,
+            attempts=5,
+            error=ErrorInfo("worker_failure", "a worker failed", None, "server", True),
+            traceback="Traceback (most recent call last): …",
+            input=b"PMM1",
+            input_len=61_440,
+            failed_ms=1795238187000.0,
+        ),
+    ),
+    (
+        f"bucket `{subjects.WORKERS_BUCKET}`, key `<worker>`",
+        "worker → anyone, JSON",
+        "Proof of life, every second; it lapses a few seconds after the worker's death.",
+        Heartbeat(
+            "engine",
+            "engine-c3d85a10",
+            "0.1.0",
+            4711,
+            ["demo"],
+            {"held": 3, "running": 3, "waiting": 0, "free_blocks": 2010, "blocks": 2048},
+        ),
+    ),
+]
+
+INTRODUCTION = f"""\
+# Subjects and messages
+
+Written by `make docs` from the types in `shared/messages.py`; do not edit by hand.
+
+| subject | stream | who writes | who reads |
+|---|---|---|---|
+| `pm.request.<model>` | {subjects.REQUESTS_STREAM}, work queue | clients | coordinators |
+| `pm.stage.<role>.<model>.<lane>` | {subjects.STAGES_STREAM}, work queue | the stage before | \
+workers of the role |
+| `pm.append.<request_id>` | {subjects.TOKENS_STREAM}, stored as `pm.tokens.<request_id>` | \
+whoever holds the request | nobody |
+| `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
+| `pm.dead.<role>` | {subjects.DEAD_STREAM} | workers | operators |
+
+Names in subjects (models, request ids) are 1 to {subjects.MAX_NAME_LEN} letters, digits, `-` or
+`_`. Lanes are {" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
+
+A record of the token log is published to `pm.append.<request_id>` with the header
+`Nats-Expected-Last-Subject-Sequence`, so that two workers can never both extend a log. The server
+stores it as `pm.tokens.<request_id>` and republishes what it has stored there: a plain
+subscription on `pm.tokens.<request_id>`, made before the request is published, sees every
+accepted record live, and never one that was refused. Late readers find the log in the stream.
+
+The engine's message is an *envelope*: `PMM1`, version, a msgpack head, and the tensors' bytes,
+each at a multiple of 64 bytes; `shared/codec.py` has the layout.
+"""
+
+
+def document() -> str:
+    parts = [INTRODUCTION]
+    for subject, direction, text, example in EXAMPLES:
+        kind = type(example)
+        title = subject if subject.startswith("bucket") else f"`{subject}`"
+        body = msgspec.json.format(messages.to_json(example), indent=2).decode()
+        schema = json.dumps(msgspec.json.schema(kind), indent=2)
+        parts.append(
+            f"## {title}: {kind.__name__}\n\n{direction}\n\n{text}\n\n"
+            f"```json\n{body}\n```\n\n"
+            f"<details><summary>JSON schema</summary>\n\n```json\n{schema}\n```\n\n</details>\n"
+        )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,101 @@
+"""A whole Pagemill, started by its own command: broker, coordinator, renderer, engine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import GenerateRequest, Heartbeat, LogRecord, Message
+from shared.sampling import SamplingParams
+
+PAGEMILL = [sys.executable, "-m", "workers"]
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = f"""
+models:
+  demo:
+    path: {ROOT / "ops" / "demo_model"}
+    max_model_len: 1024
+    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
+renderer: {{max_image_pixels: 4000000}}
+"""
+
+
+@dataclass
+class Cluster:
+    process: subprocess.Popen[bytes]
+    url: str
+    config: Path
+    log: Path
+
+    async def pid(self, bus: Bus, role: str) -> int:
+        """Of the one living worker of a role."""
+        beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.heartbeats()]
+        (pid,) = [beat.pid for beat in beats if beat.role == role and _lives(beat.pid)]
+        return pid
+
+
+def start_cluster(folder: Path) -> Cluster:
+    config, log = folder / "pagemill.yaml", folder / "up.log"
+    config.write_text(CONFIG)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"PAGEMILL_NATS__PORT": str(port)}
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*PAGEMILL, "up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
+        )
+    deadline = time.monotonic() + 60
+    while b"ready at" not in log.read_bytes():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return Cluster(process, f"nats://127.0.0.1:{port}", config, log)
+
+
+def stop_cluster(cluster: Cluster) -> int:
+    cluster.process.send_signal(signal.SIGINT)
+    return cluster.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    stop_cluster(running)
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(cluster.url, "test")
+    yield bus
+    await bus.close()
+
+
+async def answer(bus: Bus, request: GenerateRequest) -> list[LogRecord]:
+    return [record async for record in ask(bus, request, new_request_id())]
+
+
+def request_text(text: str, **sampling: object) -> GenerateRequest:
+    return GenerateRequest(
+        "demo", [Message("user", text)], msgspec.convert(sampling, SamplingParams)
+    )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,42 @@
+"""What a client makes of a token log, and the promises that every log must keep."""
+
+from collections.abc import Sequence
+
+from shared.messages import Failure, Finish, LogRecord, TokenChunk
+
+
+def tokens_of(records: Sequence[LogRecord], choice: int = 0) -> list[int]:
+    return [
+        token
+        for record in records
+        if isinstance(record, TokenChunk)
+        for delta in record.choices
+        if delta.index == choice
+        for token in delta.token_ids
+    ]
+
+
+def text_of(records: Sequence[LogRecord], choice: int = 0) -> str:
+    return "".join(
+        delta.text
+        for record in records
+        if isinstance(record, TokenChunk)
+        for delta in record.choices
+        if delta.index == choice
+    )
+
+
+def attempts_of(records: Sequence[LogRecord]) -> list[int]:
+    return sorted({record.attempt for record in records})
+
+
+def assert_gapless(records: Sequence[LogRecord]) -> None:
+    """Records 0, 1, 2, …; tokens of each choice 0, 1, 2, …; one final record, at the end."""
+    assert [record.index for record in records] == list(range(len(records)))
+    assert isinstance(records[-1], Finish | Failure)
+    assert all(isinstance(record, TokenChunk) for record in records[:-1])
+    position: dict[int, int] = {}
+    for record in records:
+        for delta in record.choices if isinstance(record, TokenChunk) else []:
+            assert delta.position == position.get(delta.index, 0)
+            position[delta.index] = delta.position + len(delta.token_ids)

@@ -1,0 +1,115 @@
+"""Workers are killed with a request in hand; the client sees one gapless stream all the same."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import nats
+import pytest
+
+from ops.demo import PICTURES
+from shared import subjects
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import Finish, GenerateRequest, LogRecord
+from shared.tokenlog import read_log
+from tests.cluster.conftest import (
+    Cluster,
+    answer,
+    request_text,
+    start_cluster,
+    stop_cluster,
+)
+from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
+from workers.asking import Question, build_request
+
+LONG = {"ignore_eos": True, "max_tokens": 900}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        request_text("What can you do?", temperature=0.0, **LONG),
+        request_text("What can you do?", temperature=1.0, seed=11, n=2, **LONG),
+        request_text("What can you do?", temperature=0.9, top_k=40, **LONG),
+    ],
+    ids=["greedy", "seeded, two choices", "sampled without a seed"],
+)
+async def test_an_engine_killed_mid_answer(
+    cluster: Cluster, client: Bus, request_: GenerateRequest
+) -> None:
+    choices = range(request_.sampling_params.n)  # type: ignore[union-attr]
+    request_id = new_request_id()
+    engine = await cluster.pid(client, "engine")
+    records: list[LogRecord] = []
+    async for record in ask(client, request_, request_id):
+        records.append(record)
+        if len(records) == 5:
+            os.kill(engine, signal.SIGKILL)
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert attempts_of(records) == [1, 2]
+    assert all(len(tokens_of(records, choice)) == 900 for choice in choices)
+    assert records == await read_log(client, request_id)
+    if request_.sampling_params.seed is not None or not request_.sampling_params.temperature:  # type: ignore[union-attr]
+        undisturbed = await answer(client, request_)
+        assert attempts_of(undisturbed) == [1]
+        for choice in choices:
+            assert tokens_of(records, choice) == tokens_of(undisturbed, choice)
+            assert text_of(records, choice) == text_of(undisturbed, choice)
+
+
+async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:
+    renderer = await cluster.pid(client, "renderer")
+    # Stopped first, so that it certainly has the request and certainly has not passed it on.
+    os.kill(renderer, signal.SIGSTOP)
+    request = build_request(
+        Question("demo", "What color is this image?", [PICTURES / "red.png"], {})
+    )
+    running = asyncio.create_task(answer(client, request))
+    await _wait_until_in_hand(cluster.url, "renderer")
+    os.kill(renderer, signal.SIGKILL)
+    records = await running
+    assert_gapless(records)
+    final = records[-1]
+    assert isinstance(final, Finish)
+    assert "red" in text_of(records).lower()
+    assert [(hop.role, hop.attempt) for hop in final.path] == [
+        ("coordinator", 1),
+        ("renderer", 2),
+        ("engine", 1),
+    ]
+
+
+async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
+    cluster = start_cluster(tmp_path)
+    bus = await Bus.connect(cluster.url, "test")
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
+    records: list[LogRecord] = []
+    async for record in ask(bus, request, new_request_id()):
+        records.append(record)
+        if len(records) == 1:
+            cluster.process.send_signal(signal.SIGTERM)
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert attempts_of(records) == [1]
+    await bus.close()
+    assert stop_cluster(cluster) == 0
+
+
+async def _wait_until_in_hand(url: str, role: str) -> None:
+    nc = await nats.connect(url)
+    deadline = time.monotonic() + 10
+    try:
+        while time.monotonic() < deadline:
+            info = await nc.jetstream().consumer_info(
+                subjects.STAGES_STREAM, subjects.stage_consumer(role, "demo", "interactive")
+            )
+            if info.num_ack_pending:
+                return
+            await asyncio.sleep(0.02)
+        pytest.fail(f"no {role} took the request")
+    finally:
+        await nc.close()

@@ -1,0 +1,269 @@
+"""The whole road through the public doors: NATS subjects, the command line, the two examples."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from ops.demo import PICTURES, Case
+from shared import subjects
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import Failure, Finish, GenerateRequest, LogRecord, decode_log_record
+from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, request_text
+from tests.cluster.streams import assert_gapless, text_of, tokens_of
+from workers.asking import Question, build_request
+
+CASES = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
+RED = PICTURES / "red.png"
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def png(size: tuple[int, int], colour: str = "red") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def body(content: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": content}]} | more
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogRecord], float]:
+    """Raw bytes as a foreign client sends them; the log, and the seconds to its first record."""
+    request_id = new_request_id()
+    listener = await bus.listen(subjects.tokens(request_id))
+    began = time.monotonic()
+    await bus.publish(subjects.request(model), data, request_id)
+    records: list[LogRecord] = []
+    took_s = 0.0
+    while not records or not isinstance(records[-1], Finish | Failure):
+        live = await listener.next(10)
+        assert live is not None
+        took_s = took_s or time.monotonic() - began
+        records.append(decode_log_record(live))
+    await listener.close()
+    return records, took_s
+
+
+async def test_all_demo_questions_at_once_are_answered_right(client: Bus) -> None:
+    async def one(case: Case) -> list[LogRecord]:
+        images = [PICTURES / name for name in case.images]
+        return await answer(client, build_request(Question("demo", case.question, images, {})))
+
+    for case, records in zip(CASES, await asyncio.gather(*map(one, CASES)), strict=True):
+        assert_gapless(records)
+        final = records[-1]
+        assert isinstance(final, Finish)
+        assert case.expect in text_of(records).lower()
+        assert [hop.role for hop in final.path] == ["coordinator", "renderer", "engine"]
+        assert final.usage.completion_tokens == len(tokens_of(records))
+        assert final.kv_blocks >= 1
+
+
+async def test_the_famous_case(client: Bus) -> None:
+    content = [
+        image(data_url(png((224, 224)))),
+        {"type": "text", "text": "What color is this image? Answer in one word."},
+    ]
+    sampling = {"max_tokens": 20, "temperature": 0.0}
+    records, _ = await publish(client, json.dumps(body(content, sampling_params=sampling)).encode())
+    assert "red" in text_of(records).lower()
+
+
+async def test_a_request_in_msgpack(client: Bus) -> None:
+    records, _ = await publish(client, msgspec.msgpack.encode(body("What can you do?")))
+    assert isinstance(records[-1], Finish)
+
+
+async def test_several_choices(client: Bus) -> None:
+    records = await answer(
+        client, request_text("What can you do?", n=3, temperature=1.0, seed=5, max_tokens=12)
+    )
+    assert_gapless(records)
+    assert all(tokens_of(records, choice) for choice in range(3))
+
+
+async def test_the_same_id_again_reads_the_same_answer(client: Bus) -> None:
+    request_id = new_request_id()
+    request = request_text("What can you do?", temperature=1.0, seed=3)
+    first = [record async for record in ask(client, request, request_id)]
+    again = [record async for record in ask(client, request, request_id)]
+    assert first == again
+
+
+async def test_a_stop_string_ends_the_answer_before_it(client: Bus) -> None:
+    whole = text_of(await answer(client, request_text("What can you do?")))
+    stop = whole[len(whole) // 2 :][:3]
+    records = await answer(client, request_text("What can you do?", stop=[stop]))
+    assert text_of(records) == whole[: whole.index(stop)]
+
+
+NOISE = zlib.compress(b"no picture at all")
+BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
+    "malformed JSON": (b'{"model": "demo", ', "invalid_request", None),
+    "malformed msgpack": (b"\x83\xa5model\xc1", "invalid_request", None),
+    "no messages": ({"model": "demo", "messages": []}, "invalid_request", "messages"),
+    "unknown field": (body("hi", temperatur=1), "invalid_request", "temperatur"),
+    "unknown content part": (
+        body([{"type": "smell"}]),
+        "invalid_request",
+        "messages[0].content[0].type",
+    ),
+    "unsupported content part": (
+        body([{"type": "input_audio"}]),
+        "unsupported_content",
+        "messages[0].content[0].type",
+    ),
+    "sampling value out of range": (
+        body("hi", sampling_params={"top_p": 1.5}),
+        "invalid_request",
+        "sampling_params.top_p",
+    ),
+    "broken base64": (
+        body([image("data:image/png;base64,###")]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "no picture": (
+        body([image(data_url(NOISE))]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "a truncated picture": (
+        body([image(data_url((PICTURES / "red.png").read_bytes()[:100]))]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "too many pixels": (
+        body([image(data_url(png((2001, 2000))))]),
+        "media_too_large",
+        "messages[0].content[0].image_url.url",
+    ),
+    "too many pictures": (
+        body([image(data_url(png((28, 28))))] * 9),
+        "media_too_large",
+        "messages[0].content[8].image_url.url",
+    ),
+    "a file path": (
+        body([image("file:///etc/passwd")]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "a URL where none is allowed": (
+        body([image("http://127.0.0.1:1/a.png")]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "a prompt over the context": (body("word " * 4000), "context_length_exceeded", "messages"),
+    "an answer over the context": (
+        body("hi", sampling_params={"max_tokens": 5000}),
+        "context_length_exceeded",
+        "sampling_params.max_tokens",
+    ),
+    "a special token in the text": (
+        body("What is <|image_pad|>?"),
+        "invalid_request",
+        "messages[0].content",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_input_gets_one_clear_error_and_harms_nobody(client: Bus, name: str) -> None:
+    bad, code, field = BAD[name]
+    victim = request_text("What can you do?", ignore_eos=True, max_tokens=120)
+    undisturbed = tokens_of(await answer(client, victim))
+    running = asyncio.create_task(answer(client, victim))
+    data = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
+    records, took_s = await publish(client, data)
+    assert len(records) == 1
+    failure = records[0]
+    assert isinstance(failure, Failure)
+    assert (failure.error.code, failure.error.field) == (code, field)
+    assert (failure.error.fault, failure.error.retryable) == ("client", False)
+    assert took_s < 1.0
+    for leak in ("Traceback", "0x", "/site-packages/", str(ROOT)):
+        assert leak not in failure.error.message
+    assert tokens_of(await running) == undisturbed
+
+
+async def test_an_unknown_model_is_told_what_there_is(client: Bus) -> None:
+    request = GenerateRequest("other", request_text("hi").messages)
+    (failure,) = await answer(client, request)
+    assert isinstance(failure, Failure)
+    assert failure.error.code == "unknown_model"
+    assert "demo" in failure.error.message
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_ask_streams_to_the_terminal(cluster: Cluster) -> None:
+    question = "What color is this image? Answer in one word."
+    done = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", str(RED), question)
+    assert done.returncode == 0, done.stderr
+    assert "red" in done.stdout.lower()
+
+
+def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
+    done = run(*PAGEMILL, "ask", "--nats", cluster.url, "--json", "What can you do?")
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["index"] for record in records] == list(range(len(records)))
+    assert records[-1]["type"] == "finish"
+
+
+def test_ask_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
+    missing = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", "no-such.png", "What?")
+    assert missing.returncode == 1
+    assert "no-such.png" in missing.stderr
+    text = tmp_path / "notes.txt"
+    text.write_text("not a picture")
+    refused = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", str(text), "What?")
+    assert refused.returncode == 1
+    assert "invalid_media" in refused.stderr
+
+
+def test_the_python_example_imports_nothing_of_ours(cluster: Cluster) -> None:
+    example = ROOT / "ops" / "examples" / "ask.py"
+    done = run(sys.executable, str(example), "What color is it?", str(RED), NATS_URL=cluster.url)
+    assert done.returncode == 0, done.stderr
+    assert "red" in done.stdout.lower()
+    source = example.read_text()
+    assert "shared" not in source
+    assert "workers" not in source
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
+def test_the_node_example(cluster: Cluster, tmp_path: Path) -> None:
+    for name in ("ask.mjs", "package.json", "package-lock.json"):
+        shutil.copy(ROOT / "ops" / "examples" / name, tmp_path)
+    installed = run("npm", "ci", "--prefix", str(tmp_path), "--no-audit", "--no-fund")
+    assert installed.returncode == 0, installed.stderr
+    done = run(
+        "node", str(tmp_path / "ask.mjs"), "What color is it?", str(RED), NATS_URL=cluster.url
+    )
+    assert done.returncode == 0, done.stderr
+    assert "red" in done.stdout.lower()
