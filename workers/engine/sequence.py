@@ -23,7 +23,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A multimodal item as the runner encodes it; `fields` are torch tensors (or a fake's stand-in)."""
+    """A multimodal item as the runner encodes it; `fields` are torch tensors, or a fake's own."""
 
     modality: str
     mm_hash: str

@@ -15,13 +15,16 @@ import torch
 
 from shared import codec, subjects, tensors
 from shared.bus import Consumer, Delivery
+from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, PagemillError, WorkerFailure
 from shared.messages import ChoiceDelta, EngineTask, LogRecord, TokenChunk
 from shared.runtime import Context
 from shared.stage import now_ms
 from shared.tokenlog import LogWriter
+from workers.engine.blocks import BlockPool
 from workers.engine.core import Core, Stats
 from workers.engine.loader import load
+from workers.engine.runner import Runner
 from workers.engine.sequence import EngineRequest, Item, LoggedChoice, RequestOutput
 
 
@@ -31,8 +34,23 @@ async def main(context: Context) -> None:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    core = await asyncio.to_thread(load, config.models[name], config.engine)
+    core = await asyncio.to_thread(build_core, config.models[name], config.engine)
     await EngineWorker(context, name, core).serve()
+
+
+def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
+    """Load a model and everything around it; raises ConfigError when it cannot be served."""
+    loaded = load(model, engine)
+    return Core(
+        Runner(loaded.model, loaded.num_blocks, loaded.block_size),
+        loaded.decode,
+        loaded.eos_token_ids,
+        pool=BlockPool(loaded.num_blocks, loaded.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+    )
 
 
 @dataclass(slots=True)

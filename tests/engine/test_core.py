@@ -1,0 +1,221 @@
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import ContextTooLong, InvalidMedia, InvalidRequest, RequestError, WorkerFailure
+from shared.messages import ChoiceDelta, Usage
+from shared.multimodal import PlaceholderRange
+from shared.sampling import SamplingParams
+from tests.fakes import FakeRunner
+from workers.engine.blocks import BlockPool
+from workers.engine.core import Core
+from workers.engine.sequence import EngineRequest, Item, LoggedChoice, RequestOutput
+
+MAX_MODEL_LEN = 24
+BLOCK_SIZE = 2
+EOS = 0
+PIECES = ["", "a", "b", "ab", "ba", "é", "c", "aab"]
+VOCAB_SIZE = len(PIECES)
+
+
+def decode(token_ids: list[int]) -> str:
+    return "".join(PIECES[t] for t in token_ids)
+
+
+def make_core(runner: FakeRunner | None = None, num_blocks: int = 64, **limits: int) -> Core:
+    return Core(
+        runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),
+        decode,
+        frozenset([EOS]),
+        pool=BlockPool(num_blocks, BLOCK_SIZE, order=[i ^ 1 for i in range(num_blocks)]),
+        max_num_seqs=limits.get("max_num_seqs", 8),
+        max_num_batched_tokens=limits.get("max_num_batched_tokens", 64),
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def make_request(
+    request_id: str = "r", prompt: list[int] | None = None, **p: object
+) -> EngineRequest:
+    return EngineRequest(request_id, prompt or [1, 2, 3], [], SamplingParams(**p))  # type: ignore[arg-type]
+
+
+def finish_all(core: Core) -> list[RequestOutput]:
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    stats = core.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_running == stats.num_waiting == 0
+    return outputs
+
+
+def run_alone(request: EngineRequest) -> list[RequestOutput]:
+    core = make_core()
+    core.add(request)
+    return finish_all(core)
+
+
+Answer = tuple[list[int], str, str | None, str | int | None]
+
+
+def gather(deltas: Iterable[ChoiceDelta], n: int) -> list[Answer]:
+    """Each choice's tokens, text and ending; every delta must join on to the one before."""
+    answers: list[Answer] = [([], "", None, None)] * n
+    for d in deltas:
+        token_ids, text, finish_reason, _ = answers[d.index]
+        assert d.position == len(token_ids)
+        assert finish_reason is None
+        answers[d.index] = (token_ids + d.token_ids, text + d.text, d.finish_reason, d.stop_reason)
+    return answers
+
+
+def answers_of(outputs: list[RequestOutput], request: EngineRequest) -> list[Answer]:
+    mine = [o for o in outputs if o.request_id == request.request_id]
+    answers = gather((d for o in mine for d in o.choices), request.sampling.n)
+    assert [o.usage is not None for o in mine] == [False] * (len(mine) - 1) + [True]
+    num_tokens = sum(len(token_ids) for token_ids, *_ in answers)
+    assert mine[-1].usage == Usage(len(request.prompt_token_ids), num_tokens)
+    return answers
+
+
+requests = st.builds(
+    EngineRequest,
+    request_id=st.uuids().map(str),
+    prompt_token_ids=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=12),
+    items=st.just([]),
+    sampling=st.builds(
+        SamplingParams,
+        n=st.integers(1, 3),
+        max_tokens=st.none() | st.integers(1, 12),
+        stop=st.lists(st.text("abc", min_size=2, max_size=4), max_size=2),
+        stop_token_ids=st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=1),
+        ignore_eos=st.booleans(),
+    ),
+)
+many = st.lists(requests, min_size=1, max_size=5, unique_by=lambda r: r.request_id)
+
+
+@settings(deadline=None, max_examples=100)
+@given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
+def test_company_does_not_change_an_answer(
+    wanted: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
+) -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner, 2 * half_blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget)
+    outputs: list[RequestOutput] = []
+    cancelled = set()
+    for request in wanted:
+        core.add(request)
+        for _ in range(data.draw(st.integers(0, 4))):
+            outputs += core.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            core.cancel(request.request_id)
+            cancelled.add(request.request_id)
+    outputs += finish_all(core)
+    assert max(runner.batches, default=0) <= budget
+    assert not runner.encoded
+    for request in wanted:
+        if request.request_id not in cancelled:
+            assert answers_of(outputs, request) == answers_of(run_alone(request), request)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests)
+def test_a_resume_from_any_cut_goes_on_as_if_nothing_had_happened(request: EngineRequest) -> None:
+    whole = run_alone(request)
+    n = request.sampling.n
+    for k in range(len(whole)):
+        before = [d for o in whole[:k] for d in o.choices]
+        logged = [LoggedChoice(ids, end is not None) for ids, _, end, _ in gather(before, n)]
+        resumed = run_alone(replace(request, logged=logged))
+        after = [d for o in resumed for d in o.choices]
+        assert gather(before + after, n) == answers_of(whole, request)
+        assert resumed[-1].usage == whole[-1].usage
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests)
+def test_a_log_that_lacks_only_its_end_gets_it_at_once(request: EngineRequest) -> None:
+    answers = answers_of(run_alone(request), request)
+    logged = [LoggedChoice(ids, False) for ids, *_ in answers]
+    (output,) = run_alone(replace(request, logged=logged))
+    assert [(d.finish_reason, d.stop_reason) for d in output.choices] == [a[2:] for a in answers]
+    assert all(d.token_ids == [] for d in output.choices)
+    finished = [LoggedChoice(ids, True) for ids, *_ in answers]
+    (output,) = run_alone(replace(request, logged=finished))
+    assert (output.choices, output.usage is not None) == ([], True)
+
+
+def test_what_fails_to_encode_harms_nobody_else() -> None:
+    good, bad = make_request("good", n=2), make_request("bad", n=2)
+    core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_encode=["bad"]))
+    core.add(bad)
+    core.add(good)
+    outputs = finish_all(core)
+    (error,) = [o.error for o in outputs if o.request_id == "bad"]
+    assert isinstance(error, InvalidMedia)
+    assert answers_of(outputs, good) == answers_of(run_alone(good), good)
+
+
+def test_what_fails_to_run_fails_its_batch_and_the_engine_goes_on() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
+    core = make_core(runner)
+    for request_id in ("early", "bad"):
+        core.add(make_request(request_id, n=2, ignore_eos=True))
+    errors = {o.request_id: o.error for o in core.step()}
+    assert errors.keys() == {"early", "bad"}
+    assert all(isinstance(e, WorkerFailure) for e in errors.values())
+    late = make_request("late")
+    core.add(late)
+    assert answers_of(finish_all(core), late) == answers_of(run_alone(late), late)
+    assert not runner.encoded
+
+
+def test_the_most_blocks_held_at_one_time_are_told() -> None:
+    request = make_request(prompt=[1] * 5, max_tokens=4, ignore_eos=True, n=2)
+    # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, twice.
+    assert run_alone(request)[-1].kv_blocks == 8
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "field"),
+    [
+        (replace(make_request(), prompt_token_ids=[]), InvalidRequest, "messages"),
+        (make_request(prompt=[VOCAB_SIZE]), InvalidRequest, "messages"),
+        (make_request(prompt=[-1]), InvalidRequest, "messages"),
+        (make_request(prompt=[1] * MAX_MODEL_LEN), ContextTooLong, "messages"),
+        (make_request(max_tokens=22), ContextTooLong, "sampling_params.max_tokens"),
+        (
+            make_request(stop_token_ids=[VOCAB_SIZE]),
+            InvalidRequest,
+            "sampling_params.stop_token_ids",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    request_: EngineRequest, error: type[RequestError], field: str
+) -> None:
+    core = make_core()
+    with pytest.raises(error) as raised:
+        core.add(request_)
+    assert raised.value.field == field
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("ranges", [[(2, 2)], [(-1, 1)], [(0, 2), (1, 1)], [(0, 0)]])
+def test_placeholders_must_lie_apart_and_in_the_prompt(ranges: list[tuple[int, int]]) -> None:
+    items = [Item("image", "hash", PlaceholderRange(*r), {}) for r in ranges]
+    with pytest.raises(InvalidRequest, match="placeholder"):
+        make_core().add(replace(make_request(), items=items))
+
+
+def test_a_request_in_hand_is_not_taken_twice() -> None:
+    core = make_core()
+    core.add(make_request())
+    with pytest.raises(InvalidRequest, match="in hand"):
+        core.add(make_request())

@@ -1,0 +1,353 @@
+"""The engine without its model: requests in, news of them out at each step.
+
+One step is schedule, run, settle. A request that fails takes nothing of the others with it, and
+whatever way it ends, its blocks go back to the pool and its embeddings are dropped.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from shared.errors import ContextTooLong, InvalidRequest, PagemillError, WorkerFailure
+from shared.messages import ChoiceDelta, Usage
+from workers.engine.blocks import BlockPool
+from workers.engine.detokenizer import Detokenizer
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import (
+    Batch,
+    EngineRequest,
+    LoggedChoice,
+    RequestOutput,
+    ScheduledSequence,
+    Sequence,
+)
+
+
+class Runner(Protocol):
+    """What computes; it may keep things for a request from `encode` to `release`."""
+
+    def encode(self, request: EngineRequest) -> None:
+        """Compute and keep the embeddings of its items; raises what is wrong with them."""
+
+    def run(self, batch: Batch) -> list[int | None]:
+        """One token id per scheduled sequence, None where it does not sample."""
+
+    def release(self, request_id: str) -> None:
+        """Drop what is kept for the request, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    sequence: Sequence
+    detokenizer: Detokenizer
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request in hand."""
+
+    request: EngineRequest
+    choices: list[Choice]
+    encoded: bool = False
+    kv_blocks: int = 0
+    """The most blocks held at one time so far."""
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(c.sequence.num_output_tokens for c in self.choices),
+        )
+
+
+class Core:
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer_decode: Callable[[list[int]], str],
+        eos_token_ids: frozenset[int],
+        *,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self._runner = runner
+        self._decode = tokenizer_decode
+        self._eos_token_ids = eos_token_ids
+        self._pool = pool
+        self._scheduler = Scheduler(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._entries: dict[str, Entry] = {}
+        self._news: dict[str, list[ChoiceDelta]] = {}
+        """By request, for the end of the step."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._news)
+
+    def stats(self) -> Stats:
+        return Stats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises a RequestError for what could never run, and then keeps nothing of it."""
+        if request.request_id in self._entries:
+            raise InvalidRequest(f"request {request.request_id} is in hand", field="request_id")
+        _check_prompt(request, self._vocab_size)
+        _check_placeholders(request)
+        _check_stop_token_ids(request, self._vocab_size)
+        max_tokens = _max_tokens(request, self._max_model_len)
+        logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
+        assert len(logged) == request.sampling.n
+        entry = Entry(
+            request, [self._new_choice(request, i, max_tokens) for i in range(len(logged))]
+        )
+        self._entries[request.request_id] = entry
+        for choice, log in zip(entry.choices, logged, strict=True):
+            self._resume(choice, log)
+        if entry.finished:
+            self._news.setdefault(request.request_id, [])
+
+    def cancel(self, request_id: str) -> None:
+        """Forget the request without a word; one that is not in hand has ended already."""
+        if request_id in self._entries:
+            self._drop(self._entries[request_id])
+
+    def step(self) -> list[RequestOutput]:
+        batch, failures = self._encode(self._scheduler.schedule())
+        self._note_blocks(batch)
+        try:
+            token_ids = self._runner.run(batch) if batch.scheduled else []
+        except Exception as error:
+            failures += self._fail_batch(batch, error)
+        else:
+            self._settle(batch, token_ids)
+        return failures + self._tell()
+
+    # -- in a step --------------------------------------------------------------------------
+
+    def _encode(self, batch: Batch) -> tuple[Batch, list[RequestOutput]]:
+        """Encode what runs for the first time; what fails at it leaves the batch."""
+        failures = []
+        for entry in self._entries_of(batch):
+            if entry.encoded:
+                continue
+            try:
+                self._runner.encode(entry.request)
+                entry.encoded = True
+            except PagemillError as error:
+                failures.append(self._fail(entry, error))
+            except Exception as error:
+                failures.append(self._fail(entry, _worker_failure(error)))
+        left = [s for s in batch.scheduled if s.sequence.request_id in self._entries]
+        return Batch(left), failures
+
+    def _note_blocks(self, batch: Batch) -> None:
+        for entry in self._entries_of(batch):
+            num_blocks = sum(len(choice.sequence.block_table) for choice in entry.choices)
+            entry.kv_blocks = max(entry.kv_blocks, num_blocks)
+
+    def _settle(self, batch: Batch, token_ids: list[int | None]) -> None:
+        self._scheduler.settle(batch)
+        for s, token_id in zip(batch.scheduled, token_ids, strict=True):
+            assert s.samples == (token_id is not None)
+            if token_id is not None:
+                self._extend(self._choice_of(s), token_id)
+
+    def _extend(self, choice: Choice, token_id: int) -> None:
+        position = choice.sequence.num_output_tokens
+        text, ending = self._push(choice, token_id)
+        if ending is not None:
+            self._scheduler.remove(choice.sequence)
+        self._report(choice, position, [token_id], text, ending)
+
+    def _tell(self) -> list[RequestOutput]:
+        news, self._news = self._news, {}
+        return [self._output(self._entries[request_id], news[request_id]) for request_id in news]
+
+    def _output(self, entry: Entry, deltas: list[ChoiceDelta]) -> RequestOutput:
+        if not entry.finished:
+            return RequestOutput(entry.request.request_id, deltas)
+        self._drop(entry)
+        return RequestOutput(entry.request.request_id, deltas, entry.usage, entry.kv_blocks)
+
+    # -- a choice ---------------------------------------------------------------------------
+
+    def _new_choice(self, request: EngineRequest, index: int, max_tokens: int) -> Choice:
+        sequence = Sequence(
+            request=request,
+            choice=index,
+            seed=_seed(request),
+            token_ids=list(request.prompt_token_ids),
+            max_tokens=max_tokens,
+        )
+        return Choice(sequence, Detokenizer(self._decode, request.sampling.stop))
+
+    def _resume(self, choice: Choice, logged: LoggedChoice) -> None:
+        """Replay what is in the log, and let what is left to do wait for its turn."""
+        ending = None
+        for token_id in logged.token_ids:
+            _, ending = self._push(choice, token_id)
+        if logged.finished:
+            choice.finished = True
+        elif ending is not None:
+            self._report(choice, choice.sequence.num_output_tokens, [], "", ending)
+        else:
+            self._scheduler.add(choice.sequence)
+
+    def _push(self, choice: Choice, token_id: int) -> tuple[str, Ending | None]:
+        """Append a token; the text that it yields, and how the choice ends by it, if it does."""
+        sequence, sampling = choice.sequence, choice.sequence.request.sampling
+        sequence.token_ids.append(token_id)
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
+            return "", Ending("stop")
+        if token_id in sampling.stop_token_ids:
+            return "", Ending("stop", token_id)
+        text, matched = choice.detokenizer.push(token_id)
+        if matched is not None:
+            return text, Ending("stop", matched)
+        if sequence.num_output_tokens == sequence.max_tokens:
+            return text, Ending("length")
+        return text, None
+
+    def _report(
+        self, choice: Choice, position: int, token_ids: list[int], text: str, ending: Ending | None
+    ) -> None:
+        if ending is not None:
+            choice.finished = True
+            text += choice.detokenizer.finish()
+        delta = ChoiceDelta(
+            index=choice.sequence.choice,
+            position=position,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=ending.reason if ending else None,
+            stop_reason=ending.stop_reason if ending else None,
+        )
+        self._news.setdefault(choice.sequence.request_id, []).append(delta)
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def _fail_batch(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        return [self._fail(entry, _worker_failure(error)) for entry in self._entries_of(batch)]
+
+    def _fail(self, entry: Entry, error: PagemillError) -> RequestOutput:
+        request_id = entry.request.request_id
+        deltas = self._news.get(request_id, [])
+        self._drop(entry)
+        return RequestOutput(request_id, deltas, error=error)
+
+    def _drop(self, entry: Entry) -> None:
+        request_id = entry.request.request_id
+        for choice in entry.choices:
+            if not choice.finished:
+                self._scheduler.remove(choice.sequence)
+        self._runner.release(request_id)
+        self._news.pop(request_id, None)
+        del self._entries[request_id]
+
+    # -- lookups ----------------------------------------------------------------------------
+
+    def _entries_of(self, batch: Batch) -> Iterable[Entry]:
+        """Each request of the batch once, in its order."""
+        request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
+        return [self._entries[request_id] for request_id in request_ids]
+
+    def _choice_of(self, s: ScheduledSequence) -> Choice:
+        return self._entries[s.sequence.request_id].choices[s.sequence.choice]
+
+
+def _worker_failure(error: Exception) -> WorkerFailure:
+    failure = WorkerFailure(f"the engine failed on this request: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _seed(request: EngineRequest) -> int:
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    digest = hashlib.sha256(request.request_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _check_prompt(request: EngineRequest, vocab_size: int) -> None:
+    token_ids = request.prompt_token_ids
+    if not token_ids:
+        raise InvalidRequest("the prompt has no tokens", field="messages")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"the prompt's token ids must be from 0 to {vocab_size - 1}", field="messages"
+        )
+
+
+def _check_placeholders(request: EngineRequest) -> None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    free_from = 0
+    for placeholder in sorted((i.placeholder for i in request.items), key=lambda p: p.offset):
+        stop = placeholder.offset + placeholder.length
+        if placeholder.offset < 0 or placeholder.length < 1 or stop > num_prompt_tokens:
+            raise InvalidRequest(
+                f"placeholder [{placeholder.offset}, {stop}) is outside the prompt's"
+                f" {num_prompt_tokens} tokens",
+                field="messages",
+            )
+        if placeholder.offset < free_from:
+            raise InvalidRequest(
+                f"placeholder [{placeholder.offset}, {stop}) overlaps another", field="messages"
+            )
+        free_from = stop
+
+
+def _check_stop_token_ids(request: EngineRequest, vocab_size: int) -> None:
+    for token_id in request.sampling.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"stop token id {token_id} is not from 0 to {vocab_size - 1}",
+                field="sampling_params.stop_token_ids",
+            )
+
+
+def _max_tokens(request: EngineRequest, max_model_len: int) -> int:
+    """What is asked for, or all that fits behind the prompt."""
+    num_prompt_tokens, asked = len(request.prompt_token_ids), request.sampling.max_tokens
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer in the"
+            f" model's context of {max_model_len}",
+            field="messages",
+        )
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"{num_prompt_tokens} prompt tokens and max_tokens {asked} exceed the model's context"
+            f" of {max_model_len}; at most {room} tokens can follow this prompt",
+            field="sampling_params.max_tokens",
+        )
+    return room if asked is None else asked

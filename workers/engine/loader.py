@@ -1,0 +1,181 @@
+"""A folder in Hugging Face format becomes a model that is ready to run, or a ConfigError says why.
+
+Weights are read from safetensors files only, and no code that lies beside them is ever executed.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from workers.engine.attention import plan_step
+from workers.engine.families import family_of
+from workers.engine.model import FlatModel, kv_shape
+
+# Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
+# would depend on its neighbours.
+UNSUPPORTED_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: FlatModel
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self.tokenizer.encode(text)
+        return token_ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
+    """`model.path` as it is given; whoever read the configuration has resolved it."""
+    folder = Path(model.path)
+    _check_files(folder)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text_config = config.get_text_config(decoder=True)
+    _check_supported(text_config, folder)
+    max_model_len = _max_model_len(text_config, model)
+    dtype = getattr(torch, model.dtype)
+    num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
+    flat_model = _load_weights(folder, config, dtype, engine.device)
+    try:
+        warm_up(flat_model, engine.block_size)
+    except NotImplementedError as error:
+        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+    return LoadedModel(
+        model=flat_model,
+        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        eos_token_ids=_eos_token_ids(folder, text_config),
+        max_model_len=max_model_len,
+        vocab_size=flat_model.vocab_size,
+        num_blocks=num_blocks,
+        block_size=engine.block_size,
+    )
+
+
+@torch.inference_mode()
+def warm_up(model: FlatModel, block_size: int) -> None:
+    """A prefill of three tokens and a decode; a model that our attention cannot serve raises."""
+    num_blocks = -(-4 // block_size)
+    kv_cache = model.new_cache(num_blocks, block_size)
+    for num_tokens, seq_len in ((3, 3), (1, 4)):
+        plan = plan_step(
+            [range(num_blocks)],
+            [0, num_tokens],
+            [seq_len],
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
+        model.forward(
+            model.embed(torch.zeros_like(positions)),
+            positions.expand(model.family.num_position_rows, -1),
+            plan,
+            kv_cache,
+            torch.tensor([num_tokens - 1], device=model.device),
+        )
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"models.path: there is no folder {folder}", field="models.path")
+    for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
+        if not any(folder.glob(pattern)):
+            raise ConfigError(f"models.path: {folder} has no {pattern}", field="models.path")
+
+
+def _check_supported(text_config: PreTrainedConfig, folder: Path) -> None:
+    layer_types = getattr(text_config, "layer_types", None) or []
+    other = set(layer_types) - {"full_attention"}
+    # Without `layer_types` a window holds for all layers, as in Mistral.
+    if other or (not layer_types and getattr(text_config, "sliding_window", None)):
+        kinds = ", ".join(sorted(other)) or "sliding_attention"
+        raise ConfigError(
+            f"models.path: {folder} uses {kinds}; the engine serves full attention only",
+            field="models.path",
+        )
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in UNSUPPORTED_ROPE:
+        raise ConfigError(
+            f"models.path: {folder} uses {rope['rope_type']} rotary positions, which depend on"
+            " the other requests of a batch",
+            field="models.path",
+        )
+
+
+def _load_weights(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
+) -> FlatModel:
+    found = family_of(config)
+    if found is None:
+        raise ConfigError(
+            f"models.path: {folder}: the engine has no family for {config.model_type!r}",
+            field="models.path",
+        )
+    family, model_class = found
+    try:
+        weights, report = model_class.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+    # transformers would fill these with random numbers and go on.
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
+    return FlatModel(family(weights.to(device).eval().requires_grad_(False)))
+
+
+def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:
+    longest: int = text_config.max_position_embeddings
+    return min(longest, model.max_model_len or longest)
+
+
+def _num_blocks(
+    text_config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, engine: EngineConfig
+) -> int:
+    num_layers, num_kv_heads, head_dim = kv_shape(text_config)
+    token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    block_bytes = token_bytes * engine.block_size
+    num_blocks = engine.num_blocks or engine.kv_cache_mib * 2**20 // block_bytes
+    needed = -(-max_model_len // engine.block_size)
+    if num_blocks < needed:
+        key = "engine.num_blocks" if engine.num_blocks else "engine.kv_cache_mib"
+        raise ConfigError(
+            f"{key}: the pool has {num_blocks} KV blocks, one sequence of max_model_len"
+            f" {max_model_len} takes {needed}; set engine.kv_cache_mib to"
+            f" {-(-needed * block_bytes // 2**20)} or more (or engine.num_blocks to {needed}),"
+            " or lower the model's max_model_len",
+            field=key,
+        )
+    return num_blocks
+
+
+def _eos_token_ids(folder: Path, text_config: PreTrainedConfig) -> frozenset[int]:
+    """From generation_config.json, which knows all of them; else from the model's own config."""
+    if (folder / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    else:
+        ids = text_config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -1,0 +1,127 @@
+"""A batch of sequences through the model: integers in, one token id for each sampling one out.
+
+It owns the KV tensors, and what was computed for each request before its first batch: embeddings
+of its items and positions of its prompt. It decides nothing about who runs when.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.errors import InvalidRequest
+from workers.engine.attention import plan_step
+from workers.engine.model import FlatModel
+from workers.engine.sampler import sample
+from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
+    embeddings: list[tuple[int, Tensor]]  # offset in the prompt, [length, hidden_size]
+
+
+class Runner:
+    def __init__(self, model: FlatModel, num_blocks: int, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
+        self._kv_cache = model.new_cache(num_blocks, block_size)
+        self._prepared: dict[str, _Prepared] = {}
+        self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
+
+    @torch.inference_mode()
+    def encode(self, request: EngineRequest) -> None:
+        """Raises what is wrong with the request, here and not in a batch that it shares."""
+        family = self._model.family
+        _check_token_ids(request.prompt_token_ids, self._model.vocab_size)
+        family.check(request)
+        if not request.items:
+            return
+        positions = family.locate(request)
+        offsets = [item.placeholder.offset for item in request.items]
+        embeddings = family.encode(request)
+        self._prepared[request.request_id] = _Prepared(
+            (positions.prompt.numpy(), positions.delta),
+            list(zip(offsets, embeddings, strict=True)),
+        )
+
+    def release(self, request_id: str) -> None:
+        self._prepared.pop(request_id, None)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[int | None]:
+        scheduled = batch.scheduled
+        lengths = [s.num_new_tokens for s in scheduled]
+        query_start_loc = [0, *np.cumsum(lengths).tolist()]
+        plan = plan_step(
+            [s.sequence.block_table for s in scheduled],
+            query_start_loc,
+            [_stop(s) for s in scheduled],
+            block_size=self._block_size,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+        sampling = [i for i, s in enumerate(scheduled) if s.samples]
+        logits = self._model.forward(
+            self._embed(scheduled, query_start_loc),
+            self._locate(scheduled),
+            plan,
+            self._kv_cache,
+            self._to_device([query_start_loc[i + 1] - 1 for i in sampling]),
+        )
+        sampled = sample(logits, [scheduled[i].sequence for i in sampling])
+        token_ids: list[int | None] = [None] * len(scheduled)
+        for i, token_id in zip(sampling, sampled, strict=True):
+            token_ids[i] = token_id
+        return token_ids
+
+    def _embed(self, scheduled: list[ScheduledSequence], query_start_loc: list[int]) -> Tensor:
+        """Embeddings of tokens, and over them those of the items: [num_tokens, hidden_size]."""
+        token_ids: list[int] = []
+        for s in scheduled:
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _stop(s)]
+        rows = self._model.embed(self._to_device(token_ids))
+        for s, first_row in zip(scheduled, query_start_loc, strict=False):
+            prepared = self._prepared.get(s.sequence.request_id)
+            for offset, embedding in prepared.embeddings if prepared else []:
+                # Both hold tokens [offset, offset + len) and [num_computed_tokens, stop).
+                start = max(offset, s.sequence.num_computed_tokens)
+                stop = min(offset + len(embedding), _stop(s))
+                if start < stop:
+                    row = first_row + start - s.sequence.num_computed_tokens
+                    rows[row : row + stop - start] = embedding[start - offset : stop - offset]
+        return rows
+
+    def _locate(self, scheduled: list[ScheduledSequence]) -> Tensor:
+        """Rotary positions: [num_position_rows, num_tokens]."""
+        return self._to_device(np.concatenate([self._locate_one(s) for s in scheduled], axis=1))
+
+    def _locate_one(self, s: ScheduledSequence) -> NDArray[np.int64]:
+        start, stop = s.sequence.num_computed_tokens, _stop(s)
+        prepared = self._prepared.get(s.sequence.request_id)
+        prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
+        # [start, num_known) are looked up, the tokens behind them are counted on.
+        num_known = prompt.shape[1]
+        known = prompt[:, start:stop]
+        counted = np.arange(max(start, num_known), max(stop, num_known)) + delta
+        return np.concatenate([known, np.tile(counted, (len(prompt), 1))], axis=1)
+
+    def _to_device(self, values: list[int] | NDArray[np.int64]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
+
+
+def _stop(s: ScheduledSequence) -> int:
+    """Tokens [num_computed_tokens, this) go through the model."""
+    return s.sequence.num_computed_tokens + s.num_new_tokens
+
+
+def _check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequest("the prompt has no tokens", field="prompt_token_ids")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token ids must be from 0 to {vocab_size - 1}", field="prompt_token_ids"
+        )

@@ -1,0 +1,117 @@
+"""Who runs in the next step, with how many tokens and in which blocks; integers only.
+
+All that run have arrived before all that wait, for sequences are admitted by arrival and the last
+of those that run is the first to be preempted. Both queues are therefore in order of arrival, and
+the oldest sequence progresses at every step.
+"""
+
+from collections import deque
+
+from workers.engine.blocks import BlockPool
+from workers.engine.sequence import Batch, ScheduledSequence, Sequence, Status
+
+
+class Scheduler:
+    """The pool must hold a sequence of `max_model_len`, or the oldest one could not go on."""
+
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        assert min(max_num_seqs, max_num_batched_tokens) >= 1
+        assert pool.num_blocks * pool.block_size >= max_model_len
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._release_blocks(sequence)
+        sequence.status = Status.FINISHED
+
+    def schedule(self) -> Batch:
+        scheduled: list[ScheduledSequence] = []
+        budget = self._max_num_batched_tokens
+        num_running = len(self._running)
+        # Preemption shortens `_running` from its end while this loop goes over it.
+        for sequence in self._running:
+            if budget == 0 or not self._reserve(sequence, budget):
+                break
+            scheduled.append(_take(sequence, budget))
+            budget -= scheduled[-1].num_new_tokens
+        # Blocks are short after a preemption: whoever came in now would be the next to go.
+        if len(self._running) == num_running:
+            self._admit(scheduled, budget)
+        return Batch(scheduled)
+
+    def settle(self, batch: Batch) -> None:
+        """The batch has been through the model."""
+        for s in batch.scheduled:
+            s.sequence.num_computed_tokens += s.num_new_tokens
+
+    def _admit(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+        while budget and self._can_admit():
+            sequence = self._waiting.popleft()
+            sequence.status = Status.RUNNING
+            self._running.append(sequence)
+            self._reserve(sequence, budget)
+            scheduled.append(_take(sequence, budget))
+            budget -= scheduled[-1].num_new_tokens
+
+    def _can_admit(self) -> bool:
+        """Room for all known tokens is asked for, not for a chunk that might be thrown away."""
+        if not self._waiting or len(self._running) >= self._max_num_seqs:
+            return False
+        return self._pool.can_allocate(self._num_blocks(self._waiting[0].num_tokens))
+
+    def _reserve(self, sequence: Sequence, budget: int) -> bool:
+        """Blocks for the next tokens, at the cost of the latest; false if that is `sequence`."""
+        num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
+        num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
+        num_missing = num_blocks - len(sequence.block_table)
+        while not self._pool.can_allocate(num_missing):
+            if self._preempt_latest() is sequence:
+                return False
+        sequence.block_table += self._pool.allocate(num_missing)
+        return True
+
+    def _preempt_latest(self) -> Sequence:
+        sequence = self._running.pop()
+        self._release_blocks(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        return sequence
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.block_table.clear()
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+
+def _take(sequence: Sequence, budget: int) -> ScheduledSequence:
+    num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
+    return ScheduledSequence(
+        sequence, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens
+    )

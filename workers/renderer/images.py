@@ -1,0 +1,220 @@
+"""The URL of a content part, and the RGB picture behind it.
+
+Every byte here is a stranger's. Nothing of Pillow's own messages reaches a client (they hold memory
+addresses), and no raster is allocated before the header's sizes are within the limits. All
+functions block; the worker calls them in its thread pool.
+"""
+
+import base64
+import binascii
+import http.client
+import io
+import time
+import urllib.error
+import urllib.request
+import warnings
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from shared.config import RendererConfig
+from shared.errors import InvalidMedia, MediaTooLarge
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+FETCH_CHUNK_BYTES = 64 * 1024
+
+# Only to say what was sent instead; what is read is decided by Pillow's own three readers.
+_MAGIC = (
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"%PDF", "PDF"),
+    (b"%!PS", "PostScript"),
+    (b"8BPS", "Photoshop"),
+    (b"SIMPLE", "FITS"),
+    (b"icns", "ICNS"),
+    (b"\0\0\1\0", "ICO"),
+    (b"\0\0\0\x0cjP", "JPEG 2000"),
+    (b"\0\0\0\x0cJXL", "JPEG XL"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "XML"),
+    (b"\x1aE\xdf\xa3", "Matroska or WebM"),
+)
+
+# Pillow only warns of a picture over its own pixel limit. Ours is checked on the header's sizes
+# below, and an error of ours can name them.
+Image.MAX_IMAGE_PIXELS = None
+# Filters cannot be set per call, for they belong to the process and not to the thread. What Pillow
+# warns of (a damaged EXIF block, say) is damage to the file, so it counts as an error.
+warnings.filterwarnings("error", module=r"PIL\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    image: Image.Image
+    """RGB, upright."""
+    source_mode: str
+    """Pillow's mode before conversion; equal pixels from another mode are another picture."""
+
+
+def fetch_image(url: str, limits: RendererConfig, field: str) -> LoadedImage:
+    """Read a `data:` URL, or fetch http(s) where that is switched on, and decode it.
+
+    Raises InvalidMedia or MediaTooLarge, naming `field`.
+    """
+    scheme = url[:8].lower()
+    if scheme.startswith("data:"):
+        data = decode_data_url(url, limits, field)
+    elif scheme.startswith(("http://", "https://")):
+        if not limits.allow_http:
+            raise InvalidMedia(
+                "fetching by URL is switched off (renderer.allow_http); send a data: URL",
+                field=field,
+            )
+        data = _fetch(url, limits, field)
+    else:
+        raise InvalidMedia("a picture's URL must begin with data:, http: or https:", field=field)
+    return decode_image(data, limits, field)
+
+
+def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
+    """The bytes of `data:[<type>];base64,<base64>`; the declared type is not believed anyway.
+
+    Raises InvalidMedia, and MediaTooLarge before anything is decoded.
+    """
+    header, comma, payload = url.partition(",")
+    if not comma or not header[:5].lower() == "data:" or not header.lower().endswith(";base64"):
+        raise InvalidMedia("expected data:<type>;base64,<data>", field=field)
+    _check_num_bytes(len(payload) // 4 * 3 - 2, limits, field)
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidMedia("the data: URL's base64 is not valid", field=field) from None
+
+
+def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage:
+    """A still JPEG, PNG or WEBP as RGB: upright by its EXIF orientation, over white where
+    it is transparent, 16-bit grey by its upper 8 bits.
+
+    Raises MediaTooLarge from the header alone, and InvalidMedia for whatever else is wrong.
+    """
+    _check_num_bytes(len(data), limits, field)
+    image = _open(data, field)
+    _check_size(image.size, limits, field)
+    try:
+        # A JPEG of several pictures is a camera's way to keep previews; its first is the picture.
+        if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+            raise InvalidMedia(
+                "animated pictures are not accepted; send a single frame", field=field
+            )
+        source_mode = image.mode
+        ImageOps.exif_transpose(image, in_place=True)
+        return LoadedImage(_to_rgb(image), source_mode)
+    except InvalidMedia:
+        raise
+    except Exception:  # the decoders raise nearly every type there is on hostile bytes
+        raise InvalidMedia("the picture is damaged or incomplete", field=field) from None
+
+
+def _open(data: bytes, field: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception:  # as above; the header alone is read here
+        found = _name_format(data)
+    if found is None:
+        raise InvalidMedia("not a readable JPEG, PNG or WEBP picture", field=field)
+    raise InvalidMedia(f"{found} is not accepted; send JPEG, PNG or WEBP", field=field)
+
+
+def _name_format(data: bytes) -> str | None:
+    if data[4:8] == b"ftyp":
+        return "ISO media (HEIC, AVIF or MP4)"
+    return next((name for magic, name in _MAGIC if data.startswith(magic)), None)
+
+
+def _check_num_bytes(num_bytes: int, limits: RendererConfig, field: str) -> None:
+    if num_bytes > limits.max_image_bytes:
+        raise MediaTooLarge(
+            f"a picture of {num_bytes} bytes is over the limit of {limits.max_image_bytes} bytes",
+            field=field,
+        )
+
+
+def _check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise InvalidMedia(f"a picture of {width} x {height} pixels shows nothing", field=field)
+    if max(size) > limits.max_image_side:
+        raise MediaTooLarge(
+            f"a picture of {width} x {height} is over the limit of {limits.max_image_side} pixels"
+            " a side",
+            field=field,
+        )
+    if width * height > limits.max_image_pixels:
+        raise MediaTooLarge(
+            f"a picture of {width} x {height} = {width * height} pixels is over the limit of"
+            f" {limits.max_image_pixels} pixels",
+            field=field,
+        )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to white instead of scaling it
+        grey = np.asarray(image) >> 8
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, "white")
+    return Image.alpha_composite(white, rgba).convert("RGB")
+
+
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> None:
+        raise urllib.error.HTTPError(req.full_url, code, "redirect", headers, fp)
+
+
+# Without proxies from the environment, without file:, ftp: and data: handlers.
+_opener = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.HTTPHandler(),
+    urllib.request.HTTPSHandler(),
+    urllib.request.HTTPErrorProcessor(),
+    urllib.request.HTTPDefaultErrorHandler(),
+    _RefuseRedirects(),
+):
+    _opener.add_handler(_handler)
+
+
+def _fetch(url: str, limits: RendererConfig, field: str) -> bytes:
+    """The body of a 200 answer, no longer than the byte limit; redirects are refused.
+
+    The timeout bounds each wait on the socket and the body as a whole. Which hosts may be reached
+    is for the network that the renderer runs in to say: whoever sets `allow_http` answers for it.
+    """
+    deadline = time.monotonic() + limits.fetch_timeout_s
+    body = bytearray()
+    try:
+        with _opener.open(url, timeout=limits.fetch_timeout_s) as response:
+            while chunk := response.read1(FETCH_CHUNK_BYTES):
+                body += chunk
+                _check_num_bytes(len(body), limits, field)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise InvalidMedia(f"the picture's server answered {error.code}", field=field) from None
+    except (OSError, ValueError, http.client.HTTPException):
+        raise InvalidMedia("the picture could not be fetched in time", field=field) from None
+    return bytes(body)
