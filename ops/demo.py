@@ -4,7 +4,9 @@ Starts nats-server and one process each of coordinator, renderer and engine, ask
 about pictures and one without, all at once, and exits 0 only if every answer is right.
 """
 
+import argparse
 import asyncio
+import io
 import sys
 import tempfile
 import time
@@ -80,7 +82,7 @@ class Demo:
         bus = await Bus.connect(url, "demo")
         self.progress = [Progress(case) for case in self.cases]
         try:
-            with Live(self._live_table(), console=console, refresh_per_second=20) as live:
+            with Live(self.live_table(), console=console, refresh_per_second=20) as live:
                 await asyncio.gather(*(self._ask(bus, one, live) for one in self.progress))
         finally:
             await bus.close()
@@ -91,9 +93,9 @@ class Demo:
         one.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
             one.take(record)
-            live.update(self._live_table())
+            live.update(self.live_table())
 
-    def _live_table(self) -> Table:
+    def live_table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         for name in ("pictures", "question", "answer"):
             table.add_column(name)
@@ -136,7 +138,14 @@ def pick_cases() -> list[Case]:
     return [*pictured[:3], next(case for case in cases if not case.images)]
 
 
-async def main() -> int:
+def _save_picture(demo: Demo, file: Path) -> None:
+    """What the terminal shows at the end, as an SVG for the documentation."""
+    paper = Console(record=True, width=118, file=io.StringIO())
+    paper.print("$ make demo\n", demo.live_table(), "", demo.summary())
+    paper.save_svg(str(file), title="pagemill", clear=False)
+
+
+async def main(picture: Path | None) -> int:
     config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
@@ -158,6 +167,8 @@ async def main() -> int:
             await cluster.stop()
     console.print()
     console.print(demo.summary())
+    if picture is not None:
+        _save_picture(demo, picture)
     right = sum(one.right for one in demo.progress)
     for one in demo.progress:
         if isinstance(one.final, Failure):
@@ -168,4 +179,6 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(uvloop.run(main()))
+    parser = argparse.ArgumentParser(description="The whole road on this machine.")
+    parser.add_argument("--svg", type=Path, help="save a picture of the terminal here")
+    sys.exit(uvloop.run(main(parser.parse_args().svg)))

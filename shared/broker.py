@@ -32,9 +32,15 @@ class Broker:
     def start(self) -> None:
         """Returns once the server takes connections.
 
-        Raises ConfigError when the binary is missing, Unavailable when the server ends at once,
-        which a taken port makes it do.
+        Raises ConfigError when the binary is missing or the port is taken, Unavailable when the
+        server does not come up.
         """
+        if _listens(self.port):
+            raise ConfigError(
+                f"nats.port: {self.port} is taken; is Pagemill running already? Set another port,"
+                " or nats.url to use that server",
+                field="nats.port",
+            )
         self.store_dir.mkdir(parents=True, exist_ok=True)
         log_file = self._log_file or self.store_dir / "nats-server.log"
         with log_file.open("ab") as log:
@@ -54,10 +60,6 @@ class Broker:
                 self.kill()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
-        # Another server on the same port answers just as well, while ours is about to give up.
-        time.sleep(0.05)
-        if self._process.poll() is not None:
-            raise Unavailable(f"port {self.port} is taken by another server")
 
     def _settings(self) -> dict[str, str]:
         # The server parses a variable like the rest of its configuration: a path needs quotes.

@@ -218,6 +218,7 @@ class Bus:
         self._js: JetStreamContext = nc.jetstream(timeout=ACK_TIMEOUT_S)
         self._consumers: list[Consumer] = []
         self._workers: KeyValue | None = None
+        self._closing = False
 
     @classmethod
     async def connect(cls, url: str, name: str, timeout_s: float = 10.0) -> "Bus":
@@ -225,19 +226,27 @@ class Bus:
         nc = NatsClient()
         bus: Bus | None = None
 
+        async def disconnected() -> None:
+            if bus is not None and not bus._closing:
+                _log.warning("broker_lost", url=url)
+
         async def reconnected() -> None:
             if bus is not None:
+                _log.info("broker_found", url=url)
                 for consumer in bus._consumers:
                     consumer.reconnected()
 
         async def report(error: Exception) -> None:
-            _log.warning("nats_error", error=str(error) or type(error).__name__)
+            # Every attempt to reconnect reports that it was refused; `disconnected` has said so.
+            if not isinstance(error, OSError):
+                _log.warning("nats_error", error=str(error) or type(error).__name__)
 
         try:
             async with asyncio.timeout(timeout_s):
                 await nc.connect(
                     url,
                     name=name,
+                    disconnected_cb=disconnected,
                     reconnected_cb=reconnected,
                     error_cb=report,
                     ping_interval=PING_INTERVAL_S,
@@ -259,6 +268,7 @@ class Bus:
         return self._nc.max_payload
 
     async def close(self) -> None:
+        self._closing = True
         for consumer in self._consumers:
             await consumer.stop()
         if not self._nc.is_closed:

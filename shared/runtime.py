@@ -16,7 +16,7 @@ import uvloop
 from shared import telemetry
 from shared.bus import Bus
 from shared.config import Config
-from shared.errors import PagemillError
+from shared.errors import ConfigError, PagemillError
 from shared.messages import Heartbeat, to_json
 from shared.stage import Stage
 
@@ -25,6 +25,9 @@ HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 5.0
 
 VERSION = version("pagemill")
+
+# sysexits.h: a worker that ends with it would end in the same way again.
+EXIT_CONFIG = 78
 
 
 class Context:
@@ -93,7 +96,7 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
             await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
-        return 1
+        return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     finally:
         context.stop_heartbeat()
         with contextlib.suppress(Exception):

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from shared import runtime, telemetry
+from shared.client import new_request_id
 from shared.errors import PagemillError
 from workers import settings
 from workers.asking import Question, ask_and_print
@@ -145,12 +146,13 @@ def ask(
         text=question,
         images=image or [],
         sampling={"max_tokens": max_tokens, "temperature": temperature, "seed": seed},
-        request_id=request_id,
     )
+    request_id = request_id or new_request_id()
     url = nats or settings.nats_url(loaded)
     try:
-        return uvloop.run(ask_and_print(asked, url, loaded.nats.connect_timeout_s, as_json=json))
+        return uvloop.run(ask_and_print(asked, request_id, url, as_json=json))
     except KeyboardInterrupt:
+        errors.print(f"\nthe request goes on; ask again with --request-id {request_id}")
         return 130
 
 

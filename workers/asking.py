@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from shared.bus import Bus
-from shared.client import ask, new_request_id
+from shared.client import ask
 from shared.config import split_path
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.messages import (
@@ -28,6 +28,8 @@ from shared.messages import (
 )
 from shared.sampling import SamplingParams
 
+CONNECT_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -37,16 +39,13 @@ class Question:
     text: str
     images: Sequence[Path]
     sampling: dict[str, Any]
-    request_id: str | None = None
 
 
-async def ask_and_print(
-    question: Question, url: str, connect_timeout_s: float, *, as_json: bool
-) -> int:
+async def ask_and_print(question: Question, request_id: str, url: str, *, as_json: bool) -> int:
     """Returns the exit code: 0 for an answer, 1 for an error."""
     request = build_request(question)
-    request_id = question.request_id or new_request_id()
-    bus = await Bus.connect(url, "ask", connect_timeout_s)
+    # Somebody waits at the terminal: a server that is not there is said at once.
+    bus = await Bus.connect(url, "ask", CONNECT_TIMEOUT_S)
     code = 1
     try:
         async for record in ask(bus, request, request_id):

@@ -15,8 +15,9 @@ import structlog
 from shared.broker import Broker, end_with_parent
 from shared.bus import Bus
 from shared.config import Config
-from shared.errors import Unavailable
+from shared.errors import ConfigError, Unavailable
 from shared.messages import Heartbeat
+from shared.runtime import EXIT_CONFIG
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -59,19 +60,29 @@ class LocalCluster:
         self._log_file = log_file
         self._broker: Broker | None = None
         self._keepers: list[asyncio.Task[None]] = []
+        self._refused: asyncio.Future[None] | None = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self.url = url or config.nats.url or ""
 
     async def start(self) -> None:
-        """Returns when every worker has announced that it is ready."""
+        """Returns when every worker has announced that it is ready.
+
+        Raises ConfigError or Unavailable when that will not happen.
+        """
         if not self.url:
             self._broker = Broker(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)
             self.url = self._broker.url
+        self._refused = asyncio.get_running_loop().create_future()
         self._keepers = [
             asyncio.create_task(self._keep(number, spec)) for number, spec in enumerate(self._specs)
         ]
-        await self._wait_ready()
+        ready = asyncio.create_task(self._wait_ready())
+        await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            self._refused.result()
+        await ready
 
     def pids(self, role: str) -> list[int]:
         """Process ids of the living workers of a role."""
@@ -102,6 +113,10 @@ class LocalCluster:
             self._processes[number] = process
             began = asyncio.get_running_loop().time()
             code = await process.wait()
+            if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
+                self._refused.set_exception(
+                    ConfigError(f"the {spec.role} refuses this configuration; its log says why")
+                )
             if asyncio.get_running_loop().time() - began > MAX_RESTART_S:
                 pause_s = FIRST_RESTART_S
             _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)

@@ -59,8 +59,7 @@ def _hand_overs(sent_ms: float, path: list[Hop]) -> list[tuple[str, float]]:
     start = Hop("client", "", 1, sent_ms, sent_ms)
     hops = [start, *path]
     return [
-        (f"{a.role} → {b.role}", b.received_ms - a.sent_ms)
-        for a, b in itertools.pairwise(hops)
+        (f"{a.role} → {b.role}", b.received_ms - a.sent_ms) for a, b in itertools.pairwise(hops)
     ]
 
 

@@ -124,6 +124,18 @@ def test_company_does_not_change_an_answer(
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
 
+@settings(deadline=None, max_examples=100)
+@given(requests)
+def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -> None:
+    for token_ids, text, finish_reason, stop_reason in answers_of(run_alone(request), request):
+        if isinstance(stop_reason, str):
+            assert decode(token_ids).startswith(text + stop_reason)
+        elif stop_reason is None and finish_reason == "length":
+            assert text == decode(token_ids)
+        else:
+            assert text == decode(token_ids[:-1])
+
+
 @settings(deadline=None, max_examples=60)
 @given(requests)
 def test_a_resume_from_any_cut_goes_on_as_if_nothing_had_happened(request: EngineRequest) -> None:
@@ -136,6 +148,24 @@ def test_a_resume_from_any_cut_goes_on_as_if_nothing_had_happened(request: Engin
         after = [d for o in resumed for d in o.choices]
         assert gather(before + after, n) == answers_of(whole, request)
         assert resumed[-1].usage == whole[-1].usage
+
+
+def test_a_stop_string_across_the_cut_is_found() -> None:
+    whole = run_alone(make_request(prompt=[1], max_tokens=12, ignore_eos=True))
+    ((_, text, _, _),) = gather([d for o in whole for d in o.choices], 1)
+    for end in range(2, len(text) + 1):
+        request = make_request(
+            prompt=[1], max_tokens=12, ignore_eos=True, stop=[text[end - 2 : end]]
+        )
+        answers = answers_of(run_alone(request), request)
+        assert answers[0][1] == text[: text.find(request.sampling.stop[0])]
+        outputs = run_alone(request)
+        for k in range(len(outputs)):
+            before = [d for o in outputs[:k] for d in o.choices]
+            logged = [LoggedChoice(ids, False) for ids, *_ in gather(before, 1)]
+            resumed = run_alone(replace(request, logged=logged))
+            after = [d for o in resumed for d in o.choices]
+            assert gather(before + after, 1) == answers
 
 
 @settings(deadline=None, max_examples=60)

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.multimodal import PlaceholderRange
 from shared.sampling import SamplingParams
+from workers.engine.blocks import BlockPool
+from workers.engine.core import Core
 from workers.engine.families import Family, Qwen2VL, family_of
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model import FlatModel
@@ -335,6 +338,81 @@ def test_pictures_are_seen(seeing: Twins):
     assert run_schedule(seeing, [other], schedule) == {"seen": second}
 
 
+# -- through the real scheduler, pool and preemption ----------------------------------------------
+
+
+class CountingRunner(Runner):
+    """Counts how often each request's prompt was begun: more than once after a preemption."""
+
+    def __init__(self, model: FlatModel, num_blocks: int, block_size: int) -> None:
+        super().__init__(model, num_blocks, block_size)
+        self.num_starts: Counter[str] = Counter()
+        self.batch_sizes: list[int] = []
+
+    def run(self, batch: Batch) -> list[int | None]:
+        self.batch_sizes.append(len(batch.scheduled))
+        for s in batch.scheduled:
+            self.num_starts[s.sequence.request_id] += s.sequence.num_computed_tokens == 0
+        return super().run(batch)
+
+
+def run_core(
+    twins: Twins,
+    cases: list[Case],
+    *,
+    num_blocks: int,
+    budget: int,
+    steps_between: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> tuple[dict[str, list[int]], CountingRunner]:
+    block_size = 4
+    runner = CountingRunner(twins.served, num_blocks, block_size)
+    order = random.Random(budget).sample(range(num_blocks), num_blocks)
+    core = Core(
+        runner,
+        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        eos_token_ids,
+        pool=BlockPool(num_blocks, block_size, order),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=twins.served.vocab_size,
+    )
+    waiting = [case.request for case in cases]
+    answers: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+    step = 0
+    while waiting or core.has_work:
+        while waiting and step >= steps_between * (len(cases) - len(waiting)):
+            core.add(waiting.pop(0))
+        for output in core.step():
+            assert output.error is None
+            for delta in output.choices:
+                answers[output.request_id] += delta.token_ids
+        step += 1
+    assert core.stats().num_free_blocks == num_blocks
+    return answers, runner
+
+
+@pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
+@pytest.mark.parametrize("budget", [7, 13, 512])
+def test_core_gives_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int):
+    cases = make_cases(twins.sees)
+    answers, runner = run_core(
+        twins, cases, num_blocks=64, budget=budget, steps_between=steps_between
+    )
+    assert answers == answers_of(twins, cases)
+    assert max(runner.batch_sizes) > 1
+    assert set(runner.num_starts.values()) == {1}
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_preempted_requests_give_the_tokens_of_generate(twins: Twins, budget: int):
+    cases = make_cases(twins.sees)
+    answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
+    assert answers == answers_of(twins, cases)
+    assert max(runner.num_starts.values()) > 1
+
+
 # -- the model that the repository carries --------------------------------------------------------
 
 
@@ -343,7 +421,7 @@ def demo() -> LoadedModel:
     return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
 
 
-def ask_demo(demo: LoadedModel, colour: str, question: str, max_tokens: int) -> Case:
+def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
     image = Image.new("RGB", (96, 90), colour)
     processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
     content = [{"type": "image"}, {"type": "text", "text": question}]
@@ -354,7 +432,7 @@ def ask_demo(demo: LoadedModel, colour: str, question: str, max_tokens: int) -> 
     item = item_of(image, len(before), processor)
     image_token_id = demo.model.family.model.config.image_token_id
     token_ids = [*before, *[image_token_id] * item.placeholder.length, *after]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=0, max_tokens=16)
     return Case(EngineRequest(colour, token_ids, [item], params), [image])
 
 
@@ -363,7 +441,7 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
     processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
     cases, expected = [], {}
     for colour in ("red", "blue", "green"):
-        case = ask_demo(demo, colour, "What color is this?", 16)
+        case = ask_demo(demo, colour, "What color is this?")
         token_ids = torch.tensor([case.request.prompt_token_ids])
         answer = reference.generate(
             input_ids=token_ids,
@@ -373,10 +451,17 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
             max_new_tokens=16,
         )[0, token_ids.shape[1] :].tolist()
         expected[colour] = answer
-        cases.append(ask_demo(demo, colour, "What color is this?", len(answer)))
+        cases.append(case)
     assert len({tuple(answer) for answer in expected.values()}) > 1
-    schedule = RandomSchedule(random.Random(2), 32, 16, 7, 0.0)
-    assert run_schedule(Twins(reference, demo.model), cases, schedule) == expected
+    answers, _ = run_core(
+        Twins(reference, demo.model),
+        cases,
+        num_blocks=24,
+        budget=7,
+        steps_between=2,
+        eos_token_ids=demo.eos_token_ids,
+    )
+    assert answers == expected
 
 
 # -- what an adapter restores and refuses ---------------------------------------------------------
@@ -440,13 +525,6 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins):
             runner.encode(replace(case.request, items=moved))
     with pytest.raises(InvalidRequest, match="touch"):
         runner.encode(replace(case.request, items=[first, first, second]))
-
-
-@pytest.mark.parametrize("token_ids", [[], [3, -1], [3, 199]])
-def test_token_ids_outside_the_vocabulary_are_refused(seeing: Twins, token_ids: list[int]):
-    request = EngineRequest("r", token_ids, [], SamplingParams())
-    with pytest.raises(InvalidRequest):
-        Runner(seeing.served, num_blocks=4, block_size=4).encode(request)
 
 
 def test_a_text_model_refuses_pictures():

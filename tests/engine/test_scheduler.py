@@ -54,7 +54,7 @@ def test_limits_hold_and_the_oldest_always_progresses(
         batch = scheduler.schedule()
         assert 0 < batch.num_tokens <= budget
         assert scheduler.num_running <= max_seqs
-        assert batch.scheduled[0].sequence is alive[0]
+        assert alive[0] in [s.sequence for s in batch.scheduled]
         tables = [block for sequence in alive for block in sequence.block_table]
         assert len(tables) == len(set(tables)) == num_blocks - pool.num_free
         for s in batch.scheduled:
@@ -81,6 +81,19 @@ def test_a_long_prompt_goes_in_chunks_and_decodes_go_first() -> None:
         [(False, 1, True), (True, 3, False)],
         [(False, 1, True), (True, 1, True)],
     ]
+
+
+def test_decodes_do_not_wait_for_an_older_prefill() -> None:
+    scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 4, MAX_MODEL_LEN)
+    long, short = make_sequence(9), make_sequence(1)
+    scheduler.add(long)
+    advance(scheduler, scheduler.schedule())
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(short)
+    advance(scheduler, scheduler.schedule())
+    long.token_ids += [0] * 6
+    batch = scheduler.schedule()
+    assert [(s.sequence, s.num_new_tokens) for s in batch.scheduled] == [(short, 1), (long, 3)]
 
 
 def test_the_latest_is_preempted_and_comes_back_first() -> None:

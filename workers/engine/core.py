@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shared.errors import ContextTooLong, InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.messages import ChoiceDelta, Usage
 from workers.engine.blocks import BlockPool
+from workers.engine.checks import (
+    check_placeholders,
+    check_prompt,
+    check_stop_token_ids,
+    resolve_max_tokens,
+)
 from workers.engine.detokenizer import Detokenizer
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import (
@@ -120,10 +126,10 @@ class Core:
         """Raises a RequestError for what could never run, and then keeps nothing of it."""
         if request.request_id in self._entries:
             raise InvalidRequest(f"request {request.request_id} is in hand", field="request_id")
-        _check_prompt(request, self._vocab_size)
-        _check_placeholders(request)
-        _check_stop_token_ids(request, self._vocab_size)
-        max_tokens = _max_tokens(request, self._max_model_len)
+        check_prompt(request, self._vocab_size)
+        check_placeholders(request)
+        check_stop_token_ids(request, self._vocab_size)
+        max_tokens = resolve_max_tokens(request, self._max_model_len)
         logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
         assert len(logged) == request.sampling.n
         entry = Entry(
@@ -285,7 +291,8 @@ class Core:
 
 
 def _worker_failure(error: Exception) -> WorkerFailure:
-    failure = WorkerFailure(f"the engine failed on this request: {type(error).__name__}: {error}")
+    # What went wrong is for the log and the dead letter; it may name paths and addresses.
+    failure = WorkerFailure("the engine failed on this request")
     failure.__cause__ = error
     return failure
 
@@ -295,59 +302,3 @@ def _seed(request: EngineRequest) -> int:
         return request.sampling.seed
     digest = hashlib.sha256(request.request_id.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _check_prompt(request: EngineRequest, vocab_size: int) -> None:
-    token_ids = request.prompt_token_ids
-    if not token_ids:
-        raise InvalidRequest("the prompt has no tokens", field="messages")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise InvalidRequest(
-            f"the prompt's token ids must be from 0 to {vocab_size - 1}", field="messages"
-        )
-
-
-def _check_placeholders(request: EngineRequest) -> None:
-    num_prompt_tokens = len(request.prompt_token_ids)
-    free_from = 0
-    for placeholder in sorted((i.placeholder for i in request.items), key=lambda p: p.offset):
-        stop = placeholder.offset + placeholder.length
-        if placeholder.offset < 0 or placeholder.length < 1 or stop > num_prompt_tokens:
-            raise InvalidRequest(
-                f"placeholder [{placeholder.offset}, {stop}) is outside the prompt's"
-                f" {num_prompt_tokens} tokens",
-                field="messages",
-            )
-        if placeholder.offset < free_from:
-            raise InvalidRequest(
-                f"placeholder [{placeholder.offset}, {stop}) overlaps another", field="messages"
-            )
-        free_from = stop
-
-
-def _check_stop_token_ids(request: EngineRequest, vocab_size: int) -> None:
-    for token_id in request.sampling.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"stop token id {token_id} is not from 0 to {vocab_size - 1}",
-                field="sampling_params.stop_token_ids",
-            )
-
-
-def _max_tokens(request: EngineRequest, max_model_len: int) -> int:
-    """What is asked for, or all that fits behind the prompt."""
-    num_prompt_tokens, asked = len(request.prompt_token_ids), request.sampling.max_tokens
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer in the"
-            f" model's context of {max_model_len}",
-            field="messages",
-        )
-    if asked is not None and asked > room:
-        raise ContextTooLong(
-            f"{num_prompt_tokens} prompt tokens and max_tokens {asked} exceed the model's context"
-            f" of {max_model_len}; at most {room} tokens can follow this prompt",
-            field="sampling_params.max_tokens",
-        )
-    return room if asked is None else asked

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.errors import InvalidRequest
 from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
 from workers.engine.sampler import sample
@@ -36,7 +35,6 @@ class Runner:
     def encode(self, request: EngineRequest) -> None:
         """Raises what is wrong with the request, here and not in a batch that it shares."""
         family = self._model.family
-        _check_token_ids(request.prompt_token_ids, self._model.vocab_size)
         family.check(request)
         if not request.items:
             return
@@ -116,12 +114,3 @@ class Runner:
 def _stop(s: ScheduledSequence) -> int:
     """Tokens [num_computed_tokens, this) go through the model."""
     return s.sequence.num_computed_tokens + s.num_new_tokens
-
-
-def _check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    if not token_ids:
-        raise InvalidRequest("the prompt has no tokens", field="prompt_token_ids")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise InvalidRequest(
-            f"token ids must be from 0 to {vocab_size - 1}", field="prompt_token_ids"
-        )

@@ -12,7 +12,9 @@ from workers.engine.sequence import Batch, ScheduledSequence, Sequence, Status
 
 
 class Scheduler:
-    """The pool must hold a sequence of `max_model_len`, or the oldest one could not go on."""
+    """Two things keep the oldest sequence going: the pool holds one of `max_model_len`, and no
+    more run than the budget has tokens, so that decodes leave it one.
+    """
 
     def __init__(
         self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
@@ -20,7 +22,7 @@ class Scheduler:
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self._pool = pool
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
@@ -49,33 +51,36 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def schedule(self) -> Batch:
-        scheduled: list[ScheduledSequence] = []
-        budget = self._max_num_batched_tokens
+        """Decodes come first: a prefill takes in chunks what they leave of the budget."""
+        taken: dict[Sequence, int] = {}
         num_running = len(self._running)
-        # Preemption shortens `_running` from its end while this loop goes over it.
-        for sequence in self._running:
-            if budget == 0 or not self._reserve(sequence, budget):
-                break
-            scheduled.append(_take(sequence, budget))
-            budget -= scheduled[-1].num_new_tokens
+        for sequence in sorted(self._running, key=_is_prefill):
+            if sequence.status is Status.RUNNING:
+                self._take(sequence, taken)
         # Blocks are short after a preemption: whoever came in now would be the next to go.
         if len(self._running) == num_running:
-            self._admit(scheduled, budget)
-        return Batch(scheduled)
+            self._admit(taken)
+        return Batch(
+            [
+                ScheduledSequence(sequence, num_new, num_new == sequence.num_uncomputed_tokens)
+                for sequence, num_new in taken.items()
+            ]
+        )
 
     def settle(self, batch: Batch) -> None:
         """The batch has been through the model."""
         for s in batch.scheduled:
             s.sequence.num_computed_tokens += s.num_new_tokens
 
-    def _admit(self, scheduled: list[ScheduledSequence], budget: int) -> None:
-        while budget and self._can_admit():
+    def _budget(self, taken: dict[Sequence, int]) -> int:
+        return self._max_num_batched_tokens - sum(taken.values())
+
+    def _admit(self, taken: dict[Sequence, int]) -> None:
+        while self._budget(taken) and self._can_admit():
             sequence = self._waiting.popleft()
             sequence.status = Status.RUNNING
             self._running.append(sequence)
-            self._reserve(sequence, budget)
-            scheduled.append(_take(sequence, budget))
-            budget -= scheduled[-1].num_new_tokens
+            self._take(sequence, taken)
 
     def _can_admit(self) -> bool:
         """Room for all known tokens is asked for, not for a chunk that might be thrown away."""
@@ -83,16 +88,20 @@ class Scheduler:
             return False
         return self._pool.can_allocate(self._num_blocks(self._waiting[0].num_tokens))
 
-    def _reserve(self, sequence: Sequence, budget: int) -> bool:
-        """Blocks for the next tokens, at the cost of the latest; false if that is `sequence`."""
-        num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
+    def _take(self, sequence: Sequence, taken: dict[Sequence, int]) -> None:
+        """Blocks for its next tokens, at the cost of the latest, which may be itself."""
+        num_new_tokens = min(sequence.num_uncomputed_tokens, self._budget(taken))
+        if num_new_tokens == 0:
+            return
         num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
         num_missing = num_blocks - len(sequence.block_table)
         while not self._pool.can_allocate(num_missing):
-            if self._preempt_latest() is sequence:
-                return False
+            latest = self._preempt_latest()
+            taken.pop(latest, None)
+            if latest is sequence:
+                return
         sequence.block_table += self._pool.allocate(num_missing)
-        return True
+        taken[sequence] = num_new_tokens
 
     def _preempt_latest(self) -> Sequence:
         sequence = self._running.pop()
@@ -110,8 +119,5 @@ class Scheduler:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _take(sequence: Sequence, budget: int) -> ScheduledSequence:
-    num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
-    return ScheduledSequence(
-        sequence, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens
-    )
+def _is_prefill(sequence: Sequence) -> bool:
+    return sequence.num_uncomputed_tokens > 1
