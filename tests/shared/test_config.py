@@ -48,7 +48,11 @@ def test_the_environment_overrides_any_field() -> None:
             {"PAGEMILL_ENGINE__BLOCK_SIZE": "many"},
             ["PAGEMILL_ENGINE__BLOCK_SIZE", "engine.block_size", "int"],
         ),
-        (GOOD + "\nlog_level: info", {"PAGEMILL_LOG_LEVEL__X": "1"}, ["PAGEMILL_LOG_LEVEL__X", "log_level"]),
+        (
+            GOOD + "\nlog_level: info",
+            {"PAGEMILL_LOG_LEVEL__X": "1"},
+            ["PAGEMILL_LOG_LEVEL__X", "log_level"],
+        ),
     ],
 )
 def test_what_is_wrong_is_named(text: str, env: dict[str, str], parts: list[str]) -> None:

@@ -1,0 +1,89 @@
+"""The command line as somebody meets it: help, version, configuration, and plain errors."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from shared.broker import Broker
+from tests.cluster.conftest import PAGEMILL, ROOT
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PAGEMILL, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    assert run("--version", cwd=tmp_path).stdout.strip() == version("pagemill")
+    everything = run("--help", cwd=tmp_path).stdout
+    for command in ("up", "worker", "ask", "check"):
+        assert command in everything
+        assert run(command, "--help", cwd=tmp_path).returncode == 0
+
+
+def test_the_command_is_installed(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "pagemill"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == version("pagemill")
+
+
+def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
+    done = run("check", cwd=tmp_path, PAGEMILL_ENGINE__BLOCK_SIZE="32")
+    assert done.returncode == 0, done.stderr
+    tree = yaml.safe_load(done.stdout)
+    assert tree["engine"]["block_size"] == 32
+    assert list(tree["models"]) == ["demo"]
+
+
+def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: model}}")
+    (tmp_path / "elsewhere").mkdir()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert Path(yaml.safe_load(done.stdout)["models"]["mine"]["path"]).samefile(tmp_path / "model")
+
+
+def test_check_names_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: 5}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 1
+    for part in ("pagemill.yaml", "models.mine.path", "str"):
+        assert part in done.stderr
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: nowhere}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ask_without_a_server_says_so(tmp_path: Path) -> None:
+    done = run("ask", "--nats", "nats://127.0.0.1:9", "hello", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nats://127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_says_that_the_port_is_taken(broker: Broker, tmp_path: Path) -> None:
+    done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT=str(broker.port))
+    assert done.returncode == 1
+    assert str(broker.port) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) -> None:
+    done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT="0", PAGEMILL_ENGINE__NUM_BLOCKS="3")
+    assert done.returncode == 1
+    assert "engine.num_blocks" in done.stderr
+    assert "the engine refuses this configuration" in " ".join(done.stderr.split())
