@@ -308,7 +308,9 @@ class Bus:
             )
         )
         await self._create_stream(
-            api.StreamConfig(name=subjects.DEAD_STREAM, subjects=[subjects.DEAD_FILTER])
+            api.StreamConfig(
+                name=subjects.DEAD_STREAM, subjects=[subjects.DEAD_FILTER], allow_direct=True
+            )
         )
 
     async def _create_stream(self, config: api.StreamConfig) -> None:
@@ -483,6 +485,9 @@ async def _collect(subscription: Subscription, found: list[Stored]) -> bool:
         status = headers.get("Status")
         if status == "404":
             return False
-        if status is not None:
+        if status == "204":
             return headers.get("Nats-Num-Pending", "0") != "0"
+        if status is not None:
+            # 503: no stream answers. To take that for an empty log would be to forget it.
+            raise Unavailable(f"the broker refused a read: status {status}")
         found.append(Stored(int(headers["Nats-Sequence"]), bytes(msg.data)))
