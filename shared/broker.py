@@ -26,6 +26,7 @@ class Broker:
         self.store_dir = store_dir
         self.port = port or _free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
+        self.pid_file = store_dir / "nats-server.pid"
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,7 +48,7 @@ class Broker:
             # A session of its own: Ctrl-C in the terminal must not reach the broker before the
             # workers have drained.
             self._process = subprocess.Popen(
-                [_find_binary(), "-c", str(CONFIG_FILE)],
+                [_find_binary(), "-c", str(CONFIG_FILE), "-P", str(self.pid_file)],
                 env=os.environ | self._settings(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -64,6 +65,11 @@ class Broker:
     def _settings(self) -> dict[str, str]:
         # The server parses a variable like the rest of its configuration: a path needs quotes.
         return {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has been started and runs no more, though nobody stopped it."""
+        return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
         self._end(signal.SIGTERM)

@@ -303,8 +303,6 @@ class Bus:
                 republish=api.RePublish(src=subjects.TOKENS_FILTER, dest=subjects.TOKENS_TARGET),
                 allow_direct=True,
                 max_age=delivery.token_log_age_s,
-                # Lost tokens are made again by resume, so an append need not wait for the disk.
-                persist_mode=api.PersistMode.ASYNC,
             )
         )
         await self._create_stream(

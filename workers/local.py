@@ -23,6 +23,7 @@ _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
 
 READY_TIMEOUT_S = 120.0
+BROKER_CHECK_S = 0.2
 FIRST_RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 # Beyond the drain itself, for a worker that must be killed in the end.
@@ -73,8 +74,9 @@ class LocalCluster:
             self._broker = Broker(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)
             self.url = self._broker.url
+            self._keepers.append(asyncio.create_task(self._keep_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
-        self._keepers = [
+        self._keepers += [
             asyncio.create_task(self._keep(number, spec)) for number, spec in enumerate(self._specs)
         ]
         ready = asyncio.create_task(self._wait_ready())
@@ -104,6 +106,13 @@ class LocalCluster:
         await asyncio.gather(*(_end(process, patience_s) for process in alive))
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)
+
+    async def _keep_broker(self, broker: Broker) -> None:
+        while True:
+            await asyncio.sleep(BROKER_CHECK_S)
+            if broker.ended:
+                _log.warning("broker_ended", url=broker.url)
+                await asyncio.to_thread(broker.start)
 
     async def _keep(self, number: int, spec: WorkerSpec) -> None:
         """Run one worker, and run it again whenever it ends."""

@@ -83,6 +83,21 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     ]
 
 
+async def test_the_broker_killed_mid_answer(cluster: Cluster, client: Bus) -> None:
+    request = request_text("What can you do?", temperature=0.0, **LONG)
+    broker = int((cluster.config.parent / "data" / "nats" / "nats-server.pid").read_text())
+    request_id = new_request_id()
+    records: list[LogRecord] = []
+    async for record in ask(client, request, request_id):
+        records.append(record)
+        if len(records) == 5:
+            os.kill(broker, signal.SIGKILL)
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert records == await read_log(client, request_id)
+    assert tokens_of(records) == tokens_of(await answer(client, request))
+
+
 async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
     cluster = start_cluster(tmp_path)
     bus = await Bus.connect(cluster.url, "test")

@@ -53,7 +53,7 @@ def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flow:
     """A request in hand: from its delivery to the last record of its log."""
 
@@ -179,7 +179,7 @@ class EngineWorker:
         flow = Flow(delivery, task, log, received_ms, now)
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
-        self._steps.add(request)
+        self._steps.add(request, flow)
         self._context.log.info(
             "began",
             request_id=task.request_id,
@@ -190,13 +190,11 @@ class EngineWorker:
 
     # -- out --------------------------------------------------------------------------------
 
-    def _on_step(self, outputs: list[RequestOutput], stats: Stats) -> None:
+    def _on_step(self, outputs: list[tuple[Flow, RequestOutput]], stats: Stats) -> None:
         self._stats = stats
-        for output in outputs:
-            flow = self._flows.get(output.request_id)
-            if flow is not None:
-                flow.pending.append(output)
-                flow.changed.set()
+        for flow, output in outputs:
+            flow.pending.append(output)
+            flow.changed.set()
         # While requests wait for blocks or slots, taking more would only keep them from others.
         for consumer in self._consumers:
             consumer.set_capacity(consumer.held if stats.num_waiting else self._max_num_seqs)
@@ -266,25 +264,31 @@ class EngineWorker:
 
 
 class StepLoop:
-    """The thread that owns the core: nobody else touches it after the start."""
+    """The thread that owns the core: nobody else touches it after the start.
+
+    Every output goes to the flow that its request came with. The name of the request would not do:
+    outputs of an earlier flow of that name may still be on their way when a later one begins.
+    """
 
     def __init__(
         self,
         core: Core,
-        on_step: Callable[[list[RequestOutput], Stats], object],
+        on_step: Callable[[list[tuple[Flow, RequestOutput]], Stats], object],
         on_crash: Callable[[Exception], object],
     ) -> None:
         self._core = core
         self._on_step = on_step
         self._on_crash = on_crash
-        self._commands: queue.SimpleQueue[EngineRequest | str | None] = queue.SimpleQueue()
+        self._flows: dict[str, Flow] = {}
+        self._commands: queue.SimpleQueue[tuple[EngineRequest, Flow] | str | None]
+        self._commands = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, request: EngineRequest) -> None:
-        self._commands.put(request)
+    def add(self, request: EngineRequest, flow: Flow) -> None:
+        self._commands.put((request, flow))
 
     def cancel(self, request_id: str) -> None:
         self._commands.put(request_id)
@@ -301,24 +305,27 @@ class StepLoop:
 
     def _step_until_stopped(self) -> None:
         while True:
-            outputs: list[RequestOutput] = []
+            told: list[tuple[Flow, RequestOutput]] = []
             # An idle loop sleeps on the queue; a busy one looks into it between steps.
-            while not self._commands.empty() or not (self._core.has_work or outputs):
+            while not self._commands.empty() or not (self._core.has_work or told):
                 command = self._commands.get()
                 if command is None:
                     return
-                outputs += self._apply(command)
-            outputs += self._core.step()
-            self._on_step(outputs, self._core.stats())
+                if isinstance(command, str):
+                    self._core.cancel(command)
+                    self._flows.pop(command, None)
+                else:
+                    told += self._add(*command)
+            told += [(self._flows[output.request_id], output) for output in self._core.step()]
+            self._on_step(told, self._core.stats())
 
-    def _apply(self, command: EngineRequest | str) -> list[RequestOutput]:
-        if isinstance(command, str):
-            self._core.cancel(command)
-            return []
+    def _add(self, request: EngineRequest, flow: Flow) -> list[tuple[Flow, RequestOutput]]:
+        """What there is to tell at once: that the core refuses it."""
         try:
-            self._core.add(command)
+            self._core.add(request)
         except PagemillError as error:
-            return [RequestOutput(command.request_id, [], error=error)]
+            return [(flow, RequestOutput(request.request_id, [], error=error))]
+        self._flows[request.request_id] = flow
         return []
 
 
