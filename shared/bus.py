@@ -4,6 +4,7 @@ What it knows is delivery. What the bytes mean, and what a stage does with them,
 """
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from nats.js.kv import KeyValue
 
 from shared import subjects
 from shared.config import DeliveryConfig
-from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable
+from shared.errors import ConfigError, Fenced, Overloaded, PayloadTooLarge, Unavailable
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
 # instead of the library's six minutes.
@@ -44,6 +45,7 @@ READ_BATCH = 256
 # Server error codes (nats-server's errors.json).
 _WRONG_LAST_SEQUENCE = 10071
 _STORE_FAILED = 10077
+_STREAM_EXISTS = 10058
 
 _log = structlog.get_logger()
 
@@ -271,14 +273,19 @@ class Bus:
         self._closing = True
         for consumer in self._consumers:
             await consumer.stop()
-        if not self._nc.is_closed:
+        # Without a server there is nobody to take leave of.
+        with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.flush(timeout=2)
+        with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.close()
 
     # -- streams ----------------------------------------------------------------------------
 
     async def create_streams(self, delivery: DeliveryConfig) -> None:
-        """Idempotent: any role may be the first to start."""
+        """Idempotent: any role may be the first to start.
+
+        Raises ConfigError when a stream of that name cannot become what it must be.
+        """
         for name, subject in (
             (subjects.REQUESTS_STREAM, subjects.REQUESTS_FILTER),
             (subjects.STAGES_STREAM, subjects.STAGES_FILTER),
@@ -315,9 +322,18 @@ class Bus:
         try:
             await self._js.add_stream(config)
         except APIError as error:
-            if error.err_code != 10058:  # the stream exists with another configuration
-                raise
+            if error.err_code != _STREAM_EXISTS:
+                raise Unavailable(f"stream {config.name}: {error.description}") from error
+            await self._update_stream(config)
+
+    async def _update_stream(self, config: api.StreamConfig) -> None:
+        try:
             await self._js.update_stream(config)
+        except APIError as error:
+            raise ConfigError(
+                f"stream {config.name} exists at this server with other settings, which cannot be"
+                f" changed: {error.description}"
+            ) from error
 
     # -- publishing -------------------------------------------------------------------------
 
@@ -405,7 +421,21 @@ class Bus:
         return consumer
 
     async def read(self, stream: str, subject: str) -> list[Stored]:
-        """All messages of `subject`, oldest first."""
+        """All messages of `subject`, oldest first.
+
+        Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PUBLISH_DEADLINE_S
+        while True:
+            try:
+                return await self._read(stream, subject)
+            except (NatsError, _NotAnswered) as error:
+                if loop.time() + MAX_RETRY_S > deadline:
+                    raise Unavailable(f"the broker did not answer a read of {subject}") from error
+            await asyncio.sleep(MAX_RETRY_S)
+
+    async def _read(self, stream: str, subject: str) -> list[Stored]:
         found: list[Stored] = []
         inbox = self._nc.new_inbox()
         subscription = await self._nc.subscribe(inbox)
@@ -418,8 +448,6 @@ class Bus:
                     f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox
                 )
                 more = await _collect(subscription, found)
-        except NatsError as error:
-            raise Unavailable(f"the broker did not answer a read of {subject}") from error
         finally:
             await subscription.unsubscribe()
         return found
@@ -475,6 +503,10 @@ class Listener:
             return
 
 
+class _NotAnswered(Exception):
+    """A read got a status instead of messages."""
+
+
 async def _collect(subscription: Subscription, found: list[Stored]) -> bool:
     """Take the answers to one batched read; returns whether more are left after it."""
     while True:
@@ -487,5 +519,5 @@ async def _collect(subscription: Subscription, found: list[Stored]) -> bool:
             return headers.get("Nats-Num-Pending", "0") != "0"
         if status is not None:
             # 503: no stream answers. To take that for an empty log would be to forget it.
-            raise Unavailable(f"the broker refused a read: status {status}")
+            raise _NotAnswered(f"status {status}")
         found.append(Stored(int(headers["Nats-Sequence"]), bytes(msg.data)))

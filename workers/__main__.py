@@ -65,7 +65,7 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
 async def _up(cluster: LocalCluster) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
