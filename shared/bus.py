@@ -352,6 +352,7 @@ class Bus:
 
         Raises Fenced when another writer came first.
         """
+        self.check_size(data, subject)
         header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
         try:
             return (await self._publish(subject, data, header)).seq

@@ -9,8 +9,8 @@
     body   the tensors' buffers in the table's order, each at the next multiple of 64, zero padded
 
 All integers are little endian, all buffers C order and little endian. The table says neither
-offsets nor sizes: both follow from dtype and shape. So there is one encoding of a thing, and no
-overlap, gap or wrong size that the bytes could claim.
+offsets nor sizes: both follow from dtype and shape. So there is no overlap, gap or wrong size that
+the bytes could claim.
 
 This module knows no tensor library; `shared.tensors` turns its buffers into torch tensors.
 """

@@ -23,6 +23,11 @@ from typing import ClassVar, Literal
 Fault = Literal["client", "server"]
 
 
+# What a client sent may be part of a message; it must still fit into a record of the token log.
+MAX_MESSAGE_LEN = 1000
+MAX_FIELD_LEN = 200
+
+
 class PagemillError(Exception):
     """Base of all; `code` is stable and machine-readable, `field` names the offending input."""
 
@@ -32,8 +37,12 @@ class PagemillError(Exception):
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.field = field
+        self.message = _cut(message, MAX_MESSAGE_LEN)
+        self.field = None if field is None else _cut(field, MAX_FIELD_LEN)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "…"
 
 
 class RequestError(PagemillError):

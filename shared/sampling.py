@@ -23,7 +23,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     min_p: Probability = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     """Without one, the request id serves: a resumed request then still continues as it began."""
     stop: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] = []

@@ -44,6 +44,11 @@ class Stage:
     def hop(self, delivery: Delivery, received_ms: float) -> Hop:
         return Hop(self.role, self.worker, delivery.attempt, received_ms, now_ms())
 
+    def request_id_of(self, delivery: Delivery) -> str | None:
+        """From the id under which `hand_over` published it; for a message that cannot be read."""
+        request_id = (delivery.msg_id or "").removesuffix(f":{self.role}")
+        return request_id if subjects.is_name(request_id) else None
+
     async def hand_over(
         self, delivery: Delivery, request_id: str, role: str, model: str, lane: str, data: bytes
     ) -> None:

@@ -8,6 +8,7 @@ import structlog
 
 # A field of a client's own making (an id, a subject) must not fill a log.
 MAX_FIELD_LEN = 256
+MAX_TRACEBACK_LEN = 16_384
 
 Level = Literal["debug", "info", "warning", "error"]
 Logger = structlog.typing.FilteringBoundLogger
@@ -44,6 +45,7 @@ def _cap_fields(
     logger: Any, method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
     for key, value in event.items():
-        if key != "exception" and isinstance(value, str) and len(value) > MAX_FIELD_LEN:
-            event[key] = value[:MAX_FIELD_LEN] + "…"
+        limit = MAX_TRACEBACK_LEN if key == "exception" else MAX_FIELD_LEN
+        if isinstance(value, str) and len(value) > limit:
+            event[key] = value[:limit] + "…"
     return event

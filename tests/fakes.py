@@ -26,6 +26,7 @@ class FakeRunner:
         self._fails_to_run = set(fails_to_run)
         self._slots: dict[tuple[int, int], tuple[Owner, int, int]] = {}
         self.encoded: set[str] = set()
+        self.scrubbed: list[int] = []
         self.batches: list[int] = []
         """Tokens of each batch."""
 
@@ -37,6 +38,9 @@ class FakeRunner:
 
     def release(self, request_id: str) -> None:
         self.encoded.discard(request_id)
+
+    def scrub(self, blocks: list[int]) -> None:
+        self.scrubbed += blocks
 
     def run(self, batch: Batch) -> list[int | None]:
         self.batches.append(batch.num_tokens)

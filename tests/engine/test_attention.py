@@ -110,12 +110,31 @@ def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case):
         [(16, 1), (16, 1)],
         [(16, 16)],
         [(5, 1), (0, 7), (13, 13), (40, 1)],
+        [(700, 1), (3, 1), (255, 1), (256, 1), (0, 5), (300, 1)],
+        [(300, 1), (400, 1)],
+        [(2, 1), (900, 1)],
     ],
-    ids=["first token", "prompt", "ragged decodes", "even decodes", "chunk at a border", "mixed"],
+    ids=[
+        "first token",
+        "prompt",
+        "ragged decodes",
+        "even decodes",
+        "chunk at a border",
+        "mixed",
+        "decodes of all lengths",
+        "long decodes",
+        "a short and a long decode",
+    ],
 )
 def test_named_shapes_equal_dense_attention(spans: list[tuple[int, int]]):
     paged, dense = run_paged(Case(spans, block_size=16, num_kv_heads=2, group=3, seed=0))
     torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_decode_does_not_pad_the_short_ones():
+    tables = [list(range(100)), [100], [101]]
+    plan = make_plan(tables, [0, 1, 2, 3], [1600, 9, 12], 16)
+    assert sorted((d.num_decodes, d.max_seq_len) for d in plan.decodes) == [(1, 1600), (2, 12)]
 
 
 def test_blocks_allocated_ahead_are_not_read():

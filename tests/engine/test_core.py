@@ -192,17 +192,18 @@ def test_what_fails_to_encode_harms_nobody_else() -> None:
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
 
 
-def test_what_fails_to_run_fails_its_batch_and_the_engine_goes_on() -> None:
+def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner)
-    for request_id in ("early", "bad"):
-        core.add(make_request(request_id, n=2, ignore_eos=True))
-    errors = {o.request_id: o.error for o in core.step()}
-    assert errors.keys() == {"early", "bad"}
-    assert all(isinstance(e, WorkerFailure) for e in errors.values())
-    late = make_request("late")
-    core.add(late)
-    assert answers_of(finish_all(core), late) == answers_of(run_alone(late), late)
+    good = [make_request(request_id, n=2) for request_id in ("early", "late")]
+    for request in (good[0], make_request("bad", n=2), good[1]):
+        core.add(request)
+    outputs = finish_all(core)
+    (error,) = [o.error for o in outputs if o.error is not None]
+    assert isinstance(error, WorkerFailure)
+    for request in good:
+        assert answers_of(outputs, request) == answers_of(run_alone(request), request)
+    assert runner.scrubbed
     assert not runner.encoded
 
 

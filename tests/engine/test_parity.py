@@ -42,7 +42,14 @@ from workers.engine.families import Family, Qwen2VL, family_of
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model import FlatModel
 from workers.engine.runner import Runner
-from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence, Sequence
+from workers.engine.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    LoggedChoice,
+    ScheduledSequence,
+    Sequence,
+)
 
 DEMO_MODEL = Path(__file__).parents[2] / "ops" / "demo_model"
 IMAGE, VISION_START, VISION_END, VIDEO = 190, 191, 192, 193
@@ -411,6 +418,123 @@ def test_preempted_requests_give_the_tokens_of_generate(twins: Twins, budget: in
     answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
     assert answers == answers_of(twins, cases)
     assert max(runner.num_starts.values()) > 1
+
+
+def run_sampled(
+    twins: Twins, requests: list[EngineRequest], num_blocks: int, budget: int, seed: int
+) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
+    """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
+    runner = CountingRunner(twins.served, num_blocks, 4)
+    core = Core(
+        runner,
+        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        frozenset(),
+        pool=BlockPool(num_blocks, 4, random.Random(seed).sample(range(num_blocks), num_blocks)),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=twins.served.vocab_size,
+    )
+    answers: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            for delta in output.choices:
+                answers.setdefault((output.request_id, delta.index), []).extend(delta.token_ids)
+    assert core.stats().num_free_blocks == num_blocks
+    return answers, runner
+
+
+def sampled_requests(rng: random.Random) -> list[EngineRequest]:
+    cases = [
+        make_case("one", [(90, 60)], 9, 12),
+        make_case("two", [(60, 120), (140, 84)], 4, 10),
+        make_case("none", [], 12, 14),
+    ]
+    return [
+        replace(
+            case.request,
+            sampling=SamplingParams(
+                n=rng.randint(1, 3),
+                temperature=0.7,
+                top_p=0.9,
+                repetition_penalty=1.2,
+                max_tokens=case.request.sampling.max_tokens,
+                ignore_eos=True,
+            ),
+        )
+        for case in cases
+    ]
+
+
+def test_sampled_choices_with_pictures_resume_anywhere_as_they_began(seeing: Twins):
+    """n > 1, pictures, chunked prefill, preemption and a resume at any cut, all at once."""
+    num_recomputed = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        requests = sampled_requests(rng)
+        whole: dict[tuple[str, int], list[int]] = {}
+        for request in requests:
+            whole |= run_sampled(seeing, [request], 200, 512, seed)[0]
+        resumed, left = [], {}
+        for request in requests:
+            logged = []
+            for choice in range(request.sampling.n):
+                answer = whole[request.request_id, choice]
+                cut = rng.randint(0, len(answer) - 1)
+                logged.append(LoggedChoice(answer[:cut], False))
+                left[request.request_id, choice] = answer[cut:]
+            resumed.append(replace(request, logged=logged))
+        got, runner = run_sampled(seeing, resumed, 17, rng.choice([7, 31, 200]), seed)
+        assert got == left
+        num_recomputed += any(
+            runner.num_starts[request.request_id] > request.sampling.n for request in requests
+        )
+    assert num_recomputed > 0
+
+
+def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seeing: Twins):
+    """Not even through what is masked: 0 times a NaN that stays in a reused block is a NaN."""
+
+    class Spoilt(CountingRunner):
+        def run(self, batch: Batch) -> list[int | None]:
+            if any(s.sequence.request_id == "bad" for s in batch.scheduled):
+                for s in batch.scheduled:
+                    if s.sequence.request_id == "bad":
+                        for keys, values in self._kv_cache:
+                            keys[s.sequence.block_table] = torch.nan
+                            values[s.sequence.block_table] = torch.nan
+                raise ArithmeticError
+            return super().run(batch)
+
+    good, bad = make_case("good", [], 9, 12), make_case("bad", [], 9, 12)
+    runner = Spoilt(seeing.served, 17, 4)
+    core = Core(
+        runner,
+        str,
+        frozenset(),
+        pool=BlockPool(17, 4),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        vocab_size=seeing.served.vocab_size,
+    )
+    core.add(bad.request)
+    core.add(good.request)
+    answer: list[int] = []
+    failed = []
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                failed.append(output.request_id)
+            answer += [token for delta in output.choices for token in delta.token_ids]
+    assert failed == ["bad"]
+    assert answer == answers_of(seeing, [good])["good"]
+    assert all(
+        keys.isfinite().all() and values.isfinite().all() for keys, values in runner._kv_cache
+    )
 
 
 # -- the model that the repository carries --------------------------------------------------------

@@ -1,13 +1,18 @@
 import json
 import random
+import shutil
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from shared.codec import decode, encode
 from shared.config import ModelConfig
@@ -205,8 +210,11 @@ def test_endless_text_is_refused_without_tokenizing(text_processor):
 
 
 @pytest.mark.parametrize("unit", [" ", "\n", "@", "e\u0301", "世", "a"], ids=ascii)
-def test_tokenizing_takes_linear_time(folder, unit):
-    processor = Processor(ModelConfig(str(folder), max_model_len=1_000_000))
+def test_tokenizing_takes_linear_time(folder, tmp_path, unit):
+    shutil.copytree(folder, tmp_path / "model")
+    config = VISION | {"text_config": {"max_position_embeddings": 1_000_000}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    processor = Processor(ModelConfig(str(tmp_path / "model")))
 
     def best_of_three(num_bytes):
         messages = [Message("user", unit * (num_bytes // len(unit.encode())))]
@@ -378,3 +386,67 @@ def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         Processor(ModelConfig(str(tmp_path)))
+
+
+class OwnProcessor(Qwen2VLProcessor):
+    """transformers' own, without the video processor that needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return type(argument)
+
+
+def test_prompt_and_pictures_are_those_of_transformers_own_processor():
+    folder = Path(__file__).parents[2] / "ops" / "demo_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    own = OwnProcessor(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
+        tokenizer=tokenizer,
+        video_processor=None,
+        chat_template=tokenizer.chat_template,
+    )
+    ours = Processor(ModelConfig(str(folder)))
+    rng = random.Random(5)
+    for num_pictures in (0, 1, 2, 3):
+        pictures = [
+            loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_pictures)
+        ]
+        parts = [TextPart("Look:"), *[image() for _ in pictures], TextPart("What is it?")]
+        rendered = ours.render([Message("user", parts)], pictures)
+        kinds = [{"type": "text", "text": "Look:"}, *[{"type": "image"} for _ in pictures]]
+        conversation = [
+            {"role": "user", "content": [*kinds, {"type": "text", "text": "What is it?"}]}
+        ]
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+        expected = own(text=[text], images=[p.image for p in pictures] or None)
+        assert rendered.prompt_token_ids == list(expected["input_ids"][0])
+        if not pictures:
+            continue
+        tensors = [to_torch(tensor) for tensor in rendered.tensors]
+        grids = [tensors[item.fields["image_grid_thw"]].tolist() for item in rendered.items]
+        assert grids == expected["image_grid_thw"].tolist()
+        for item in rendered.items:
+            start, length = item.placeholder.offset, item.placeholder.length
+            ids = rendered.prompt_token_ids
+            assert set(ids[start : start + length]) == {own.image_token_id}
+            assert own.image_token_id not in (ids[start - 1], ids[start + length])
+
+
+def test_one_raster_at_a_time_is_held(processor):
+    """Pictures are taken when their turn comes, and the one before the last is let go."""
+    held: list[int] = []
+    most = 0
+
+    def pictures():
+        nonlocal most
+        for number in range(6):
+            picture = Image.new("RGB", (200, 200))
+            held.append(number)
+            weakref.finalize(picture, held.remove, number)
+            most = max(most, len(held))
+            yield LoadedImage(picture, "RGB")
+            del picture
+
+    processor.render([user(*[image() for _ in range(6)])], pictures())
+    assert most <= 2

@@ -17,6 +17,9 @@ from transformers import AttentionInterface
 
 ATTENTION = "pagemill_paged"
 
+# Below this padding costs less than a call of its own.
+SHORT_LEN = 256
+
 KVCache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer: [num_blocks, block_size, num_kv_heads, head_dim]."""
 
@@ -26,7 +29,7 @@ UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """All sequences that bring one token, padded to the longest: one call for all of them."""
+    """Sequences of like length that bring one token, padded to the longest: one call for all."""
 
     rows: Tensor | None  # [num_decodes], in the flat batch; None when they are the whole batch
     blocks: Tensor  # [num_decodes * max_num_blocks]
@@ -49,7 +52,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     slots: Tensor  # [num_tokens]: block_id * block_size + offset, where each token's K and V go
-    decodes: Decodes | None
+    decodes: list[Decodes]
     chunks: list[Chunk]
 
 
@@ -68,7 +71,7 @@ def plan_step(
     `block_table[t // block_size]`.
     """
     slots: list[int] = []
-    decodes: list[int] = []
+    decodes: dict[int, list[int]] = {}
     chunks = []
     for i, (table, seq_len) in enumerate(zip(block_tables, seq_lens, strict=True)):
         start, stop = query_start_loc[i], query_start_loc[i + 1]
@@ -77,25 +80,36 @@ def plan_step(
             table[t // block_size] * block_size + t % block_size for t in range(past, seq_len)
         ]
         if stop - start == 1:
-            decodes.append(i)
+            decodes.setdefault(_length_class(seq_len), []).append(i)
         else:
             blocks = torch.tensor(table[: -(-seq_len // block_size)], device=device)
             mask = _causal_mask(stop - start, seq_len, dtype, device) if past else None
             chunks.append(Chunk(start, stop, blocks, seq_len, mask))
+    whole = not chunks and len(decodes) == 1
     return StepPlan(
         torch.tensor(slots, device=device),
-        _plan_decodes(
-            [block_tables[i] for i in decodes],
-            [query_start_loc[i] for i in decodes] if chunks else None,
-            [seq_lens[i] for i in decodes],
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-        )
-        if decodes
-        else None,
+        [
+            _plan_decodes(
+                [block_tables[i] for i in group],
+                None if whole else [query_start_loc[i] for i in group],
+                [seq_lens[i] for i in group],
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+            )
+            for group in decodes.values()
+        ],
         chunks,
     )
+
+
+def _length_class(seq_len: int) -> int:
+    """Lengths of one class differ by less than a factor of two, or are all short.
+
+    A group is padded to its longest, so that without classes one long context would have the cache
+    of every other decode gathered at its length.
+    """
+    return max(seq_len - 1, SHORT_LEN - 1).bit_length()
 
 
 def _plan_decodes(
@@ -165,16 +179,17 @@ def paged_attention(
     plan: StepPlan,
     scale: float,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    if plan.decodes is not None and plan.decodes.rows is None:
-        return _attend_decodes(query, key_cache, value_cache, plan.decodes, scale)
+    if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+        return _attend_decodes(query, key_cache, value_cache, plan.decodes[0], scale)
     output = torch.empty_like(query)
     for chunk in plan.chunks:
         rows = query[chunk.start : chunk.stop]
         output[chunk.start : chunk.stop] = _attend_chunk(rows, key_cache, value_cache, chunk, scale)
-    if plan.decodes is not None and plan.decodes.rows is not None:
-        rows = query.index_select(0, plan.decodes.rows)
-        attended = _attend_decodes(rows, key_cache, value_cache, plan.decodes, scale)
-        output.index_copy_(0, plan.decodes.rows, attended)
+    for decodes in plan.decodes:
+        assert decodes.rows is not None
+        rows = query.index_select(0, decodes.rows)
+        attended = _attend_decodes(rows, key_cache, value_cache, decodes, scale)
+        output.index_copy_(0, decodes.rows, attended)
     return output
 
 

@@ -42,6 +42,9 @@ class Runner(Protocol):
     def release(self, request_id: str) -> None:
         """Drop what is kept for the request, if anything."""
 
+    def scrub(self, blocks: list[int]) -> None:
+        """Overwrite what a failed run has left in them, which may spoil what is masked later."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -151,8 +154,8 @@ class Core:
         self._note_blocks(batch)
         try:
             token_ids = self._runner.run(batch) if batch.scheduled else []
-        except Exception as error:
-            failures += self._fail_batch(batch, error)
+        except Exception:
+            failures += self._run_apart(batch)
         else:
             self._settle(batch, token_ids)
         return failures + self._tell()
@@ -261,8 +264,23 @@ class Core:
 
     # -- ends -------------------------------------------------------------------------------
 
-    def _fail_batch(self, batch: Batch, error: Exception) -> list[RequestOutput]:
-        return [self._fail(entry, _worker_failure(error)) for entry in self._entries_of(batch)]
+    def _run_apart(self, batch: Batch) -> list[RequestOutput]:
+        """After a batch has failed: each request by itself, so that only the culprit fails.
+
+        A second run writes the same keys and values and draws the same random numbers.
+        """
+        failures = []
+        for entry in self._entries_of(batch):
+            request_id = entry.request.request_id
+            part = Batch([s for s in batch.scheduled if s.sequence.request_id == request_id])
+            try:
+                token_ids = self._runner.run(part)
+            except Exception as error:
+                self._runner.scrub([b for c in entry.choices for b in c.sequence.block_table])
+                failures.append(self._fail(entry, _worker_failure(error)))
+            else:
+                self._settle(part, token_ids)
+        return failures
 
     def _fail(self, entry: Entry, error: PagemillError) -> RequestOutput:
         request_id = entry.request.request_id

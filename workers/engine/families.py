@@ -116,7 +116,9 @@ class Qwen2VL(Family):
             raise UnsupportedContent(f"no {item.modality!r} input in this model", field="items")
         num_pixels = vision.patch_size**2
         patches = _field(item, "pixel_patches", torch.uint8, (-1, vision.in_channels, num_pixels))
-        _field(item, "pixel_table", torch.float32, (vision.in_channels, 256))
+        table = _field(item, "pixel_table", torch.float32, (vision.in_channels, 256))
+        if not bool(table.isfinite().all()):
+            _refuse("pixel_table holds values that are not finite")
         frames, height, width = _field(item, "image_grid_thw", torch.int64, (3,)).tolist()
         merge = vision.spatial_merge_size
         if frames != 1 or height <= 0 or width <= 0 or height % merge or width % merge:

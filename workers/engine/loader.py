@@ -43,7 +43,22 @@ class LoadedModel:
 
 
 def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
-    """`model.path` as it is given; whoever read the configuration has resolved it."""
+    """`model.path` as it is given; whoever read the configuration has resolved it.
+
+    Raises ConfigError, also for whatever transformers makes of a folder that it cannot use: its
+    errors are of every kind.
+    """
+    try:
+        return _load(model, engine)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"models.path: {model.path} cannot be served: {error}", field="models.path"
+        ) from error
+
+
+def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     folder = Path(model.path)
     _check_files(folder)
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -54,10 +69,7 @@ def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     dtype = getattr(torch, model.dtype)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
     flat_model = _load_weights(folder, config, dtype, engine.device)
-    try:
-        warm_up(flat_model, engine.block_size)
-    except NotImplementedError as error:
-        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+    warm_up(flat_model, engine.block_size)
     return LoadedModel(
         model=flat_model,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),

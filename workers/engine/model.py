@@ -19,18 +19,10 @@ class FlatModel:
         self._model: Any = family.model
         self._embed_tokens: Any = family.model.get_input_embeddings()
         family.decoder.set_attn_implementation(ATTENTION)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.family.model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.family.model.device
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.family.decoder.config.vocab_size)
+        # transformers walks the parameters at each look; a step looks several times.
+        self.dtype: torch.dtype = family.model.dtype
+        self.device: torch.device = family.model.device
+        self.vocab_size = int(family.decoder.config.vocab_size)
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)

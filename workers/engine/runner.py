@@ -50,6 +50,13 @@ class Runner:
         self._prepared.pop(request_id, None)
 
     @torch.inference_mode()
+    def scrub(self, blocks: list[int]) -> None:
+        index = self._to_device(blocks)
+        for keys, values in self._kv_cache:
+            keys.index_fill_(0, index, 0)
+            values.index_fill_(0, index, 0)
+
+    @torch.inference_mode()
     def run(self, batch: Batch) -> list[int | None]:
         scheduled = batch.scheduled
         lengths = [s.num_new_tokens for s in scheduled]

@@ -18,7 +18,12 @@ NUM_RANKED_FIRST = 1024
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """`logits` [num_sequences, vocab_size]."""
+    """`logits` [num_sequences, vocab_size].
+
+    Raises ArithmeticError when there is no choosing among them, as after an overflow.
+    """
+    if bool(logits.sum(dim=-1).isnan().any()):
+        raise ArithmeticError("a sequence's logits are not numbers")
     best: list[int] = logits.argmax(dim=-1).tolist()
     return [
         token_id if _is_argmax(sequence.request.sampling) else _sample_one(row, sequence)
@@ -109,5 +114,7 @@ def _invert(token_ids: Tensor | None, probs: Tensor, point: float) -> int:
         token_ids, order = token_ids.sort()
         probs = probs[order]
     mass = probs.cumsum(0)
+    if not bool(mass[-1].isfinite()):
+        raise ArithmeticError("the penalties leave no probabilities")
     index = int(torch.searchsorted(mass, point * mass[-1], right=True))
     return index if token_ids is None else int(token_ids[index])

@@ -16,7 +16,7 @@ import torch
 from shared import codec, subjects, tensors
 from shared.bus import Consumer, Delivery
 from shared.config import EngineConfig, ModelConfig
-from shared.errors import ConfigError, PagemillError, WorkerFailure
+from shared.errors import ConfigError, DecodeError, PagemillError
 from shared.messages import ChoiceDelta, EngineTask, LogRecord, TokenChunk
 from shared.runtime import Context
 from shared.stage import now_ms
@@ -144,8 +144,14 @@ class EngineWorker:
             received_ms = now_ms()
             task: EngineTask | None = None
             try:
+                # Before anything that the message could make fail: it must come to an end.
+                if (exhausted := self._context.stage.exhausted(delivery)) is not None:
+                    raise exhausted
                 task, data = codec.decode(delivery.data, EngineTask)
                 await self._begin(delivery, task, data, received_ms)
+            except asyncio.CancelledError:
+                await delivery.retry(0)
+                raise
             except Exception as error:
                 await self._fail(delivery, task, error, received_ms)
 
@@ -156,9 +162,6 @@ class EngineWorker:
         data: list[codec.TensorData],
         received_ms: float,
     ) -> None:
-        stage = self._context.stage
-        if (exhausted := stage.exhausted(delivery)) is not None:
-            raise exhausted
         held = self._flows.get(task.request_id)
         if held is not None:
             # It came back to the very worker that holds it: the newer delivery takes its place.
@@ -241,7 +244,7 @@ class EngineWorker:
         self, delivery: Delivery, task: EngineTask | None, error: Exception, received_ms: float
     ) -> None:
         stage = self._context.stage
-        request_id = task.request_id if task else None
+        request_id = task.request_id if task else stage.request_id_of(delivery)
         path = [*(task.path if task else []), stage.hop(delivery, received_ms)]
         try:
             await stage.settle_failure(delivery, request_id, error, path)
@@ -369,15 +372,15 @@ def logged_choices(records: list[LogRecord], n: int) -> list[LoggedChoice]:
 
 
 def _items(task: EngineTask, data: list[codec.TensorData]) -> list[Item]:
-    try:
-        return [
-            Item(
-                modality=item.modality,
-                mm_hash=item.mm_hash,
-                placeholder=item.placeholder,
-                fields={name: tensors.to_torch(data[i]) for name, i in item.fields.items()},
-            )
-            for item in task.items
-        ]
-    except IndexError as error:
-        raise WorkerFailure("an item names a tensor that its envelope does not have") from error
+    indexes = [i for item in task.items for i in item.fields.values()]
+    if any(not 0 <= i < len(data) for i in indexes):
+        raise DecodeError("an item names a tensor that its envelope does not have")
+    return [
+        Item(
+            modality=item.modality,
+            mm_hash=item.mm_hash,
+            placeholder=item.placeholder,
+            fields={name: tensors.to_torch(data[i]) for name, i in item.fields.items()},
+        )
+        for item in task.items
+    ]

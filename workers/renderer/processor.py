@@ -10,7 +10,7 @@ bit: `pixel_table[channel, pixel_patches]`, repeated `temporal_patch_size` times
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,8 @@ class Processor:
         self._image_token_id: int | None = getattr(config, "image_token_id", None)
         self._pictures = None if self._image_token_id is None else _Pictures(folder)
         self._max_images = model.max_images
-        self._max_model_len = (
-            model.max_model_len or config.get_text_config().max_position_embeddings
-        )
+        longest: int = config.get_text_config().max_position_embeddings
+        self._max_model_len = min(longest, model.max_model_len or longest)
         self._control_ids = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -108,8 +107,9 @@ class Processor:
                 field="messages",
             )
 
-    def render(self, messages: Sequence[Message], images: Sequence[LoadedImage]) -> Rendered:
-        """`images` are those of `prompt.image_parts`, in that order.
+    def render(self, messages: Sequence[Message], images: Iterable[LoadedImage]) -> Rendered:
+        """`images` are those of `prompt.image_parts`, in that order; each is taken when its turn
+        comes, after `check` and after the text, and let go before the next but one.
 
         Raises a RequestError: besides those of `check`, InvalidRequest for text with control
         tokens or messages that the template refuses, InvalidMedia, ContextTooLong.

@@ -1,7 +1,7 @@
 """Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
@@ -14,7 +14,7 @@ from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context
 from shared.stage import now_ms, serve
 from workers.renderer import prompt
-from workers.renderer.images import fetch_image
+from workers.renderer.images import LoadedImage, fetch_image
 from workers.renderer.processor import Processor
 
 Result = TypeVar("Result")
@@ -37,7 +37,6 @@ class RendererWorker:
         self._config = context.config
         self._processors: dict[str, Processor] = {}
         self._threads = ThreadPoolExecutor(self._config.renderer.threads, "render")
-        self._num_held = 0
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
@@ -63,34 +62,38 @@ class RendererWorker:
                 group.create_task(
                     serve(consumer, self._handle, context.stopping, config.delivery.drain_s)
                 )
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _handle(self, delivery: Delivery) -> None:
         received_ms = now_ms()
         stage = self._context.stage
         task: RenderTask | None = None
         try:
-            task = _decode(delivery.data)
-            log = self._context.log.bind(request_id=task.request_id, attempt=delivery.attempt)
+            # Before anything that the message could make fail: it must come to an end.
             if (exhausted := stage.exhausted(delivery)) is not None:
                 raise exhausted
+            task = _decode(delivery.data)
+            log = self._context.log.bind(request_id=task.request_id, attempt=delivery.attempt)
             data = await self._render(task, delivery, received_ms)
             await stage.hand_over(delivery, task.request_id, "engine", task.model, task.lane, data)
             log.info("rendered", bytes=len(data), ms=round(now_ms() - received_ms, 1))
         except Exception as error:
-            request_id = task.request_id if task else None
+            request_id = task.request_id if task else stage.request_id_of(delivery)
             path = [*(task.path if task else []), stage.hop(delivery, received_ms)]
             await stage.settle_failure(delivery, request_id, error, path)
 
     async def _render(self, task: RenderTask, delivery: Delivery, received_ms: float) -> bytes:
         processor = self._processors[task.model]
-        processor.check(task.messages)
-        images = []
-        for field, part in prompt.image_parts(task.messages):
-            url, limits = part.image_url.url, self._config.renderer
-            images.append(await self._in_thread(fetch_image, url, limits, field))
-            await delivery.progress()
-        rendered = await self._in_thread(processor.render, task.messages, images)
-        await delivery.progress()
+        loop = asyncio.get_running_loop()
+
+        def load_images() -> Iterator[LoadedImage]:
+            # One at a time, and dropped once it is processed: eight rasters of the largest size
+            # would be a gigabyte.
+            for field, part in prompt.image_parts(task.messages):
+                yield fetch_image(part.image_url.url, self._config.renderer, field)
+                asyncio.run_coroutine_threadsafe(delivery.progress(), loop)
+
+        rendered = await self._in_thread(processor.render, task.messages, load_images())
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,

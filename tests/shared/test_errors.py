@@ -1,0 +1,31 @@
+"""Whatever a client sends, an error about it fits into a record and says nothing of our insides."""
+
+import inspect
+
+import pytest
+
+from shared import errors
+from shared.errors import InvalidRequest, PagemillError
+from shared.messages import error_info, to_json
+
+LEAVES = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, PagemillError)
+]
+
+
+def test_an_endless_message_is_cut() -> None:
+    error = InvalidRequest("x" * 5_000_000, field="y" * 5_000_000)
+    assert len(to_json(error_info(error))) < 2000
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_clients_fault_is_never_retried(kind: type[PagemillError]) -> None:
+    assert not (kind.fault == "client" and kind.retryable)
+
+
+def test_codes_are_unlike() -> None:
+    codes = [kind.code for kind in LEAVES if not kind.__subclasses__()]
+    # InvalidRequest speaks for all that has no name of its own.
+    assert len(codes) == len(set(codes))
