@@ -1,7 +1,7 @@
 """Hand-over latency of each stage, against one bare publish-and-deliver through the same broker.
 
 A hand-over is the time from the moment a worker has finished its part to the moment the next one
-has the message in hand: encode, publish, the broker's sync to disk, delivery, decode.
+has the message in hand: encode, publish, the broker's sync to disk, delivery.
 """
 
 import argparse
