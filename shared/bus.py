@@ -40,6 +40,11 @@ MAX_RETRY_S = 1.0
 DUPLICATE_WINDOW_S = 120.0
 
 PULL_EXPIRES_S = 10.0
+# No leader, no stream: asking again at once would only keep both ends busy.
+PULL_REFUSED_PAUSE_S = 0.25
+# What may wait in the client for its turn; a picture has megabytes, and what is over the library's
+# limit of 128 MiB it drops.
+PENDING_BYTES = 2**30
 READ_BATCH = 256
 
 # Server error codes (nats-server's errors.json).
@@ -123,7 +128,9 @@ class Consumer:
         self._pump: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._subscription = await self._nc.subscribe(f"{self._inbox}.*", cb=self._receive)
+        self._subscription = await self._nc.subscribe(
+            f"{self._inbox}.*", cb=self._receive, pending_bytes_limit=PENDING_BYTES
+        )
         self._pump = asyncio.create_task(self._keep_pulling())
 
     async def next(self) -> Delivery:
@@ -135,8 +142,9 @@ class Consumer:
         return self._held
 
     def set_capacity(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._changed.set()
+        if capacity != self.capacity:
+            self.capacity = capacity
+            self._changed.set()
 
     def settled(self) -> None:
         self._held -= 1
@@ -164,8 +172,11 @@ class Consumer:
     async def _receive(self, msg: Msg) -> None:
         status = (msg.headers or {}).get("Status")
         if status is not None and not msg.reply:
-            # 404, 408, 409: that pull request is over, whatever it still owed.
+            # That pull request is over, whatever it still owed.
             self._pulls.pop(msg.subject.rpartition(".")[2], None)
+            if status not in ("404", "408"):
+                _log.warning("pull_refused", subject=self._subject, status=status)
+                await asyncio.sleep(PULL_REFUSED_PAUSE_S)
         else:
             self._held += 1
             self._count_arrival()

@@ -4,32 +4,27 @@ import asyncio
 import base64
 import json
 import os
+import pathlib
 import sys
 import uuid
 
 import nats
 
 
-async def main(question: str, pictures: list[str]) -> int:
+async def main(question: str, *pictures: str) -> None:
     nc = await nats.connect(os.environ.get("NATS_URL", "nats://127.0.0.1:4222"))
-    request_id = uuid.uuid4().hex
-    log = await nc.subscribe(f"pm.tokens.{request_id}")
+    name = uuid.uuid4().hex
+    log = await nc.subscribe(f"pm.tokens.{name}")
     content = [{"type": "text", "text": question}]
-    for picture in pictures:
-        with open(picture, "rb") as file:  # noqa: ASYNC230
-            url = "data:image/png;base64," + base64.b64encode(file.read()).decode()
+    for data in map(pathlib.Path.read_bytes, map(pathlib.Path, pictures)):
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
         content.append({"type": "image_url", "image_url": {"url": url}})
-    request = {"model": "demo", "messages": [{"role": "user", "content": content}]}
-    body, headers = json.dumps(request).encode(), {"Nats-Msg-Id": request_id}
-    await nc.jetstream().publish("pm.request.demo", body, headers=headers)
-    record = {"type": "tokens"}
-    while record["type"] == "tokens":
-        record = json.loads((await log.next_msg(timeout=60)).data)
-        sys.stdout.write("".join(choice["text"] for choice in record.get("choices", [])))
-        sys.stdout.flush()
-    sys.stdout.write("\n" if record["type"] == "finish" else f"{record['error']['message']}\n")
-    await nc.close()
-    return 0 if record["type"] == "finish" else 1
+    body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": content}]})
+    js, headers = nc.jetstream(), {"Nats-Msg-Id": name}
+    await js.publish("pm.request.demo", body.encode(), headers=headers)
+    while (record := json.loads((await log.next_msg(timeout=60)).data))["type"] == "tokens":
+        print("".join(choice["text"] for choice in record["choices"]), end="", flush=True)
+    sys.exit(record["error"]["message"] if record["type"] == "error" else print())
 
 
-sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2:])))
+asyncio.run(main(*sys.argv[1:]))
