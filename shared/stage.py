@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from shared import retry, subjects
-from shared.bus import Bus, Consumer, Delivery
+from shared.bus import Bus
 from shared.config import DeliveryConfig
+from shared.consumer import Consumer, Delivery
 from shared.errors import Fenced, PagemillError, WorkerFailure
 from shared.messages import DeadLetter, Hop, error_info, to_msgpack
 from shared.tokenlog import fail_request

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from shared import subjects
-from shared.bus import Bus, Consumer
+from shared.bus import Bus
+from shared.consumer import Consumer
 from shared.errors import PayloadTooLarge, Unavailable
 
 

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from shared import subjects
-from shared.bus import Bus, Consumer, Delivery
+from shared.bus import Bus
 from shared.config import DeliveryConfig
+from shared.consumer import Consumer, Delivery
 from shared.errors import Fenced, InvalidMedia
 from shared.messages import DeadLetter, Failure
 from shared.stage import Stage, serve

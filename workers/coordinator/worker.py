@@ -1,7 +1,7 @@
 """Coordinator: takes accepted requests, validates them, and hands each to its first stage."""
 
 from shared import subjects
-from shared.bus import Delivery
+from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import RenderTask, to_msgpack
 from shared.runtime import Context

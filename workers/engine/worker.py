@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shared import codec, subjects, tensors
-from shared.bus import Consumer, Delivery
 from shared.config import EngineConfig, ModelConfig
+from shared.consumer import Consumer, Delivery
 from shared.errors import ConfigError, DecodeError, PagemillError
 from shared.messages import ChoiceDelta, EngineTask, LogRecord, TokenChunk
 from shared.runtime import Context

@@ -8,7 +8,7 @@ from typing import TypeVar, TypeVarTuple
 import msgspec
 
 from shared import codec, subjects
-from shared.bus import Delivery
+from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context

@@ -1,0 +1,185 @@
+"""Taking work from a queue: pull with credit, and settle what is in hand.
+
+The half of the bus that workers listen with; `shared.bus` has the connection and all the rest.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+
+import structlog
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+ACK_TIMEOUT_S = 2.0
+
+PULL_EXPIRES_S = 10.0
+# No leader, no stream: asking again at once would only keep both ends busy.
+PULL_REFUSED_PAUSE_S = 0.25
+# What may wait in the client for its turn; a picture has megabytes, and what is over the library's
+# limit of 128 MiB it drops.
+PENDING_BYTES = 2**30
+
+_log = structlog.get_logger()
+
+
+class Delivery:
+    """One message in hand, to be settled once: `ack`, `retry`, or `abandon`, which leaves it."""
+
+    def __init__(self, msg: Msg, consumer: "Consumer") -> None:
+        self._msg = msg
+        self._consumer = consumer
+        self.subject = msg.subject
+        self.data = msg.data
+        self.msg_id = (msg.headers or {}).get("Nats-Msg-Id")
+        self.attempt = msg.metadata.num_delivered
+        """Counts deliveries from 1."""
+        self.stored_ms = msg.metadata.timestamp.timestamp() * 1000
+
+    async def ack(self) -> None:
+        """Returns when the server has it. If the server stays silent the message comes again."""
+        try:
+            for _ in range(3):
+                try:
+                    await self._msg.ack_sync(timeout=ACK_TIMEOUT_S)
+                    return
+                except NatsError:
+                    continue
+            _log.warning("ack_unconfirmed", subject=self.subject)
+        finally:
+            self._consumer.settled()
+
+    async def retry(self, after_s: float) -> None:
+        """Give the message back; anyone may have it after `after_s`."""
+        try:
+            # A plain nak would come back within a millisecond, whatever the consumer's back-off.
+            await self._msg.nak(delay=max(after_s, 0.001))
+        finally:
+            self._consumer.settled()
+
+    async def progress(self) -> None:
+        """Restart the ack wait: the work is advancing."""
+        await self._msg.in_progress()
+
+    def abandon(self) -> None:
+        """Stop working on it without a word: another worker has it, or will after the ack wait."""
+        self._consumer.settled()
+
+
+class Consumer:
+    """Pulls from a durable consumer with credit: `capacity` bounds what is in hand or asked for.
+
+    Pull requests are kept outstanding, so a message is delivered as soon as it is stored, and the
+    next request leaves when half of the credit is free.
+    """
+
+    def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
+        self.capacity = capacity
+        self._nc = nc
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
+        self._inbox = nc.new_inbox()
+        self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._held = 0
+        self._next_pull = 0
+        # Pull request number → (messages still to come, loop time at which it has lapsed).
+        self._pulls: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._subscription = await self._nc.subscribe(
+            f"{self._inbox}.*", cb=self._receive, pending_bytes_limit=PENDING_BYTES
+        )
+        self._pump = asyncio.create_task(self._keep_pulling())
+
+    async def next(self) -> Delivery:
+        return await self._ready.get()
+
+    @property
+    def held(self) -> int:
+        """Deliveries that are not settled yet."""
+        return self._held
+
+    def set_capacity(self, capacity: int) -> None:
+        if capacity != self.capacity:
+            self.capacity = capacity
+            self._changed.set()
+
+    def settled(self) -> None:
+        self._held -= 1
+        self._changed.set()
+
+    def reconnected(self) -> None:
+        """The server forgets pull requests with the connection that made them."""
+        self._pulls.clear()
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """No further message is taken; what was delivered but not begun is handed back.
+
+        A second call does nothing.
+        """
+        subscription, self._subscription = self._subscription, None
+        if subscription is None or self._pump is None:
+            return
+        self._pump.cancel()
+        if not self._nc.is_closed:
+            await subscription.unsubscribe()
+        while not self._ready.empty():
+            await self._ready.get_nowait().retry(0)
+
+    async def _receive(self, msg: Msg) -> None:
+        status = (msg.headers or {}).get("Status")
+        if status is not None and not msg.reply:
+            # That pull request is over, whatever it still owed.
+            self._pulls.pop(msg.subject.rpartition(".")[2], None)
+            if status not in ("404", "408"):
+                _log.warning("pull_refused", subject=self._subject, status=status)
+                await asyncio.sleep(PULL_REFUSED_PAUSE_S)
+        else:
+            self._held += 1
+            self._count_arrival()
+            self._ready.put_nowait(Delivery(msg, self))
+        self._changed.set()
+
+    def _count_arrival(self) -> None:
+        # The server serves pull requests in the order in which they came.
+        if self._pulls:
+            number, (remaining, lapse) = next(iter(self._pulls.items()))
+            if remaining == 1:
+                del self._pulls[number]
+            else:
+                self._pulls[number] = (remaining - 1, lapse)
+
+    async def _keep_pulling(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            now = loop.time()
+            for number in [n for n, (_, lapse) in self._pulls.items() if lapse <= now]:
+                del self._pulls[number]
+            asked = sum(remaining for remaining, _ in self._pulls.values())
+            free = self.capacity - self._held - asked
+            if free > 0 and (asked == 0 or 2 * free >= self.capacity):
+                await self._pull(free, now)
+            try:
+                async with asyncio.timeout(PULL_EXPIRES_S / 2):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _pull(self, batch: int, now: float) -> None:
+        self._next_pull += 1
+        number = str(self._next_pull)
+        self._pulls[number] = (batch, now + PULL_EXPIRES_S + 1.0)
+        request = {"batch": batch, "expires": int(PULL_EXPIRES_S * 1e9)}
+        try:
+            await self._nc.publish(
+                self._subject, json.dumps(request).encode(), reply=f"{self._inbox}.{number}"
+            )
+        except NatsError:
+            # Not connected: `reconnected` asks again.
+            self._pulls.pop(number, None)
