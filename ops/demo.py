@@ -181,4 +181,8 @@ async def main(picture: Path | None) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The whole road on this machine.")
     parser.add_argument("--svg", type=Path, help="save a picture of the terminal here")
-    sys.exit(uvloop.run(main(parser.parse_args().svg)))
+    try:
+        sys.exit(uvloop.run(main(parser.parse_args().svg)))
+    except KeyboardInterrupt:
+        console.print("stopped")
+        sys.exit(130)
