@@ -9,22 +9,40 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ConfigError, Unavailable
 
-CONFIG_FILE = Path(__file__).parent.parent / "compose" / "nats.conf"
+CONFIG_DIR = Path(__file__).parent.parent / "compose"
 START_TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server's place in a cluster: its own route port, and those of all members."""
+
+    name: str
+    port: int
+    all_ports: Sequence[int]
 
 
 class Broker:
     """Owns one nats-server process; `url` is where it listens."""
 
-    def __init__(self, store_dir: Path, port: int = 0, log_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        store_dir: Path,
+        port: int = 0,
+        log_file: Path | None = None,
+        member: Member | None = None,
+    ) -> None:
         """`port` 0 takes a free one."""
         self.store_dir = store_dir
-        self.port = port or _free_port()
+        self._member = member
+        self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.pid_file = store_dir / "nats-server.pid"
         self._log_file = log_file
@@ -48,7 +66,7 @@ class Broker:
             # A session of its own: Ctrl-C in the terminal must not reach the broker before the
             # workers have drained.
             self._process = subprocess.Popen(
-                [_find_binary(), "-c", str(CONFIG_FILE), "-P", str(self.pid_file)],
+                [_find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
                 env=os.environ | self._settings(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -62,9 +80,21 @@ class Broker:
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
 
+    @property
+    def _config_file(self) -> Path:
+        return CONFIG_DIR / ("nats.conf" if self._member is None else "nats-cluster.conf")
+
     def _settings(self) -> dict[str, str]:
         # The server parses a variable like the rest of its configuration: a path needs quotes.
-        return {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
+        settings = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
+        if self._member is not None:
+            routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._member.all_ports)
+            settings |= {
+                "NATS_NAME": self._member.name,
+                "NATS_CLUSTER_PORT": str(self._member.port),
+                "NATS_ROUTES": f"[{routes}]",
+            }
+        return settings
 
     @property
     def ended(self) -> bool:
@@ -103,7 +133,7 @@ def _find_binary() -> str:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
