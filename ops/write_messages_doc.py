@@ -12,6 +12,8 @@ import msgspec
 
 from shared import messages, subjects
 from shared.messages import (
+    Acceptance,
+    Attempt,
     ChoiceDelta,
     DeadLetter,
     EngineTask,
@@ -45,30 +47,39 @@ CONVERSATION = [
     )
 ]
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
+ACCEPTED = Acceptance(
+    accepted_ms=1795238126999.0,
+    deadline_ms=1795238726999.0,
+    sequence=41,
+    receipt="$JS.ACK.REQUESTS.coordinator.1.41.41.1795238126999000000.0",
+)
 PATH = [
     Hop("coordinator", "coordinator-1f0c22d4", 1, 1795238127000.0, 1795238127001.2),
     Hop("renderer", "renderer-77a01b9e", 1, 1795238127002.0, 1795238127019.5),
 ]
+ATTEMPT = Attempt("engine", "engine-5b1e9f42", 1, 1795238127020.4, 0)
 ENGINE_HOP = Hop("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
 
+# Subject, direction, explanation, and a message; none for a subject whose messages are empty.
 EXAMPLES: list[tuple[str, str, str, Any]] = [
     (
         subjects.request("<model>"),
         "client → coordinator, JSON or msgpack",
         "A request. Publish it to JetStream with its id as `Nats-Msg-Id` header: the publish"
-        " acknowledgement means that it is on disk and will be answered. The same id again within"
-        " two minutes is recognised and not run twice. Parameters left out take the model's"
+        " acknowledgement means that it is on disk and will be answered by its deadline. The same"
+        " id again is the same request: read its log. When the queue is full the publish is"
+        " refused at once (error code 10077): try again a second later. Parameters left out take the model's"
         " configured defaults; unknown fields are refused.",
         GenerateRequest("demo", CONVERSATION, SAMPLING),
     ),
     (
-        subjects.stage("renderer", "<model>", "<lane>"),
+        subjects.stage("renderer", "<model>", "<lane>", "<request_id>"),
         "coordinator → renderer, msgpack (shown as JSON)",
         "A validated request with all sampling parameters resolved.",
-        RenderTask(ID, "demo", "interactive", CONVERSATION, SAMPLING, 1795238126999.0, PATH[:1]),
+        RenderTask(ID, "demo", "interactive", CONVERSATION, SAMPLING, ACCEPTED, PATH[:1]),
     ),
     (
-        subjects.stage("engine", "<model>", "<lane>"),
+        subjects.stage("engine", "<model>", "<lane>", "<request_id>"),
         "renderer → engine, envelope (its head shown as JSON)",
         "Expanded token ids and one item for each picture. The tensors travel behind the head;"
         " `fields` gives their places in the envelope's tensor table.",
@@ -86,7 +97,7 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
                 )
             ],
             SAMPLING,
-            1795238126999.0,
+            ACCEPTED,
             PATH,
         ),
     ),
@@ -122,25 +133,48 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         ),
     ),
     (
-        subjects.dead("<role>"),
+        subjects.cancel("<request_id>"),
+        "anyone → coordinator, empty",
+        "End a request, wherever it is. Publish it to JetStream; the acknowledgement means that it"
+        " cannot be lost. The log of the request then ends with the error `cancelled`, unless it"
+        " has ended before.",
+        None,
+    ),
+    (
+        subjects.ended("<request_id>"),
+        "coordinator → whoever has the request in hand, empty, core NATS",
+        "A hint that the log has got its final record from a coordinator: drop the request.",
+        None,
+    ),
+    (
+        subjects.attempts("<request_id>"),
+        "worker → anyone, JSON",
+        "A worker has taken a request in hand. A second record with another `outcome` follows if it"
+        " gives the request back or fails at it; one that ends well, or dies, leaves none.",
+        ATTEMPT,
+    ),
+    (
+        subjects.dead("<role>", "<request_id>"),
         "worker → operator, msgpack (shown as JSON)",
         "A message that was given up: what it was, how often it was tried, and why it failed.",
         DeadLetter(
             role="engine",
             worker="engine-c3d85a10",
             version="0.1.0",
-            subject="pm.stage.engine.demo.interactive",
+            subject=f"pm.stage.engine.demo.interactive.{ID}",
             request_id=ID,
             attempts=5,
             error=ErrorInfo("worker_failure", "a worker failed", None, "server", True),
             traceback="Traceback (most recent call last): …",
+            history=[ATTEMPT],
+            request=b'{"model":"demo","messages":[]}',
             input=b"PMM1",
             input_len=61_440,
             failed_ms=1795238187000.0,
         ),
     ),
     (
-        f"bucket `{subjects.WORKERS_BUCKET}`, key `<worker>`",
+        "bucket `pm_workers`, key `<worker>`",
         "worker → anyone, JSON",
         "Proof of life, every second; it lapses a few seconds after the worker's death.",
         Heartbeat(
@@ -162,12 +196,19 @@ Written by `make docs` from the types in `shared/messages.py`; do not edit by ha
 | subject | stream | who writes | who reads |
 |---|---|---|---|
 | `pm.request.<model>` | {subjects.REQUESTS_STREAM}, work queue | clients | coordinators |
-| `pm.stage.<role>.<model>.<lane>` | {subjects.STAGES_STREAM}, work queue | the stage before | \
-workers of the role |
+| `pm.cancel.<request_id>` | {subjects.CANCELS_STREAM}, work queue | anyone | coordinators |
+| `pm.stage.<role>.<model>.<lane>.<request_id>` | {subjects.STAGES_STREAM}, work queue | \
+the stage before | workers of the role |
 | `pm.append.<request_id>` | {subjects.TOKENS_STREAM}, stored as `pm.tokens.<request_id>` | \
 whoever holds the request | nobody |
 | `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
-| `pm.dead.<role>` | {subjects.DEAD_STREAM} | workers | operators |
+| `pm.ended.<request_id>` | none | coordinators | whoever has the request in hand |
+| `pm.attempt.<request_id>` | {subjects.ATTEMPTS_STREAM}, in memory | workers | workers, operators |
+| `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
+
+A request stays in {subjects.REQUESTS_STREAM} until it has ended: a coordinator hands it on and puts
+it off to its deadline, and whoever writes the final record of its log acknowledges it there. The
+length of that queue is the number of requests in flight.
 
 Names in subjects (models, request ids) are 1 to {subjects.MAX_NAME_LEN} letters, digits, `-` or
 `_`. Lanes are {" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
@@ -188,6 +229,9 @@ def document() -> str:
     for subject, direction, text, example in EXAMPLES:
         kind = type(example)
         title = subject if subject.startswith("bucket") else f"`{subject}`"
+        if example is None:
+            parts.append(f"## {title}\n\n{direction}\n\n{text}\n")
+            continue
         body = msgspec.json.format(messages.to_json(example), indent=2).decode()
         schema = json.dumps(msgspec.json.schema(kind), indent=2)
         parts.append(

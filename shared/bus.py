@@ -6,22 +6,28 @@ What it knows is delivery. What the bytes mean, and what a stage does with them,
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
-import nats
 import structlog
 from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import OutboundBufferLimitError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
-from nats.js.kv import KeyValue
+from nats.js.errors import (
+    APIError,
+    NoStreamResponseError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 
-from shared import subjects
-from shared.config import DeliveryConfig
+from shared import streams, subjects
+from shared.config import DeliveryConfig, NatsConfig
 from shared.consumer import Consumer
-from shared.errors import ConfigError, Fenced, Overloaded, PayloadTooLarge, Unavailable
+from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
 # instead of the library's six minutes.
@@ -35,15 +41,13 @@ PUBLISH_DEADLINE_S = 15.0
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 
-# A request published again within this window is recognised by its id.
-DUPLICATE_WINDOW_S = 120.0
-
 READ_BATCH = 256
+# Live messages that wait for a slow reader; what does not fit it finds in the stream.
+MAX_UNREAD = 4096
 
 # Server error codes (nats-server's errors.json).
 _WRONG_LAST_SEQUENCE = 10071
 _STORE_FAILED = 10077
-_STREAM_EXISTS = 10058
 
 _log = structlog.get_logger()
 
@@ -53,7 +57,9 @@ class Stored:
     """A message as a stream keeps it."""
 
     sequence: int
+    subject: str
     data: bytes
+    stored_ms: float
 
 
 class Bus:
@@ -63,12 +69,18 @@ class Bus:
         self._nc = nc
         self._js: JetStreamContext = nc.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._consumers: list[Consumer] = []
-        self._workers: KeyValue | None = None
+        self._listeners: set[Listener] = set()
+        self._volatile: list[api.StreamConfig] = []
+        self._clock_offset_ms = 0.0
+        self._reviving: asyncio.Task[None] | None = None
         self._closing = False
 
     @classmethod
     async def connect(cls, url: str, name: str, timeout_s: float = 10.0) -> "Bus":
-        """Raises Unavailable when no server answers at `url` within `timeout_s`."""
+        """`url` may name several servers of one cluster, with commas between.
+
+        Raises Unavailable when none of them answers within `timeout_s`.
+        """
         nc = NatsClient()
         bus: Bus | None = None
 
@@ -79,8 +91,7 @@ class Bus:
         async def reconnected() -> None:
             if bus is not None:
                 _log.info("broker_found", url=url)
-                for consumer in bus._consumers:
-                    consumer.reconnected()
+                bus._resume()
 
         async def report(error: Exception) -> None:
             # Every attempt to reconnect reports that it was refused; `disconnected` has said so.
@@ -90,7 +101,7 @@ class Bus:
         try:
             async with asyncio.timeout(timeout_s):
                 await nc.connect(
-                    url,
+                    [part.strip() for part in url.split(",")],
                     name=name,
                     disconnected_cb=disconnected,
                     reconnected_cb=reconnected,
@@ -106,7 +117,45 @@ class Bus:
             await nc.close()
             raise Unavailable(f"no nats-server answers at {url}") from error
         bus = cls(nc)
+        await bus.set_clock()
         return bus
+
+    def _resume(self) -> None:
+        """After a reconnect: ask again for what the server has forgotten or could not send."""
+        for consumer in self._consumers:
+            consumer.reconnected()
+        for listener in self._listeners:
+            listener.wake()
+        if self._volatile:
+            self._reviving = asyncio.create_task(self._revive())
+
+    async def _revive(self) -> None:
+        # A broker that runs alone comes back without its streams in memory.
+        try:
+            await streams.ensure(self._nc, self._volatile)
+        except (NatsError, PagemillError) as error:
+            _log.warning("streams_not_revived", error=str(error))
+
+    # -- the one clock ------------------------------------------------------------------------
+
+    async def set_clock(self) -> None:
+        """Take the broker's time: clocks of workers may differ by hours, and deadlines must not.
+
+        Raises Unavailable when the broker does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
+        try:
+            answer = await self._nc.request("$SYS.REQ.USER.INFO", b"", timeout=ANSWER_TIMEOUT_S)
+        except NatsError as error:
+            raise Unavailable(f"the broker does not tell its time: {error}") from error
+        half_way = (sent + loop.time()) / 2
+        told = datetime.fromisoformat(json.loads(answer.data)["server"]["time"])
+        self._clock_offset_ms = 1000 * (told.timestamp() - half_way)
+
+    def now_ms(self) -> float:
+        """Unix milliseconds of the broker's clock."""
+        return 1000 * asyncio.get_running_loop().time() + self._clock_offset_ms
 
     @property
     def max_payload(self) -> int:
@@ -125,59 +174,25 @@ class Bus:
 
     # -- streams ----------------------------------------------------------------------------
 
-    async def create_streams(self, delivery: DeliveryConfig) -> None:
-        """Idempotent: any role may be the first to start.
+    async def prepare(self, nats: NatsConfig, delivery: DeliveryConfig) -> None:
+        """Check the server and create what is missing in it.
 
-        Raises ConfigError when a stream of that name cannot become what it must be.
+        Raises ConfigError when the promises would not hold here, Unavailable when it is away.
         """
-        for name, subject in (
-            (subjects.REQUESTS_STREAM, subjects.REQUESTS_FILTER),
-            (subjects.STAGES_STREAM, subjects.STAGES_FILTER),
-        ):
-            await self._create_stream(
-                api.StreamConfig(
-                    name=name,
-                    subjects=[subject],
-                    retention=api.RetentionPolicy.WORK_QUEUE,
-                    discard=api.DiscardPolicy.NEW,
-                    max_msgs=delivery.max_queued,
-                    duplicate_window=DUPLICATE_WINDOW_S,
-                )
-            )
-        await self._create_stream(
-            api.StreamConfig(
-                name=subjects.TOKENS_STREAM,
-                subjects=[subjects.APPEND_FILTER],
-                subject_transform=api.SubjectTransform(
-                    src=subjects.APPEND_FILTER, dest=subjects.TOKENS_TARGET
-                ),
-                republish=api.RePublish(src=subjects.TOKENS_FILTER, dest=subjects.TOKENS_TARGET),
-                allow_direct=True,
-                max_age=delivery.token_log_age_s,
-            )
-        )
-        await self._create_stream(
-            api.StreamConfig(
-                name=subjects.DEAD_STREAM, subjects=[subjects.DEAD_FILTER], allow_direct=True
-            )
-        )
-
-    async def _create_stream(self, config: api.StreamConfig) -> None:
-        try:
-            await self._js.add_stream(config)
-        except APIError as error:
-            if error.err_code != _STREAM_EXISTS:
-                raise Unavailable(f"stream {config.name}: {error.description}") from error
-            await self._update_stream(config)
-
-    async def _update_stream(self, config: api.StreamConfig) -> None:
-        try:
-            await self._js.update_stream(config)
-        except APIError as error:
-            raise ConfigError(
-                f"stream {config.name} exists at this server with other settings, which cannot be"
-                f" changed: {error.description}"
-            ) from error
+        self._volatile = streams.volatile_streams(delivery, nats.replicas)
+        configs = streams.durable_streams(delivery, nats.replicas) + self._volatile
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PUBLISH_DEADLINE_S
+        while True:
+            try:
+                await streams.check_server(self._nc, nats)
+                await streams.ensure(self._nc, configs)
+                return
+            except (NatsError, Unavailable) as error:
+                # A cluster that has just come up, or has lost its leader, answers a little later.
+                if loop.time() + MAX_RETRY_S > deadline:
+                    raise Unavailable(f"the broker has no streams for us: {error}") from error
+            await asyncio.sleep(MAX_RETRY_S)
 
     # -- publishing -------------------------------------------------------------------------
 
@@ -189,7 +204,7 @@ class Bus:
         """
         self.check_size(data, subject)
         ack = await self._publish(subject, data, {"Nats-Msg-Id": msg_id})
-        return bool(ack.duplicate)
+        return ack is None or bool(ack.duplicate)
 
     async def append(self, subject: str, data: bytes, last_sequence: int) -> int:
         """Store `data` if `last_sequence` is still the last of its subject; returns its sequence.
@@ -199,11 +214,13 @@ class Bus:
         self.check_size(data, subject)
         header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
         try:
-            return (await self._publish(subject, data, header)).seq
+            ack = await self._publish(subject, data, header)
         except APIError as error:
             if error.err_code == _WRONG_LAST_SEQUENCE:
                 raise Fenced(f"{subject} has moved on from sequence {last_sequence}") from error
             raise
+        assert ack is not None, "logs have no limit on a subject"
+        return ack.seq
 
     def check_size(self, data: bytes, what: str) -> None:
         """Raises PayloadTooLarge; the headers share the server's limit with the payload."""
@@ -215,7 +232,28 @@ class Bus:
                 field="messages",
             )
 
-    async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> api.PubAck:
+    async def publish_unnamed(self, subject: str, data: bytes) -> None:
+        """Store `data`, perhaps twice if the broker fails meanwhile."""
+        self.check_size(data, subject)
+        await self._publish(subject, data, {})
+
+    async def tell(self, subject: str) -> None:
+        """A hint to whoever listens just now; nothing may depend on its arrival."""
+        with contextlib.suppress(NatsError):
+            await self._nc.publish(subject, b"")
+
+    async def acknowledge(self, receipt: str) -> None:
+        """Acknowledge somebody else's delivery; without effect if it has been already.
+
+        If the server stays silent, that somebody gets the message again and sees that it is over.
+        """
+        with contextlib.suppress(NatsError):
+            await self._nc.request(receipt, b"+ACK", timeout=ANSWER_TIMEOUT_S)
+
+    async def _publish(
+        self, subject: str, data: bytes, headers: dict[str, str]
+    ) -> api.PubAck | None:
+        """None: the stream has a message of this subject, and takes no second one."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PUBLISH_DEADLINE_S
         pause = FIRST_RETRY_S
@@ -230,8 +268,14 @@ class Bus:
                 OutboundBufferLimitError,
             ) as error:
                 if isinstance(error, APIError):
-                    if error.err_code == _STORE_FAILED and "maximum" in (error.description or ""):
-                        raise Overloaded(f"the queue of {subject} is full; try again") from error
+                    reason = error.description or ""
+                    if error.err_code == _STORE_FAILED and "per subject" in reason:
+                        return None
+                    if error.err_code == _STORE_FAILED and "maximum" in reason:
+                        raise Overloaded(
+                            f"the queue of {subject} is full ({reason});"
+                            f" try again in {Overloaded.retry_after_s:g} s"
+                        ) from error
                     if not isinstance(error, ServiceUnavailableError):
                         raise
                 if loop.time() + pause > deadline:
@@ -244,125 +288,219 @@ class Bus:
     async def consume(
         self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
     ) -> Consumer:
-        """A share in the durable consumer `durable`, which is made if it does not exist."""
-        await self._js.add_consumer(
-            stream,
-            api.ConsumerConfig(
-                durable_name=durable,
-                filter_subject=subject,
-                ack_policy=api.AckPolicy.EXPLICIT,
-                ack_wait=ack_wait_s,
-                # Attempts are counted by the workers, which can write a dead letter; the server
-                # would leave the message in the queue for ever without a word.
-                max_deliver=-1,
-                # Credit bounds what each worker holds; a common bound would let one worker that
-                # holds many starve the others.
-                max_ack_pending=-1,
-            ),
+        """A share in the durable consumer `durable`, which is made if it does not exist.
+
+        Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
+        """
+        config = api.ConsumerConfig(
+            durable_name=durable,
+            filter_subject=subject,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=ack_wait_s,
+            # Attempts are counted by the workers, which can write a dead letter; the server would
+            # leave the message in the queue for ever without a word.
+            max_deliver=-1,
+            # Credit bounds what each worker holds; a common bound would let one worker that holds
+            # many starve the others.
+            max_ack_pending=-1,
         )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PUBLISH_DEADLINE_S
+        while True:
+            try:
+                await self._js.add_consumer(stream, config)
+                break
+            except NatsError as error:
+                if loop.time() + MAX_RETRY_S > deadline:
+                    raise Unavailable(f"no consumer {durable}: {error}") from error
+            await asyncio.sleep(MAX_RETRY_S)
         consumer = Consumer(self._nc, stream, durable, capacity)
         self._consumers.append(consumer)
         await consumer.start()
         return consumer
 
-    async def read(self, stream: str, subject: str) -> list[Stored]:
-        """All messages of `subject`, oldest first.
+    async def read(self, stream: str, subject: str, first: int = 1) -> list[Stored]:
+        """The messages of `subject` from sequence `first` on, oldest first.
 
         Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
         """
+        found: list[Stored] = []
+        more = True
+        while more:
+            request = {
+                "seq": found[-1].sequence + 1 if found else first,
+                "next_by_subj": subject,
+                "batch": READ_BATCH,
+            }
+            batch, more = await self._get_directly(stream, request)
+            found += batch
+        return found
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """The latest message of `subject`, which may have wildcards."""
+        found, _ = await self._get_directly(stream, {"last_by_subj": subject})
+        return found[0] if found else None
+
+    async def at(self, stream: str, sequence: int) -> Stored | None:
+        """The message at or, where it is gone, the first one after `sequence`."""
+        found, _ = await self._get_directly(stream, {"seq": sequence, "next_by_subj": ">"})
+        return found[0] if found else None
+
+    async def _get_directly(
+        self, stream: str, request: dict[str, object]
+    ) -> tuple[list[Stored], bool]:
+        """What a direct get answers, and whether there is more after it."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PUBLISH_DEADLINE_S
         while True:
+            inbox = self._nc.new_inbox()
+            subscription = await self._nc.subscribe(inbox)
             try:
-                return await self._read(stream, subject)
+                subject = f"$JS.API.DIRECT.GET.{stream}"
+                await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
+                return await _collect(subscription, batched="batch" in request)
             except (NatsError, _NotAnswered) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
-                    raise Unavailable(f"the broker did not answer a read of {subject}") from error
+                    raise Unavailable(f"the broker did not answer a read of {stream}") from error
+            finally:
+                with contextlib.suppress(NatsError):
+                    await subscription.unsubscribe()
             await asyncio.sleep(MAX_RETRY_S)
 
-    async def _read(self, stream: str, subject: str) -> list[Stored]:
-        found: list[Stored] = []
-        inbox = self._nc.new_inbox()
-        subscription = await self._nc.subscribe(inbox)
+    async def queued_request(self, sequence: int) -> bytes:
+        """A client's request that has not ended; empty if it is not there any more."""
         try:
-            more = True
-            while more:
-                first = found[-1].sequence + 1 if found else 1
-                request = {"seq": first, "next_by_subj": subject, "batch": READ_BATCH}
-                await self._nc.publish(
-                    f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox
-                )
-                more = await _collect(subscription, found)
-        finally:
-            await subscription.unsubscribe()
-        return found
+            found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
+        except NatsError:
+            return b""
+        return found.data or b""
+
+    async def bounds(self, stream: str) -> tuple[int, int]:
+        """First and last sequence of a stream."""
+        try:
+            state = (await self._js.stream_info(stream)).state
+        except NatsError as error:
+            raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
+        return state.first_seq, state.last_seq
+
+    async def backlog(self, stream: str, durable: str) -> "Backlog":
+        """How a queue stands with its consumer. Raises NotFound if there is no such consumer."""
+        try:
+            info = await self._js.consumer_info(stream, durable)
+        except NotFoundError as error:
+            raise NotFound(f"no worker has ever asked for {durable}") from error
+        except NatsError as error:
+            raise Unavailable(f"the broker does not tell of consumer {durable}") from error
+        delivered = info.delivered.stream_seq if info.delivered else 0
+        return Backlog(delivered, info.num_pending or 0, info.num_ack_pending or 0)
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of `subject`."""
+        try:
+            await self._js.purge_stream(stream, subject=subject)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
     async def listen(self, subject: str) -> "Listener":
         """Live messages of `subject` from now on; returns once the server knows of it."""
-        subscription = await self._nc.subscribe(subject)
+        listener = Listener()
+        listener.subscription = await self._nc.subscribe(subject, cb=listener.receive)
         await self._nc.flush()
-        return Listener(subscription)
+        self._listeners.add(listener)
+        return listener
+
+    async def unlisten(self, listener: "Listener") -> None:
+        self._listeners.discard(listener)
+        if listener.subscription is not None:
+            with contextlib.suppress(NatsError):
+                await listener.subscription.unsubscribe()
+
+    async def watch(self, subject: str, notice: Callable[[str], None]) -> None:
+        """Call `notice` with the subject of every message that `subject` matches, from now on."""
+
+        async def receive(msg: Msg) -> None:
+            notice(msg.subject)
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._nc.flush()
 
     # -- workers ----------------------------------------------------------------------------
 
-    async def put_heartbeat(self, worker: str, data: bytes, ttl_s: float) -> None:
-        if self._workers is None:
-            self._workers = await self._js.create_key_value(
-                api.KeyValueConfig(bucket=subjects.WORKERS_BUCKET, ttl=ttl_s)
-            )
-        await self._workers.put(worker, data)
+    async def put_heartbeat(self, worker: str, data: bytes) -> None:
+        await self.publish_unnamed(subjects.heartbeat(worker), data)
 
     async def heartbeats(self) -> list[bytes]:
-        """The last heartbeat of every worker that is alive."""
-        try:
-            bucket = await self._js.key_value(subjects.WORKERS_BUCKET)
-            keys = await bucket.keys()
-        except NatsError:
-            return []
-        values = []
-        for key in keys:
-            try:
-                values.append((await bucket.get(key)).value or b"")
-            except NatsError:
-                continue
-        return values
+        """The last heartbeat of every worker that is alive, or was a few seconds ago."""
+        stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
+        return [message.data for message in stored]
+
+    async def heartbeat_age_s(self, worker: str) -> float | None:
+        """How long ago `worker` has shown that it lives; None for one that is forgotten."""
+        beat = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
+        return None if beat is None else (self.now_ms() - beat.stored_ms) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """`delivered` is the last sequence that a worker has been given."""
+
+    delivered: int
+    waiting: int
+    in_hand: int
 
 
 class Listener:
     """A live subscription. It may lose messages when read slowly; the stream has them all."""
 
-    def __init__(self, subscription: Subscription) -> None:
-        self._subscription = subscription
+    def __init__(self) -> None:
+        self.subscription: Subscription | None = None
+        self._unread: asyncio.Queue[Stored | None] = asyncio.Queue(MAX_UNREAD)
 
-    async def next(self, timeout_s: float) -> bytes | None:
-        """The next message, or None after `timeout_s` of silence."""
+    async def receive(self, msg: Msg) -> None:
+        with contextlib.suppress(asyncio.QueueFull):
+            self._unread.put_nowait(_stored(msg))
+
+    def wake(self) -> None:
+        """Have the reader look into the stream: something may have been missed."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._unread.put_nowait(None)
+
+    async def next(self, timeout_s: float) -> Stored | None:
+        """The next message, or None after `timeout_s` of silence or a `wake`."""
         try:
-            return bytes((await self._subscription.next_msg(timeout=timeout_s)).data)
-        except nats.errors.TimeoutError:
+            async with asyncio.timeout(timeout_s):
+                return await self._unread.get()
+        except TimeoutError:
             return None
-
-    async def close(self) -> None:
-        try:
-            await self._subscription.unsubscribe()
-        except NatsError:
-            return
 
 
 class _NotAnswered(Exception):
     """A read got a status instead of messages."""
 
 
-async def _collect(subscription: Subscription, found: list[Stored]) -> bool:
-    """Take the answers to one batched read; returns whether more are left after it."""
+async def _collect(subscription: Subscription, *, batched: bool) -> tuple[list[Stored], bool]:
+    """The answers to one direct get, and whether more are left after a batch of them."""
+    found: list[Stored] = []
     while True:
         msg = await subscription.next_msg(timeout=ANSWER_TIMEOUT_S)
         headers = msg.headers or {}
         status = headers.get("Status")
         if status == "404":
-            return False
+            return found, False
         if status == "204":
-            return headers.get("Nats-Num-Pending", "0") != "0"
+            return found, headers.get("Nats-Num-Pending", "0") != "0"
         if status is not None:
             # 503: no stream answers. To take that for an empty log would be to forget it.
             raise _NotAnswered(f"status {status}")
-        found.append(Stored(int(headers["Nats-Sequence"]), bytes(msg.data)))
+        found.append(_stored(msg))
+        if not batched:
+            return found, False
+
+
+def _stored(msg: Msg) -> Stored:
+    """From the headers that the server gives to what it reads or republishes from a stream."""
+    headers = msg.headers or {}
+    stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
+    return Stored(
+        int(headers["Nats-Sequence"]), headers.get("Nats-Subject", ""), bytes(msg.data), stored_ms
+    )

@@ -1,16 +1,21 @@
-"""What a client does: publish a request, follow its token log. `pagemill ask` and tests use it."""
+"""What a client does: publish a request, follow its token log, cancel it."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Unavailable
 from shared.messages import GenerateRequest, LogRecord, decode_log_record, to_json
-from shared.tokenlog import is_final, read_log
+from shared.tokenlog import is_final
 
-# Live records may be lost on the way; after this silence the log itself is asked.
+# Live records may be lost on the way; after this silence the log itself is asked, and less and less
+# often while it has nothing new.
 SILENCE_S = 2.0
+MAX_SILENCE_S = 15.0
+# By then the coordinator has ended what nobody else has.
+GRACE_S = 15.0
 
 
 def new_request_id() -> str:
@@ -20,37 +25,100 @@ def new_request_id() -> str:
 async def ask(bus: Bus, request: GenerateRequest, request_id: str) -> AsyncIterator[LogRecord]:
     """Publish `request` and yield its log, each record once and in order, to the final one.
 
-    A request id that was used before yields the log of the request that used it.
+    A request id that was used before yields the log of the request that used it. Raises Overloaded
+    when the queue is full, Unavailable when the broker does not take the request, or when a request
+    with a `timeout_s` has no final record well after it.
     """
-    if not subjects.is_name(request_id):
-        raise InvalidRequest(
-            f"request_id must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field="request_id",
-        )
-    if not subjects.is_name(request.model):
-        raise InvalidRequest(
-            f"model must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field="model",
-        )
-    listener = await bus.listen(subjects.tokens(request_id))
+    _check_name(request_id, "request_id")
+    _check_name(request.model, "model")
+    reader = _Reader(bus, request_id, 0)
+    await reader.open()
     try:
         known = await bus.publish(subjects.request(request.model), to_json(request), request_id)
-        expected = 0
-        silence_s = 0.0 if known else SILENCE_S
+        async for record in reader.records(at_once=known, timeout_s=request.timeout_s):
+            yield record
+    finally:
+        await reader.close()
+
+
+async def follow(bus: Bus, request_id: str, start: int = 0) -> AsyncIterator[LogRecord]:
+    """Yield the log of a request from record `start` on, as far as it is and as it grows."""
+    _check_name(request_id, "request_id")
+    reader = _Reader(bus, request_id, start)
+    await reader.open()
+    try:
+        async for record in reader.records(at_once=True, timeout_s=None):
+            yield record
+    finally:
+        await reader.close()
+
+
+async def cancel(bus: Bus, request_id: str) -> None:
+    """Have a request ended, wherever it is; returns when that cannot be lost any more.
+
+    Its log then ends with the error `cancelled`, unless it has ended before.
+    """
+    _check_name(request_id, "request_id")
+    await bus.publish(subjects.cancel(request_id), b"", f"cancel:{request_id}")
+
+
+class _Reader:
+    """Live records as long as they come in order, the log itself where they do not."""
+
+    def __init__(self, bus: Bus, request_id: str, start: int) -> None:
+        self._bus = bus
+        self._subject = subjects.tokens(request_id)
+        self._expected = start
+        self._first = 1
+        """The sequence from which on the log has not been read yet."""
+
+    async def open(self) -> None:
+        self._listener = await self._bus.listen(self._subject)
+
+    async def close(self) -> None:
+        await self._bus.unlisten(self._listener)
+
+    async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
+        """`at_once`: there may be a log already."""
+        loop = asyncio.get_running_loop()
+        give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
+        silence_s = 0.0 if at_once else SILENCE_S
         while True:
-            live = await listener.next(silence_s) if silence_s else None
-            silence_s = SILENCE_S
-            record = decode_log_record(live) if live is not None else None
-            if record is not None and record.index == expected:
-                fresh = [record]
-            elif record is not None and record.index < expected:
-                continue
-            else:
-                fresh = (await read_log(bus, request_id))[expected:]
+            fresh = await self._next(silence_s)
+            # Nobody can have said anything between a look into the log and the next.
+            silence_s = SILENCE_S if fresh else min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S)
             for record in fresh:
                 yield record
-                expected = record.index + 1
                 if is_final(record):
                     return
-    finally:
-        await listener.close()
+            if give_up is not None and not fresh and loop.time() > give_up:
+                raise Unavailable("no worker has ended the request by its deadline")
+
+    async def _next(self, silence_s: float) -> list[LogRecord]:
+        """New records in order, live or from the log; none after `silence_s` without any."""
+        live = await self._listener.next(silence_s) if silence_s else None
+        if live is not None:
+            record = decode_log_record(live.data)
+            if record.index < self._expected:
+                return []
+            if record.index == self._expected:
+                self._expected += 1
+                self._first = live.sequence + 1
+                return [record]
+        stored = await self._bus.read(subjects.TOKENS_STREAM, self._subject, self._first)
+        fresh = []
+        for message in stored:
+            self._first = message.sequence + 1
+            record = decode_log_record(message.data)
+            if record.index >= self._expected:
+                fresh.append(record)
+                self._expected = record.index + 1
+        return fresh
+
+
+def _check_name(value: str, field: str) -> None:
+    if not subjects.is_name(value):
+        raise InvalidRequest(
+            f"{field} must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-' or '_'",
+            field=field,
+        )

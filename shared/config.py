@@ -24,11 +24,16 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
-    """Of a running server; without one `pagemill up` starts its own."""
+    """Of a running server, or of several of one cluster with commas between; without one
+    `pagemill up` starts its own."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Of the embedded server, on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"
     connect_timeout_s: Seconds = 10.0
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    """Of every stream; 3 in a cluster of three."""
+    unchecked: bool = False
+    """Start even if the server does not tell that it keeps what it has acknowledged."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,14 +48,32 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a worker may be silent, and how often a request may be tried."""
+    """How long anything may take, how often it may be tried, and how much may wait."""
 
+    default_timeout_s: Seconds = 600.0
+    """From acceptance to the end, for a request that does not say."""
+    max_timeout_s: Seconds = 3000.0
+    """The most that a request may ask for; less than `token_log_age_s`."""
     ack_wait_s: Seconds = 10.0
+    """A worker that shows no progress for so long loses what it has in hand."""
     max_deliver: Positive = 5
+    """Attempts of one stage that fail, or end without a word, before it is given up."""
+    max_deaths: Positive = 2
+    """Workers of one stage that may die with a request in hand before it is taken for poison."""
     retry_delay_s: Seconds = 0.5
     max_queued: Positive = 10_000
-    """Messages per work queue; beyond it the broker refuses new ones."""
+    """Requests that are accepted and have not ended; beyond it new ones are refused."""
+    max_request_mib: Positive = 1024
+    """All accepted requests together, with their pictures; the next is refused."""
+    max_stage_mib: Positive = 2048
+    """All handed-over work together; beyond it stages wait with handing over."""
+    max_token_log_mib: Positive = 2048
+    """All token logs together; beyond it the oldest go first."""
+    max_dead_mib: Positive = 512
     token_log_age_s: Seconds = 3600.0
+    token_log_storage: Literal["file", "memory"] = "file"
+    """Logs in memory are faster and lost with the broker: what was in flight begins anew, and may
+    be seen twice."""
     drain_s: Seconds = 20.0
 
 
@@ -105,6 +128,7 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
             _convert(model, ModelConfig, f"models.{name}", origins, source)
     config = _convert(tree, Config, "", origins, source)
     _check_models(config, source)
+    _check_times(config.delivery, source)
     return config
 
 
@@ -144,6 +168,19 @@ def _apply_env(tree: dict[str, Any], env: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
         origins[".".join(keys)] = name
     return origins
+
+
+def _check_times(delivery: DeliveryConfig, source: str) -> None:
+    """A log must outlive its request: without it nobody could tell that the request has ended."""
+    for name, value, limit_name, limit in (
+        ("default_timeout_s", delivery.default_timeout_s, "max_timeout_s", delivery.max_timeout_s),
+        ("max_timeout_s", delivery.max_timeout_s, "token_log_age_s", delivery.token_log_age_s),
+    ):
+        if value > limit:
+            raise ConfigError(
+                f"{source}: delivery.{name}: {value:g} is more than {limit_name}, {limit:g}",
+                field=f"delivery.{name}",
+            )
 
 
 def _check_models(config: Config, source: str) -> None:

@@ -15,7 +15,8 @@ from nats.errors import Error as NatsError
 
 ACK_TIMEOUT_S = 2.0
 
-PULL_EXPIRES_S = 10.0
+# A pull request that is lost with the leader of its consumer is missed only when it has expired.
+PULL_EXPIRES_S = 5.0
 # No leader, no stream: asking again at once would only keep both ends busy.
 PULL_REFUSED_PAUSE_S = 0.25
 # What may wait in the client for its turn; a picture has megabytes, and what is over the library's
@@ -31,12 +32,16 @@ class Delivery:
     def __init__(self, msg: Msg, consumer: "Consumer") -> None:
         self._msg = msg
         self._consumer = consumer
+        self._settled = False
         self.subject = msg.subject
         self.data = msg.data
         self.msg_id = (msg.headers or {}).get("Nats-Msg-Id")
         self.attempt = msg.metadata.num_delivered
         """Counts deliveries from 1."""
+        self.sequence = msg.metadata.sequence.stream
         self.stored_ms = msg.metadata.timestamp.timestamp() * 1000
+        self.receipt = msg.reply
+        """With it anybody may acknowledge this message, see `Bus.acknowledge`."""
 
     async def ack(self) -> None:
         """Returns when the server has it. If the server stays silent the message comes again."""
@@ -49,15 +54,20 @@ class Delivery:
                     continue
             _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
-            self._consumer.settled()
+            self._settle()
 
     async def retry(self, after_s: float) -> None:
-        """Give the message back; anyone may have it after `after_s`."""
+        """Give the message back; anyone may have it after `after_s`.
+
+        If the server does not hear of it, the message comes again after its ack wait.
+        """
         try:
             # A plain nak would come back within a millisecond, whatever the consumer's back-off.
             await self._msg.nak(delay=max(after_s, 0.001))
+        except NatsError as error:
+            _log.warning("nak_unsent", subject=self.subject, error=str(error))
         finally:
-            self._consumer.settled()
+            self._settle()
 
     async def progress(self) -> None:
         """Restart the ack wait: the work is advancing."""
@@ -65,7 +75,12 @@ class Delivery:
 
     def abandon(self) -> None:
         """Stop working on it without a word: another worker has it, or will after the ack wait."""
-        self._consumer.settled()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self._consumer.settled()
 
 
 class Consumer:

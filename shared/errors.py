@@ -8,12 +8,17 @@ PagemillError
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
 │   ├── MediaTooLarge       a picture over the byte, pixel or count limit
 │   ├── ContextTooLong      prompt and answer do not fit the model's context
-│   └── PayloadTooLarge     a message over the broker's limit
+│   ├── PayloadTooLarge     a message over the broker's limit
+│   └── Cancelled           somebody asked for it
 ├── DecodeError             bytes on a subject are not what the subject carries; never retried
 ├── ServerError             our fault; another attempt may succeed
 │   ├── Unavailable         the broker or the storage does not answer
 │   ├── Overloaded          a work queue is at its limit; try again later
+│   ├── DeadlineExceeded    the request's time is over; not retried here, but the client may
 │   └── WorkerFailure       a worker failed on this request
+├── LogTruncated            a token log has lost its beginning, so nobody can go on with it
+├── Poisoned                workers died with this request in hand; never retried
+├── NotFound                no such request or dead letter
 ├── Fenced                  somebody else has written to this token log: stop, say nothing
 └── ConfigError             a configuration value is wrong; names file, key and type
 """
@@ -34,6 +39,8 @@ class PagemillError(Exception):
     code: ClassVar[str] = "internal_error"
     fault: ClassVar[Fault] = "server"
     retryable: ClassVar[bool] = False
+
+    retry_after_s: ClassVar[float | None] = None
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -78,6 +85,10 @@ class PayloadTooLarge(RequestError):
     code = "payload_too_large"
 
 
+class Cancelled(RequestError):
+    code = "cancelled"
+
+
 class DecodeError(PagemillError):
     code = "undecodable_message"
     fault = "client"
@@ -93,10 +104,28 @@ class Unavailable(ServerError):
 
 class Overloaded(ServerError):
     code = "overloaded"
+    retry_after_s = 1.0
+
+
+class DeadlineExceeded(ServerError):
+    code = "deadline_exceeded"
 
 
 class WorkerFailure(ServerError):
     code = "worker_failure"
+
+
+class LogTruncated(PagemillError):
+    code = "log_truncated"
+
+
+class Poisoned(PagemillError):
+    code = "poison"
+
+
+class NotFound(PagemillError):
+    code = "not_found"
+    fault = "client"
 
 
 class Fenced(PagemillError):

@@ -4,8 +4,11 @@ client → coordinator      GenerateRequest            pm.request.<model>       
 coordinator → renderer    RenderTask                 pm.stage.renderer.…         msgpack
 renderer → engine         EngineTask                 pm.stage.engine.…           envelope
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
-any role → operators      DeadLetter                 pm.dead.<role>              msgpack
+any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
+any worker → anyone       Attempt                    pm.attempt.<id>             JSON
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
+anyone → coordinator      (empty)                    pm.cancel.<id>
+coordinator → holders     (empty)                    pm.ended.<id>
 
 What clients write and read is JSON, so that any language can take part with its own JSON library;
 what only workers read is msgpack. Unknown fields in a client's message are refused: a misspelt
@@ -56,6 +59,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str | None = None
     """May be given here or as the `Nats-Msg-Id` header; if both, they must agree."""
     lane: Literal["interactive", "batch"] = "interactive"
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """From acceptance to the last record; by default and at most what is configured."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -72,13 +77,27 @@ class Hop(Struct, frozen=True, array_like=True):
     sent_ms: float
 
 
+class Acceptance(Struct, frozen=True, array_like=True):
+    """What goes with a request from its acceptance to its end.
+
+    The request itself stays in its queue until then; whoever ends it acknowledges it there, by
+    `receipt`. Times are Unix milliseconds of the broker's clock.
+    """
+
+    accepted_ms: float
+    deadline_ms: float
+    sequence: int
+    """In stream REQUESTS."""
+    receipt: str
+
+
 class RenderTask(Struct, frozen=True):
     request_id: str
     model: str
     lane: str
     messages: list[Message]
     sampling_params: SamplingParams
-    accepted_ms: float
+    accepted: Acceptance
     path: list[Hop]
 
 
@@ -91,7 +110,7 @@ class EngineTask(Struct, frozen=True):
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
     sampling_params: SamplingParams
-    accepted_ms: float
+    accepted: Acceptance
     path: list[Hop]
 
 
@@ -142,6 +161,8 @@ class ErrorInfo(Struct, frozen=True):
     field: str | None
     fault: Literal["client", "server"]
     retryable: bool
+    """Whether the same request may succeed if it is sent again, under another id."""
+    retry_after_s: float | None = None
 
 
 class Failure(Struct, frozen=True, tag="error"):
@@ -169,10 +190,30 @@ class DeadLetter(Struct, frozen=True):
     attempts: int
     error: ErrorInfo
     traceback: str
+    history: list["Attempt"]
+    """Who had it in hand before."""
+    request: bytes
+    """What the client had sent; empty if that cannot be found any more."""
     input: bytes
-    """The message as it was, or its beginning where all of it would not fit into a dead letter."""
+    """The stage's message, or its beginning where all of it would not fit into a dead letter."""
     input_len: int
     failed_ms: float
+
+
+class Attempt(Struct, frozen=True):
+    """A worker has taken a request in hand; a second record of it tells how that has ended.
+
+    An attempt that ended well leaves no second record, for there is nothing left to decide.
+    """
+
+    role: str
+    worker: str
+    number: int
+    """Of the delivery, from 1."""
+    began_ms: float
+    log_len: int
+    """Records in the token log when it began: a later attempt that finds more knows of progress."""
+    outcome: Literal["open", "handed_back", "failed"] = "open"
 
 
 class Heartbeat(Struct, frozen=True):
@@ -190,11 +231,21 @@ class Heartbeat(Struct, frozen=True):
 
 _request_from_json = msgspec.json.Decoder(GenerateRequest)
 _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
-_render_task = msgspec.msgpack.Decoder(RenderTask)
 _log_record = msgspec.json.Decoder(LogRecord)
+
+_attempt = msgspec.json.Decoder(Attempt)
 
 to_json = msgspec.json.Encoder().encode
 to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    """JSON or msgpack. Raises msgspec.MsgspecError."""
+    # JSON objects start with a brace, after white space at most; msgpack maps never do.
+    packed = bool(data) and data[0] >= 0x80
+    decoder = _request_from_msgpack if packed else _request_from_json
+    request: GenerateRequest = decoder.decode(data)
+    return request
 
 
 def decode_log_record(data: bytes) -> LogRecord:
@@ -202,5 +253,12 @@ def decode_log_record(data: bytes) -> LogRecord:
     return record
 
 
+def decode_attempt(data: bytes) -> Attempt:
+    attempt: Attempt = _attempt.decode(data)
+    return attempt
+
+
 def error_info(error: PagemillError) -> ErrorInfo:
-    return ErrorInfo(error.code, error.message, error.field, error.fault, error.retryable)
+    return ErrorInfo(
+        error.code, error.message, error.field, error.fault, error.retryable, error.retry_after_s
+    )

@@ -5,6 +5,7 @@ A worker is crash-only: nothing it holds is needed by anybody once it is gone.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -18,11 +19,11 @@ from shared.bus import Bus
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError
 from shared.messages import Heartbeat, to_json
-from shared.stage import Stage
+from shared.stage import Shutdown, Stage
 
 HEARTBEAT_S = 1.0
-# A worker is taken for dead when it has missed several heartbeats.
-HEARTBEAT_TTL_S = 5.0
+# Clocks of machines drift by far less than a millisecond in so many heartbeats.
+CLOCK_BEATS = 10
 
 VERSION = version("pagemill")
 
@@ -50,7 +51,7 @@ class Context:
         self.log = log
         self.worker = worker
         self.stage = Stage(bus, role, self.worker, VERSION, config.delivery)
-        self.stopping = asyncio.Event()
+        self.shutdown = Shutdown()
         self._heartbeat: asyncio.Task[None] | None = None
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
@@ -59,10 +60,12 @@ class Context:
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
-        while True:
+        for count in itertools.count():
             beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, load())
             try:
-                await self.bus.put_heartbeat(self.worker, to_json(beat), HEARTBEAT_TTL_S)
+                await self.bus.put_heartbeat(self.worker, to_json(beat))
+                if count % CLOCK_BEATS == CLOCK_BEATS - 1:
+                    await self.bus.set_clock()
             except Exception as error:
                 # The broker is away: the worker waits for it like everybody else.
                 self.log.warning("heartbeat_failed", error=str(error))
@@ -91,8 +94,8 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
         return 1
     context = Context(role, worker, model, config, bus, log)
     try:
-        with _signals(context.stopping):
-            await bus.create_streams(config.delivery)
+        with _signals(context.shutdown):
+            await bus.prepare(config.nats, config.delivery)
             await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
@@ -106,12 +109,12 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
 
 
 @contextlib.contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a drain."""
+def _signals(shutdown: Shutdown) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for a drain; the second of them hands back at once."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, shutdown.signal)
     try:
         yield
     finally:

@@ -1,23 +1,36 @@
-"""How a stage settles what it was given: hand on, answer, retry, or dead letter.
+"""How a stage takes work in hand and settles it: hand on, answer, retry, hand back, dead letter.
 
 The hand-over rule: publish the next message under an id of its own, wait for the publish ack, and
 only then acknowledge the input. A crash in between is a redelivery whose publish is recognised.
 """
 
 import asyncio
-import time
+import random
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from shared import retry, subjects
 from shared.bus import Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
 from shared.errors import Fenced, PagemillError, WorkerFailure
-from shared.messages import DeadLetter, Hop, error_info, to_msgpack
-from shared.tokenlog import fail_request
+from shared.messages import (
+    Acceptance,
+    Attempt,
+    DeadLetter,
+    Hop,
+    decode_attempt,
+    error_info,
+    to_json,
+    to_msgpack,
+)
+from shared.retry import NO_HISTORY
+from shared.tokenlog import LogWriter, end_request, is_final, last_record
 
 _log = structlog.get_logger()
 
@@ -25,13 +38,46 @@ _log = structlog.get_logger()
 MAX_TRACEBACK_LEN = 16_384
 MAX_LETTER_BYTES = 65_536
 
+# A worker whose heartbeat, of one second, is older than this is dead, or as good as dead.
+DEAD_AFTER_S = 3.0
+# How long a suspect waits for its turn to be alone in a worker.
+SUSPECT_PAUSE_S = 0.5
 
-def now_ms() -> float:
-    return time.time() * 1000
+
+Known = TypeVar("Known")
+
+
+class Task(Protocol):
+    """What every stage's message says of its request."""
+
+    @property
+    def accepted(self) -> Acceptance: ...
+    @property
+    def path(self) -> list[Hop]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A delivery in hand, and what is known of its request so far."""
+
+    delivery: Delivery
+    received_ms: float
+    request_id: str | None
+    """None for a message that does not tell; it can only become a dead letter."""
+    accepted: Acceptance | None = None
+    path: list[Hop] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    """Records of earlier attempts, and of this one."""
+    history: retry.History = NO_HISTORY
+
+    def identify(self, task: Task) -> None:
+        """The message has been read."""
+        self.accepted = task.accepted
+        self.path = task.path
 
 
 class Stage:
-    """The identity under which a worker settles its deliveries."""
+    """The identity under which a worker takes and settles its jobs."""
 
     def __init__(
         self, bus: Bus, role: str, worker: str, version: str, policy: DeliveryConfig
@@ -41,37 +87,130 @@ class Stage:
         self.worker = worker
         self._version = version
         self._policy = policy
+        self._suspect: Job | None = None
 
-    def hop(self, delivery: Delivery, received_ms: float) -> Hop:
-        return Hop(self.role, self.worker, delivery.attempt, received_ms, now_ms())
+    # -- taking -----------------------------------------------------------------------------
 
-    def request_id_of(self, delivery: Delivery) -> str | None:
-        """From the id under which `hand_over` published it; for a message that cannot be read."""
-        request_id = (delivery.msg_id or "").removesuffix(f":{self.role}")
-        return request_id if subjects.is_name(request_id) else None
+    def receive(self, delivery: Delivery) -> Job:
+        """A job whose request id comes from the subject: its message may prove unreadable."""
+        request_id = subjects.last_token(delivery.subject)
+        return Job(delivery, self.bus.now_ms(), request_id)
 
-    async def hand_over(
-        self, delivery: Delivery, request_id: str, role: str, model: str, lane: str, data: bytes
-    ) -> None:
+    def hop(self, job: Job) -> Hop:
+        """This stage's entry in the request's path, as of now."""
+        return Hop(self.role, self.worker, job.delivery.attempt, job.received_ms, self.bus.now_ms())
+
+    async def take(self, job: Job) -> LogWriter | None:
+        """Take the job in hand: leave a record of that, and open its token log.
+
+        None when there is nothing to do here and the job is settled: the request has ended, or it
+        is a suspect that has to wait. Raises Poisoned or WorkerFailure when it must not be tried
+        again, LogTruncated when its log is not whole.
+        """
+        request_id = _known(job.request_id)
+        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, job.delivery.attempt))
+        try:
+            if job.delivery.attempt == 1:
+                # Nothing has happened yet that would have to be known first.
+                await self._record(job, log_len=0)
+            log = await opening
+        finally:
+            opening.cancel()
+        if log.closed:
+            await self.finish(job)
+            return None
+        if job.delivery.attempt > 1:
+            await self._weigh(job, len(log.records))
+            if job.history.suspect and not self._isolate(job):
+                await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
+                return None
+            await self._record(job, log_len=len(log.records))
+        return log
+
+    async def _weigh(self, job: Job, log_len: int) -> None:
+        """Look at what became of earlier attempts. Raises when there must not be another."""
+        request_id = _known(job.request_id)
+        stored = await self.bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
+        job.attempts = [decode_attempt(message.data) for message in stored]
+        workers = {a.worker for a in job.attempts if a.role == self.role and a.outcome == "open"}
+        dead = {worker for worker in workers if await self._is_dead(worker)}
+        job.history = retry.recount(job.attempts, self.role, log_len, dead)
+        if (error := retry.verdict(job.history, self._policy)) is not None:
+            raise error
+
+    async def _is_dead(self, worker: str) -> bool:
+        age_s = await self.bus.heartbeat_age_s(worker)
+        return age_s is None or age_s > DEAD_AFTER_S
+
+    def _isolate(self, job: Job) -> bool:
+        """One suspect at a time: if this worker dies too, it is known of which request."""
+        if self._suspect is None:
+            self._suspect = job
+        return self._suspect is job
+
+    async def _record(self, job: Job, log_len: int) -> None:
+        attempt = Attempt(self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len)
+        job.attempts.append(attempt)
+        subject = subjects.attempts(_known(job.request_id))
+        await self.bus.publish_unnamed(subject, to_json(attempt))
+
+    # -- settling ---------------------------------------------------------------------------
+
+    async def hand_over(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
         """Publish `data` for the next stage, then acknowledge the input."""
-        await self.bus.publish(subjects.stage(role, model, lane), data, f"{request_id}:{role}")
-        await delivery.ack()
+        await self.publish(job, role, model, lane, data)
+        await job.delivery.ack()
+        self._release(job)
 
-    async def settle_failure(
-        self,
-        delivery: Delivery,
-        request_id: str | None,
-        error: Exception,
-        path: list[Hop],
-    ) -> None:
-        """Decide by the retry policy and carry it out."""
+    async def publish(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
+        """Publish `data` for the next stage, once for each acceptance of the request."""
+        request_id, accepted = _known(job.request_id), _known(job.accepted)
+        msg_id = f"{request_id}:{accepted.sequence}:{role}"
+        await self.bus.publish(subjects.stage(role, model, lane, request_id), data, msg_id)
+
+    async def finish(self, job: Job) -> None:
+        """The request has ended: its log has the final record. Nothing of it is to come again."""
+        await job.delivery.ack()
+        # It may have come again meanwhile, in place of the delivery that is acknowledged now.
+        self.abandon(job)
+        if job.accepted is not None and job.accepted.receipt != job.delivery.receipt:
+            await self.bus.acknowledge(job.accepted.receipt)
+
+    async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
+        """Give the job back without a fault of its own; another worker goes on with it."""
+        await self._close_attempt(job, "handed_back")
+        self._release(job)
+        await job.delivery.retry(after_s)
+
+    def abandon(self, job: Job) -> None:
+        """Leave the job without a word: it is another's already, or will be after the ack wait."""
+        self._release(job)
+        job.delivery.abandon()
+
+    async def fail(self, job: Job, error: Exception) -> None:
+        """Decide by the retry policy and carry it out; never raises.
+
+        When not even that succeeds the broker is away: the message comes again after its ack wait.
+        """
+        try:
+            await self._settle_failure(job, error)
+        except Exception:
+            _log.exception("unsettled", request_id=job.request_id, attempt=job.delivery.attempt)
+            self.abandon(job)
+
+    async def _settle_failure(self, job: Job, error: Exception) -> None:
         cause = error if isinstance(error, PagemillError) else _as_failure(error)
-        log = _log.bind(request_id=request_id, attempt=delivery.attempt)
+        log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
         if isinstance(cause, Fenced):
             log.warning("fenced", reason=cause.message)
-            delivery.abandon()
+            await self._stand_aside(job)
             return
-        decision = retry.decide(cause, delivery.attempt, self._policy)
+        decision = retry.decide(
+            cause,
+            job.history.failures,
+            self._policy,
+            random.random(),
+        )
         log.warning(
             "failed",
             code=cause.code,
@@ -80,45 +219,75 @@ class Stage:
             exc_info=error if cause.fault == "server" else None,
         )
         match decision:
-            case retry.Retry(after_s):
-                await delivery.retry(after_s)
+            case retry.Retry(after_s, failed):
+                await self._close_attempt(job, "failed" if failed else "handed_back")
+                self._release(job)
+                await job.delivery.retry(after_s)
                 return
             case retry.DeadLetter():
-                await self._write_dead_letter(delivery, request_id, cause, error)
+                await self._write_dead_letter(job, cause, error)
             case retry.Answer():
                 pass
-        if request_id is not None:
-            await fail_request(self.bus, request_id, delivery.attempt, cause, path)
-        await delivery.ack()
+        if job.request_id is not None:
+            path = [*job.path, self.hop(job)]
+            await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
+        await self.finish(job)
 
-    async def _write_dead_letter(
-        self, delivery: Delivery, request_id: str | None, cause: PagemillError, error: Exception
-    ) -> None:
+    async def _stand_aside(self, job: Job) -> None:
+        """Another has written to the log: it has ended the request, or has it in hand."""
+        record = await last_record(self.bus, _known(job.request_id))
+        if record is not None and is_final(record):
+            await self.finish(job)
+        else:
+            self.abandon(job)
+
+    async def _close_attempt(self, job: Job, outcome: Literal["handed_back", "failed"]) -> None:
+        ours = [a for a in job.attempts if a.worker == self.worker and a.outcome == "open"]
+        if ours:
+            closed = replace(ours[-1], outcome=outcome)
+            subject = subjects.attempts(_known(job.request_id))
+            await self.bus.publish_unnamed(subject, to_json(closed))
+
+    async def _write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
+        delivery, accepted = job.delivery, job.accepted
+        if accepted is None:
+            request = delivery.data if job.request_id is None else b""
+        else:
+            request = await self.bus.queued_request(accepted.sequence)
+        # Neither alone exceeds the limit of a message; together they may.
+        room = self.bus.max_payload - MAX_LETTER_BYTES
+        request = request if len(request) <= room else b""
+        room -= len(request)
         letter = DeadLetter(
             role=self.role,
             worker=self.worker,
             version=self._version,
             subject=delivery.subject,
-            request_id=request_id,
+            request_id=job.request_id,
             attempts=delivery.attempt,
             error=error_info(cause),
             traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK_LEN:],
-            input=delivery.data[: self.bus.max_payload - MAX_LETTER_BYTES],
+            history=job.attempts[-16:],
+            request=request,
+            input=delivery.data[:room],
             input_len=len(delivery.data),
-            failed_ms=now_ms(),
+            failed_ms=self.bus.now_ms(),
         )
-        name = request_id or f"unnamed-{delivery.stored_ms:.0f}"
+        name = job.request_id or f"unnamed-{delivery.sequence}"
         await self.bus.publish(
-            subjects.dead(self.role), to_msgpack(letter), f"dead:{name}:{delivery.subject}"
+            subjects.dead(self.role, name),
+            to_msgpack(letter),
+            f"dead:{name}:{delivery.subject}:{delivery.sequence}",
         )
 
-    def exhausted(self, delivery: Delivery) -> PagemillError | None:
-        """The error of a delivery that was tried too often already, by workers that died of it."""
-        if delivery.attempt <= self._policy.max_deliver:
-            return None
-        return WorkerFailure(
-            f"given up after {self._policy.max_deliver} attempts that ended without an answer"
-        )
+    def _release(self, job: Job) -> None:
+        if self._suspect is job:
+            self._suspect = None
+
+
+def _known(value: Known | None) -> Known:
+    assert value is not None
+    return value
 
 
 def _as_failure(error: Exception) -> WorkerFailure:
@@ -126,19 +295,39 @@ def _as_failure(error: Exception) -> WorkerFailure:
     return WorkerFailure("a worker failed on this request")
 
 
+class Shutdown:
+    """When a worker is to stop: `asked` begins the drain, `hurry` ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def signal(self) -> None:
+        """The first call asks, the second one hurries."""
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+    async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
+        """Returns when all of `running` are done, or there is no more time for them."""
+        if not running:
+            return
+        done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
+        hurried = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait({done, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+        hurried.cancel()
+
+
 Handler = Callable[[Delivery], Awaitable[None]]
 
 
-async def serve(
-    consumer: Consumer, handle: Handler, stopping: asyncio.Event, drain_s: float
-) -> None:
-    """Run `handle` for every delivery until `stopping`; then finish what is in hand.
+async def serve(consumer: Consumer, handle: Handler, shutdown: Shutdown, drain_s: float) -> None:
+    """Run `handle` for every delivery until `shutdown`; then finish what is in hand.
 
-    Deliveries that are not done after `drain_s` are cancelled, and go to another worker.
+    Handlers that are not done after `drain_s` are cancelled: they hand their job back.
     """
     running: set[asyncio.Task[None]] = set()
-    stop = asyncio.create_task(stopping.wait())
-    while not stopping.is_set():
+    stop = asyncio.create_task(shutdown.asked.wait())
+    while not shutdown.asked.is_set():
         delivery = asyncio.create_task(consumer.next())
         await asyncio.wait({delivery, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not delivery.done():
@@ -148,20 +337,15 @@ async def serve(
         running.add(task)
         task.add_done_callback(running.discard)
     await consumer.stop()
-    if running:
-        _, late = await asyncio.wait(running, timeout=drain_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+    await shutdown.drained(running, drain_s)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _run(handle: Handler, delivery: Delivery) -> None:
     try:
         await handle(delivery)
-    except asyncio.CancelledError:
-        await delivery.retry(0)
-        raise
     except Exception:
-        # Settling itself failed: the broker is away. The message comes again after its ack wait.
         _log.exception("unsettled", subject=delivery.subject, attempt=delivery.attempt)
         delivery.abandon()

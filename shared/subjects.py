@@ -10,11 +10,18 @@ REQUESTS_STREAM = "REQUESTS"
 STAGES_STREAM = "STAGES"
 TOKENS_STREAM = "TOKENS"
 DEAD_STREAM = "DEAD"
-WORKERS_BUCKET = "pm_workers"
+CANCELS_STREAM = "CANCELS"
+ATTEMPTS_STREAM = "ATTEMPTS"
+# A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
+WORKERS_STREAM = "KV_pm_workers"
 
 REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
+CANCELS_FILTER = "pm.cancel.*"
+ATTEMPTS_FILTER = "pm.attempt.*"
+ENDED_FILTER = "pm.ended.*"
+HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.*"
 TOKENS_FILTER = "pm.tokens.*"
 # The server's own subject mapping language: the first wildcard of the source.
@@ -40,16 +47,31 @@ def model_of_request(subject: str) -> str:
     return subject.removeprefix("pm.request.")
 
 
-def stage(role: str, model: str, lane: str) -> str:
-    return f"pm.stage.{role}.{model}.{lane}"
+def stage(role: str, model: str, lane: str, request_id: str) -> str:
+    """One subject for each piece of work: the stream holds at most one message of it."""
+    return f"pm.stage.{role}.{model}.{lane}.{request_id}"
+
+
+def stage_filter(role: str, model: str, lane: str) -> str:
+    return f"pm.stage.{role}.{model}.{lane}.*"
+
+
+def stages_of(request_id: str) -> str:
+    """Wherever a request may be waiting or in hand."""
+    return f"pm.stage.*.*.*.{request_id}"
+
+
+def role_of_stage(subject: str) -> str:
+    return subject.split(".")[2]
 
 
 def stage_consumer(role: str, model: str, lane: str) -> str:
-    """Durable consumer shared by all workers of a role; its filter is exactly one stage subject."""
+    """Durable consumer shared by all workers of a role, on exactly one `stage_filter`."""
     return f"{role}_{model}_{lane}"
 
 
 REQUESTS_CONSUMER = "coordinator"
+CANCELS_CONSUMER = "coordinator"
 
 
 def append(request_id: str) -> str:
@@ -66,5 +88,33 @@ def tokens(request_id: str) -> str:
     return f"pm.tokens.{request_id}"
 
 
-def dead(role: str) -> str:
-    return f"pm.dead.{role}"
+def last_token(subject: str) -> str:
+    """The request id of a subject that ends in one."""
+    return subject.rpartition(".")[2]
+
+
+def cancel(request_id: str) -> str:
+    """Where anyone asks for a request to be cancelled; kept until a coordinator has done it."""
+    return f"pm.cancel.{request_id}"
+
+
+def ended(request_id: str) -> str:
+    """Told on core NATS when somebody else than its holder has ended a request."""
+    return f"pm.ended.{request_id}"
+
+
+def attempts(request_id: str) -> str:
+    """Who has taken a request in hand, and how that went."""
+    return f"pm.attempt.{request_id}"
+
+
+def heartbeat(worker: str) -> str:
+    return f"$KV.pm_workers.{worker}"
+
+
+def dead(role: str, request_id: str) -> str:
+    return f"pm.dead.{role}.{request_id}"
+
+
+def dead_of(request_id: str) -> str:
+    return f"pm.dead.*.{request_id}"

@@ -6,7 +6,7 @@ appends must know the last record; a writer that somebody has overtaken is refus
 
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import Fenced, PagemillError
+from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.messages import (
     ChoiceDelta,
     Failure,
@@ -25,6 +25,11 @@ async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:
     """The log as far as it has been written."""
     stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     return [decode_log_record(message.data) for message in stored]
+
+
+async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
+    stored = await bus.last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+    return None if stored is None else decode_log_record(stored.data)
 
 
 def is_final(record: LogRecord) -> bool:
@@ -50,8 +55,13 @@ class LogWriter:
 
     @classmethod
     async def open(cls, bus: Bus, request_id: str, attempt: int) -> "LogWriter":
+        """Raises LogTruncated when the log is not whole any more."""
         stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
         records = [decode_log_record(message.data) for message in stored]
+        if records and records[0].index != 0:
+            raise LogTruncated(
+                "the beginning of this request's token log has been removed to make room"
+            )
         last_sequence = stored[-1].sequence if stored else 0
         return cls(bus, request_id, attempt, records, last_sequence)
 
@@ -65,9 +75,6 @@ class LogWriter:
 
     async def finish(self, usage: Usage, kv_blocks: int, path: list[Hop]) -> None:
         await self._append(Finish(self._next_index, self._attempt, usage, kv_blocks, path))
-
-    async def fail(self, error: PagemillError, path: list[Hop]) -> None:
-        await self._append(Failure(self._next_index, self._attempt, error_info(error), path))
 
     async def _append(self, record: LogRecord) -> None:
         data = to_json(record)
@@ -89,17 +96,23 @@ class LogWriter:
         return stored[-1].sequence
 
 
-async def fail_request(
+async def end_request(
     bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[Hop]
 ) -> None:
     """End a request with `error`, unless its log has its final record already."""
+    subject = subjects.tokens(request_id)
     while True:
-        log = await LogWriter.open(bus, request_id, attempt)
-        if log.closed:
+        last = await bus.last(subjects.TOKENS_STREAM, subject)
+        record = None if last is None else decode_log_record(last.data)
+        if record is not None and is_final(record):
             return
+        index = 0 if record is None else record.index + 1
+        failure = Failure(index, attempt, error_info(error), path)
         try:
-            await log.fail(error, path)
+            await bus.append(
+                subjects.append(request_id), to_json(failure), last.sequence if last else 0
+            )
             return
         except Fenced:
-            # Whoever wrote meanwhile may have ended it, or not: look again.
+            # Whoever wrote meanwhile may have ended it, or not; or it was we, and the ack was lost.
             continue

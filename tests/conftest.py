@@ -6,7 +6,7 @@ import pytest
 
 from shared.broker import Broker
 from shared.bus import Bus
-from shared.config import DeliveryConfig
+from shared.config import DeliveryConfig, NatsConfig
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 @pytest.fixture
 async def bus(broker: Broker) -> AsyncIterator[Bus]:
     connection = await Bus.connect(broker.url, "test")
-    await connection.create_streams(DeliveryConfig())
+    await connection.prepare(NatsConfig(), DeliveryConfig())
     yield connection
     await connection.close()

@@ -17,15 +17,15 @@ from rich.console import Console
 from shared import runtime, telemetry
 from shared.client import new_request_id
 from shared.errors import PagemillError
-from workers import settings
-from workers.asking import Question, ask_and_print
+from workers import operating, settings
+from workers.asking import Question, ask_and_print, follow_and_print
 from workers.local import LocalCluster, default_workers
 
 Role = Literal["coordinator", "renderer", "engine"]
 ROLE_MODULES = {
     "coordinator": "workers.coordinator.worker",
     "renderer": "workers.renderer.worker",
-    "engine": "workers.engine.worker",
+    "engine": "workers.engine.main",
 }
 
 ConfigFile = Annotated[
@@ -52,7 +52,8 @@ errors = Console(stderr=True)
 def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """Run all roles on this machine, with an embedded nats-server unless one is configured.
 
-    Ctrl-C drains: requests in hand are finished or handed back before the processes end.
+    Ctrl-C drains: requests in hand are finished or handed back before the processes end. A second
+    Ctrl-C hands them back at once.
     """
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
@@ -64,9 +65,15 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
 
 async def _up(cluster: LocalCluster) -> int:
     stopping = asyncio.Event()
+
+    def stop_or_hurry() -> None:
+        if stopping.is_set():
+            cluster.hurry()
+        stopping.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop_or_hurry)
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
     try:
@@ -114,12 +121,14 @@ def ask(
     max_tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
+    timeout: float | None = None,
     json: bool = False,
+    durable: bool = False,
     request_id: str | None = None,
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Ask a running Pagemill, and stream the answer to the terminal.
+    """Ask a running Pagemill, and stream the answer to the terminal. Ctrl-C cancels.
 
     Parameters
     ----------
@@ -135,8 +144,12 @@ def ask(
         0 is greedy; by default what is configured for the model.
     seed
         Makes a sampled answer repeatable.
+    timeout
+        Seconds from acceptance to the end of the answer; by default as configured.
     json
         Print the records of the token log, one JSON object a line.
+    durable
+        Ctrl-C leaves the request to go on.
     request_id
         Name the request; the same id again reads the answer of the first.
     """
@@ -146,14 +159,83 @@ def ask(
         text=question,
         images=image or [],
         sampling={"max_tokens": max_tokens, "temperature": temperature, "seed": seed},
+        timeout_s=timeout,
     )
     request_id = request_id or new_request_id()
     url = nats or settings.nats_url(loaded)
-    try:
-        return uvloop.run(ask_and_print(asked, request_id, url, as_json=json))
-    except KeyboardInterrupt:
-        errors.print(f"\nthe request goes on; ask again with --request-id {request_id}")
-        return 130
+    return uvloop.run(ask_and_print(asked, request_id, url, as_json=json, durable=durable))
+
+
+@app.command
+def follow(
+    request_id: str,
+    /,
+    *,
+    start: Annotated[int, Parameter(name=["--from"])] = 0,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Print the answer of a request that was asked before, and what is still to come of it.
+
+    Parameters
+    ----------
+    start
+        The index of the first record to print.
+    json
+        Print the records of the token log, one JSON object a line.
+    """
+    return uvloop.run(follow_and_print(request_id, start, _url(config, nats), as_json=json))
+
+
+@app.command
+def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """End a request, wherever it is; its answer then ends with the error `cancelled`."""
+    return uvloop.run(operating.cancel_request(request_id, _url(config, nats)))
+
+
+@app.command
+def where(
+    request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
+    """Tell where a request is: stage, worker, attempt, how long it waits, and why."""
+    return uvloop.run(operating.print_where(request_id, _url(config, nats), as_json=json))
+
+
+dead = App(name="dead", help="Requests that were given up: look at them, send them again.")
+app.command(dead)
+
+
+@dead.command(name="list")
+def dead_list(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """List dead letters, the newest first."""
+    return uvloop.run(operating.print_dead(limit, _url(config, nats)))
+
+
+@dead.command(name="show")
+def dead_show(
+    request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
+    """Print one dead letter: cause, attempts, traceback, and the request itself."""
+    return uvloop.run(operating.print_letter(request_id, _url(config, nats), as_json=json))
+
+
+@dead.command(name="requeue")
+def dead_requeue(
+    request_id: str, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
+    """Send the request of a dead letter on its way again, under the same id.
+
+    Parameters
+    ----------
+    edit
+        Open the request in $EDITOR before.
+    """
+    return uvloop.run(operating.requeue(request_id, _url(config, nats), edit=edit))
+
+
+def _url(config: Path | None, nats: str | None) -> str:
+    return nats or settings.nats_url(settings.load_config(settings.find_config_file(config)))
 
 
 @app.command

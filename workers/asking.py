@@ -1,8 +1,11 @@
 """`pagemill ask`: a question from the command line, its answer on the terminal."""
 
+import asyncio
 import base64
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from shared.bus import Bus
-from shared.client import ask
+from shared.client import ask, cancel, follow
 from shared.config import split_path
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.messages import (
@@ -29,6 +32,9 @@ from shared.messages import (
 from shared.sampling import SamplingParams
 
 CONNECT_TIMEOUT_S = 2.0
+EXIT_INTERRUPTED = 130
+
+errors = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +45,76 @@ class Question:
     text: str
     images: Sequence[Path]
     sampling: dict[str, Any]
+    timeout_s: float | None = None
 
 
-async def ask_and_print(question: Question, request_id: str, url: str, *, as_json: bool) -> int:
-    """Returns the exit code: 0 for an answer, 1 for an error."""
+async def ask_and_print(
+    question: Question, request_id: str, url: str, *, as_json: bool, durable: bool
+) -> int:
+    """Returns the exit code: 0 for an answer, 1 for an error, 130 if it was interrupted.
+
+    Ctrl-C cancels the request, or leaves it to go on if it is `durable`.
+    """
     request = build_request(question)
     # Somebody waits at the terminal: a server that is not there is said at once.
     bus = await Bus.connect(url, "ask", CONNECT_TIMEOUT_S)
-    code = 1
     try:
-        async for record in ask(bus, request, request_id):
-            _print_json(record) if as_json else _print_text(record)
-            code = 0 if isinstance(record, Finish) else 1
+        with _interruptible() as interrupted:
+            return await _print_all(ask(bus, request, request_id), interrupted, as_json=as_json)
+    except asyncio.CancelledError:
+        if not durable:
+            await cancel(bus, request_id)
+            errors.print("\ncancelled")
+        else:
+            errors.print(f"\nthe request goes on: pagemill follow {request_id}")
+        return EXIT_INTERRUPTED
     finally:
         await bus.close()
-    return code
+
+
+async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bool) -> int:
+    """Like `ask_and_print`, for a request that is there; Ctrl-C leaves it alone."""
+    bus = await Bus.connect(url, "follow", CONNECT_TIMEOUT_S)
+    try:
+        with _interruptible() as interrupted:
+            return await _print_all(follow(bus, request_id, start), interrupted, as_json=as_json)
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED
+    finally:
+        await bus.close()
+
+
+async def _print_all(
+    records: AsyncIterator[LogRecord], interrupted: asyncio.Event, *, as_json: bool
+) -> int:
+    """Raises CancelledError as soon as it is `interrupted`."""
+    code = 1
+    stop = asyncio.create_task(interrupted.wait())
+    while True:
+        step = asyncio.ensure_future(anext(records, None))
+        await asyncio.wait({step, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done():
+            step.cancel()
+            raise asyncio.CancelledError
+        record = step.result()
+        if record is None:
+            return code
+        _print_json(record) if as_json else _print_text(record)
+        code = 0 if isinstance(record, Finish) else 1
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[asyncio.Event]:
+    """Ctrl-C sets an event, so that there is time for what must still be said to the broker."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def build_request(question: Question) -> GenerateRequest:
@@ -72,6 +133,7 @@ def build_request(question: Question) -> GenerateRequest:
         model=question.model,
         messages=[Message("user", [*parts, TextPart(question.text)])],
         sampling_params=sampling,
+        timeout_s=question.timeout_s,
     )
 
 
@@ -97,7 +159,7 @@ def _print_text(record: LogRecord) -> None:
             sys.stdout.write("\n")
         case Failure():
             where = f" ({record.error.field})" if record.error.field else ""
-            Console(stderr=True).print(
+            errors.print(
                 f"[red]error[/] {record.error.code}{where}: {record.error.message}", highlight=False
             )
     sys.stdout.flush()

@@ -15,7 +15,7 @@ import structlog
 from shared.broker import Broker, end_with_parent
 from shared.bus import Bus
 from shared.config import Config
-from shared.errors import ConfigError, Unavailable
+from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.messages import Heartbeat
 from shared.runtime import EXIT_CONFIG
 
@@ -94,6 +94,12 @@ class LocalCluster:
             if self._specs[number].role == role and process.returncode is None
         ]
 
+    def hurry(self) -> None:
+        """During `stop`: have the workers hand back at once what they still have in hand."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.terminate()
+
     async def stop(self) -> None:
         """Drain all workers, then stop the broker."""
         for keeper in self._keepers:
@@ -112,7 +118,10 @@ class LocalCluster:
             await asyncio.sleep(BROKER_CHECK_S)
             if broker.ended:
                 _log.warning("broker_ended", url=broker.url)
-                await asyncio.to_thread(broker.start)
+                try:
+                    await asyncio.to_thread(broker.start)
+                except PagemillError as error:
+                    _log.error("broker_not_started", reason=error.message)
 
     async def _keep(self, number: int, spec: WorkerSpec) -> None:
         """Run one worker, and run it again whenever it ends."""

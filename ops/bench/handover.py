@@ -29,11 +29,17 @@ from workers.local import LocalCluster, default_workers
 
 async def measure_floor(bus: Bus, count: int) -> list[float]:
     """Milliseconds from publish to delivery of a small message on a work queue."""
-    subject = subjects.stage("renderer", "bench", "batch")
-    consumer = await bus.consume(subjects.STAGES_STREAM, "bench", subject, 4, 30.0)
+    consumer = await bus.consume(
+        subjects.STAGES_STREAM,
+        "bench",
+        subjects.stage_filter("renderer", "bench", "batch"),
+        4,
+        30.0,
+    )
     took_ms = []
     for number in range(count):
         began = time.perf_counter()
+        subject = subjects.stage("renderer", "bench", "batch", str(number))
         publishing = asyncio.create_task(bus.publish(subject, b"x" * 200, f"bench-{number}"))
         delivery = await consumer.next()
         took_ms.append(1000 * (time.perf_counter() - began))

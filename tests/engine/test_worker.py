@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.messages import ChoiceDelta, LogRecord, TokenChunk
+from workers.engine.outputs import logged_choices, merge_deltas
 from workers.engine.sequence import LoggedChoice, RequestOutput
-from workers.engine.worker import logged_choices, merge_deltas
 
 # Steps of a request: for each step, the choices that got a token in it.
 steps = st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=20)

@@ -21,7 +21,7 @@ async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1
     return await bus.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer("renderer", model, "batch"),
-        subjects.stage("renderer", model, "batch"),
+        subjects.stage_filter("renderer", model, "batch"),
         capacity,
         ack_wait_s,
     )
@@ -29,7 +29,7 @@ async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1
 
 async def put(bus: Bus, model: str, text: str) -> bool:
     return await bus.publish(
-        subjects.stage("renderer", model, "batch"), text.encode(), f"{model}:{text}"
+        subjects.stage("renderer", model, "batch", text), text.encode(), f"{model}:{text}"
     )
 
 

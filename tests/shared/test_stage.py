@@ -2,20 +2,36 @@
 
 import asyncio
 import secrets
+from dataclasses import dataclass
 
 import msgspec
 import pytest
 
-from shared import subjects
+from shared import deadletters, subjects
 from shared.bus import Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import Fenced, InvalidMedia
-from shared.messages import DeadLetter, Failure
-from shared.stage import Stage, serve
-from shared.tokenlog import read_log
+from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned
+from shared.messages import (
+    Acceptance,
+    Attempt,
+    DeadLetter,
+    Failure,
+    GenerateRequest,
+    Message,
+    decode_attempt,
+    to_json,
+)
+from shared.stage import Job, Shutdown, Stage, serve
+from shared.tokenlog import end_request, read_log
 
 POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)
+
+
+@dataclass
+class Task:
+    accepted: Acceptance
+    path: list  # type: ignore[type-arg]
 
 
 @pytest.fixture
@@ -28,23 +44,41 @@ def request_id() -> str:
     return f"t-{secrets.token_hex(6)}"
 
 
-def make_stage(bus: Bus) -> Stage:
-    return Stage(bus, "renderer", "renderer-test", "0", POLICY)
+def make_stage(bus: Bus, worker: str = "renderer-test") -> Stage:
+    return Stage(bus, "renderer", worker, "0", POLICY)
 
 
 async def consume(bus: Bus, role: str, model: str) -> Consumer:
     return await bus.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer(role, model, "interactive"),
-        subjects.stage(role, model, "interactive"),
+        subjects.stage_filter(role, model, "interactive"),
         4,
         POLICY.ack_wait_s,
     )
 
 
-async def put(bus: Bus, model: str, request_id: str) -> None:
-    subject = subjects.stage("renderer", model, "interactive")
-    await bus.publish(subject, b"task", f"{request_id}:renderer")
+async def put(bus: Bus, model: str, request_id: str, data: bytes = b"task") -> None:
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    await bus.publish(subject, data, f"{request_id}:{secrets.token_hex(4)}")
+
+
+async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = None) -> Job:
+    job = stage.receive(await asyncio.wait_for(inbox.next(), 5))
+    job.identify(Task(accepted or Acceptance(0.0, 0.0, 1, ""), []))
+    return job
+
+
+async def accept(bus: Bus, model: str, request_id: str) -> tuple[Acceptance, bytes]:
+    """A client's request, taken by a coordinator and put off for long."""
+    request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
+    subject = subjects.request(model)
+    inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    await bus.publish(subject, request, request_id)
+    delivery = await asyncio.wait_for(inbox.next(), 5)
+    await delivery.retry(600)
+    await inbox.stop()
+    return Acceptance(0.0, 0.0, delivery.sequence, delivery.receipt), request
 
 
 async def assert_nothing_more(consumer: Consumer, within_s: float = 1.0) -> None:
@@ -53,12 +87,13 @@ async def assert_nothing_more(consumer: Consumer, within_s: float = 1.0) -> None
 
 
 async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
-    """DEAD is not read by subject on the hot path, so the test looks through all of it."""
-    letters = [
-        msgspec.msgpack.decode(stored.data, type=DeadLetter)
-        for stored in await bus.read(subjects.DEAD_STREAM, subjects.dead("renderer"))
-    ]
-    return next((letter for letter in letters if letter.request_id == request_id), None)
+    stored = await bus.last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+    return None if stored is None else msgspec.msgpack.decode(stored.data, type=DeadLetter)
+
+
+async def attempts(bus: Bus, request_id: str) -> list[Attempt]:
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
+    return [decode_attempt(message.data) for message in stored]
 
 
 async def test_a_crash_between_publish_and_ack_hands_over_once(
@@ -67,27 +102,36 @@ async def test_a_crash_between_publish_and_ack_hands_over_once(
     stage = make_stage(bus)
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    first = await inbox.next()
-    await bus.publish(
-        subjects.stage("engine", model, "interactive"), b"rendered", f"{request_id}:engine"
-    )
-    first.abandon()
-    again = await asyncio.wait_for(inbox.next(), 5)
-    assert again.attempt == 2
-    await stage.hand_over(again, request_id, "engine", model, "interactive", b"rendered")
+    first = await next_job(stage, inbox)
+    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    first.delivery.abandon()
+    again = await next_job(stage, inbox)
+    assert again.delivery.attempt == 2
+    await stage.hand_over(again, "engine", model, "interactive", b"rendered")
     outbox = await consume(bus, "engine", model)
     await (await outbox.next()).ack()
     await assert_nothing_more(outbox)
     await assert_nothing_more(inbox)
 
 
+async def test_work_is_queued_once_even_under_another_message_id(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """The window in which the server remembers message ids is over sooner than a long request."""
+    await put(bus, model, request_id)
+    await put(bus, model, request_id)
+    inbox = await consume(bus, "renderer", model)
+    await (await inbox.next()).ack()
+    await assert_nothing_more(inbox)
+
+
 async def test_a_clients_error_is_answered_and_settled(
     bus: Bus, model: str, request_id: str
 ) -> None:
-    inbox = await consume(bus, "renderer", model)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
     error = InvalidMedia("no picture", field="messages[0]")
-    await make_stage(bus).settle_failure(await inbox.next(), request_id, error, [])
+    await stage.fail(await next_job(stage, inbox), error)
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
     assert (record.error.code, record.error.field) == ("invalid_media", "messages[0]")
@@ -98,13 +142,14 @@ async def test_a_clients_error_is_answered_and_settled(
 async def test_our_own_error_is_retried_then_kept_and_told(
     bus: Bus, model: str, request_id: str
 ) -> None:
+    accepted, request = await accept(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
     for attempt in (1, 2):
-        delivery = await asyncio.wait_for(inbox.next(), 5)
-        assert delivery.attempt == attempt
-        error = RuntimeError("secret at 0x7f00")
-        await stage.settle_failure(delivery, request_id, error, [])
+        job = await next_job(stage, inbox, accepted)
+        assert job.delivery.attempt == attempt
+        assert await stage.take(job) is not None
+        await stage.fail(job, RuntimeError("secret at 0x7f00"))
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
     assert record.error.code == "worker_failure"
@@ -112,23 +157,115 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     letter = await dead_letter(bus, request_id)
     assert letter is not None
     assert (letter.attempts, letter.input, letter.worker) == (2, b"task", "renderer-test")
+    assert letter.request == request
+    assert [attempt.outcome for attempt in letter.history] == ["open", "failed", "open"]
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
+    # Whoever ends a request acknowledges it where it was accepted.
+    assert await bus.queued_request(accepted.sequence) == b""
+
+
+async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    accepted, request = await accept(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, accepted)
+    await stage.take(job)
+    await stage.fail(job, Poisoned("twice dead"))
+    assert len(await read_log(bus, request_id)) == 1
+    await deadletters.requeue(bus, request_id, model, request)
+    assert await read_log(bus, request_id) == []
+    assert await attempts(bus, request_id) == []
+    assert await dead_letter(bus, request_id) is None
+    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    delivery = await asyncio.wait_for(requests.next(), 5)
+    assert (delivery.data, delivery.msg_id) == (request, None)
+    await delivery.ack()
+    await requests.stop()
 
 
 async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: str) -> None:
-    inbox = await consume(bus, "renderer", model)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
-    await make_stage(bus).settle_failure(await inbox.next(), request_id, Fenced("late"), [])
+    await stage.fail(await next_job(stage, inbox), Fenced("late"))
     assert await read_log(bus, request_id) == []
     # Whoever holds the log now finishes the request; if it died too, the message comes again.
     await (await asyncio.wait_for(inbox.next(), 5)).ack()
 
 
-async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
-    bus: Bus, model: str
+async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request_id: str) -> None:
+    accepted, _ = await accept(bus, model, request_id)
+    await put(bus, model, request_id)
+    await end_request(bus, request_id, 1, Cancelled("no more"), [])
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    assert await stage.take(await next_job(stage, inbox, accepted)) is None
+    await assert_nothing_more(inbox)
+    assert await bus.queued_request(accepted.sequence) == b""
+
+
+async def test_a_request_in_hand_at_two_deaths_is_poison(
+    bus: Bus, model: str, request_id: str
 ) -> None:
-    inbox, stopping = await consume(bus, "renderer", model), asyncio.Event()
+    """The workers of this test have never had a heartbeat: they count as dead at once."""
+    await put(bus, model, request_id)
+    inbox = await consume(bus, "renderer", model)
+    for worker in ("renderer-one", "renderer-two"):
+        stage = make_stage(bus, worker)
+        job = await next_job(stage, inbox)
+        assert await stage.take(job) is not None
+        job.delivery.abandon()
+    stage = make_stage(bus, "renderer-three")
+    job = await next_job(stage, inbox)
+    with pytest.raises(Poisoned) as caught:
+        await stage.take(job)
+    await stage.fail(job, caught.value)
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert record.error.code == "poison"
+    letter = await dead_letter(bus, request_id)
+    assert letter is not None
+    assert [attempt.worker for attempt in letter.history] == ["renderer-one", "renderer-two"]
+
+
+async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+    """A worker has died with two requests in hand, and only one of them can be at fault."""
+    inbox = await consume(bus, "renderer", model)
+    first = make_stage(bus, "renderer-one")
+    for number in range(2):
+        await put(bus, model, f"{number}-{model}")
+        job = await next_job(first, inbox)
+        await first.take(job)
+        job.delivery.abandon()
+    second = make_stage(bus, "renderer-two")
+    suspect = await next_job(second, inbox)
+    assert await second.take(suspect) is not None
+    other = await next_job(second, inbox)
+    assert await second.take(other) is None
+    assert [a.worker for a in await attempts(bus, str(other.request_id))] == ["renderer-one"]
+    await second.finish(suspect)
+    other = await next_job(second, inbox)
+    assert await second.take(other) is not None
+    await second.finish(other)
+
+
+async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -> None:
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    for attempt in range(1, 8):
+        job = await next_job(stage, inbox)
+        assert job.delivery.attempt == attempt
+        assert await stage.take(job) is not None
+        await stage.hand_back(job)
+    await (await asyncio.wait_for(inbox.next(), 5)).ack()
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
+    bus: Bus, model: str, hurried: bool
+) -> None:
+    inbox, shutdown, stage = await consume(bus, "renderer", model), Shutdown(), make_stage(bus)
     quick, slow = f"q-{model}", f"s-{model}"
     await put(bus, model, quick)
     await put(bus, model, slow)
@@ -136,16 +273,23 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
     finished: list[str | None] = []
 
     async def handle(delivery: Delivery) -> None:
+        job = stage.receive(delivery)
         begun.append(delivery)
         if len(begun) == 2:
-            stopping.set()
-        await asyncio.sleep(0.2 if delivery.msg_id == f"{quick}:renderer" else 60)
-        await delivery.ack()
-        finished.append(delivery.msg_id)
+            shutdown.signal()
+            if hurried:
+                asyncio.get_running_loop().call_later(0.4, shutdown.signal)
+        try:
+            await asyncio.sleep(0.2 if job.request_id == quick else 60)
+        except asyncio.CancelledError:
+            await stage.hand_back(job)
+            raise
+        await stage.finish(job)
+        finished.append(job.request_id)
 
-    await serve(inbox, handle, stopping, drain_s=0.4)
-    assert finished == [f"{quick}:renderer"]
+    await asyncio.wait_for(serve(inbox, handle, shutdown, drain_s=30 if hurried else 0.4), 10)
+    assert finished == [quick]
     other = await consume(bus, "renderer", model)
     again = await asyncio.wait_for(other.next(), 5)
-    assert (again.msg_id, again.attempt) == (f"{slow}:renderer", 2)
+    assert (subjects.last_token(again.subject), again.attempt) == (slow, 2)
     await again.ack()

@@ -19,7 +19,7 @@ from shared.messages import (
     Usage,
     decode_log_record,
 )
-from shared.tokenlog import LogWriter, fail_request, read_log
+from shared.tokenlog import LogWriter, end_request, read_log
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
         await zombie.tokens(delta(0))
     await successor.tokens(delta(1))
     seen = []
-    while (data := await listener.next(0.3)) is not None:
-        seen.append(decode_log_record(data))
-    await listener.close()
+    while (message := await listener.next(0.3)) is not None:
+        seen.append(decode_log_record(message.data))
+    await bus.unlisten(listener)
     assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
 
 
@@ -83,8 +83,8 @@ async def test_an_append_whose_ack_was_lost_is_recognised_as_our_own(
 
 
 async def test_a_closed_log_is_not_failed_again(bus: Bus, request_id: str) -> None:
-    await fail_request(bus, request_id, 1, ContextTooLong("too long", field="messages"), [])
-    await fail_request(bus, request_id, 2, ContextTooLong("too long", field="messages"), [])
+    await end_request(bus, request_id, 1, ContextTooLong("too long", field="messages"), [])
+    await end_request(bus, request_id, 2, ContextTooLong("too long", field="messages"), [])
     records = await read_log(bus, request_id)
     assert len(records) == 1
     assert isinstance(records[0], Failure)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from shared import subjects
-from shared.config import ModelConfig, split_path
+from shared.config import DeliveryConfig, ModelConfig, split_path
 from shared.errors import InvalidRequest, UnknownModel, UnsupportedContent
 from shared.messages import GenerateRequest
 from shared.sampling import SamplingParams
@@ -72,6 +72,18 @@ def admit(
         )
     merged = dict(models[request.model].sampling_defaults) | given
     return request, msgspec.convert(merged, SamplingParams)
+
+
+def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:
+    """When a request must have ended. Raises InvalidRequest for more time than is allowed."""
+    if timeout_s is None:
+        timeout_s = policy.default_timeout_s
+    elif timeout_s > policy.max_timeout_s:
+        raise InvalidRequest(
+            f"timeout_s: {timeout_s:g} is over the limit of {policy.max_timeout_s:g}",
+            field="timeout_s",
+        )
+    return accepted_ms + 1000 * timeout_s
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:

@@ -1,63 +1,146 @@
-"""Coordinator: takes accepted requests, validates them, and hands each to its first stage."""
+"""Coordinator: takes accepted requests in, hands each to its first stage, and sees to its end.
+
+A request stays in its queue until it has ended. The coordinator puts it off to its deadline; if it
+comes back by then, nobody has ended it, and the coordinator does. So the queue is the list of what
+is in flight, its limit is the limit of that, and no timer lives in a process that can die.
+"""
+
+import asyncio
 
 from shared import subjects
-from shared.consumer import Delivery
-from shared.errors import DecodeError
-from shared.messages import RenderTask, to_msgpack
+from shared.consumer import Consumer, Delivery
+from shared.errors import Cancelled, DeadlineExceeded, DecodeError
+from shared.messages import Acceptance, GenerateRequest, RenderTask, to_msgpack
+from shared.retry import History
 from shared.runtime import Context
-from shared.stage import now_ms, serve
-from workers.coordinator.admission import admit, request_id_of
+from shared.sampling import SamplingParams
+from shared.stage import Job, serve
+from shared.tokenlog import end_request, is_final, last_record
+from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
 CAPACITY = 64
 
 
 async def main(context: Context) -> None:
-    config = context.config
-    consumer = await context.bus.consume(
-        subjects.REQUESTS_STREAM,
-        subjects.REQUESTS_CONSUMER,
-        subjects.REQUESTS_FILTER,
-        CAPACITY,
-        config.delivery.ack_wait_s,
-    )
-
-    async def handle(delivery: Delivery) -> None:
-        await _accept(context, delivery)
-
-    context.ready(sorted(config.models), lambda: {"held": consumer.held})
-    await serve(consumer, handle, context.stopping, config.delivery.drain_s)
+    await Coordinator(context).serve()
 
 
-async def _accept(context: Context, delivery: Delivery) -> None:
-    received_ms = now_ms()
-    stage = context.stage
-    request_id = request_id_of(delivery.msg_id, delivery.data)
-    log = context.log.bind(request_id=request_id, attempt=delivery.attempt)
-    try:
-        if (exhausted := stage.exhausted(delivery)) is not None:
-            raise exhausted
-        if request_id is None:
+class Coordinator:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._stage = context.stage
+        self._delivery = context.config.delivery
+
+    async def serve(self) -> None:
+        requests = await self._consume(
+            subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
+        )
+        cancels = await self._consume(
+            subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
+        )
+        context = self._context
+        models = sorted(context.config.models)
+        context.ready(models, lambda: {"held": requests.held + cancels.held})
+        async with asyncio.TaskGroup() as group:
+            for consumer, handle in ((requests, self._handle), (cancels, self._cancel)):
+                group.create_task(serve(consumer, handle, context.shutdown, self._delivery.drain_s))
+
+    async def _consume(self, stream: str, durable: str, subject: str) -> Consumer:
+        return await self._context.bus.consume(
+            stream, durable, subject, CAPACITY, self._delivery.ack_wait_s
+        )
+
+    async def _handle(self, delivery: Delivery) -> None:
+        job = self._stage.receive(delivery)
+        job.request_id = request_id_of(delivery.msg_id, delivery.data)
+        try:
+            await self._accept_or_end(job)
+        except asyncio.CancelledError:
+            await self._stage.hand_back(job)
+            raise
+        except Exception as error:
+            # No records are kept of attempts here, for they are over in a moment.
+            job.history = History(failures=delivery.attempt - 1, deaths=0)
+            await self._stage.fail(job, error)
+
+    async def _accept_or_end(self, job: Job) -> None:
+        delivery, bus = job.delivery, self._context.bus
+        if job.request_id is None:
             # There is no log to answer in: an operator finds it among the dead letters.
             raise DecodeError(
                 "a request needs an id of 1 to 128 letters, digits, '-' or '_', as Nats-Msg-Id"
                 " header or as request_id",
                 field="request_id",
             )
+        last = await last_record(bus, job.request_id)
+        if last is not None and is_final(last):
+            await self._stage.finish(job)
+            return
         request, sampling = admit(
-            delivery.subject, request_id, delivery.data, context.config.models
+            delivery.subject, job.request_id, delivery.data, self._context.config.models
         )
+        accepted = Acceptance(
+            accepted_ms=delivery.stored_ms,
+            deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
+            sequence=delivery.sequence,
+            receipt=delivery.receipt,
+        )
+        left_s = (accepted.deadline_ms - bus.now_ms()) / 1000
+        if left_s <= 0:
+            await self._expire(job, accepted)
+            return
+        job.accepted = accepted
+        await self._hand_over(job, request, sampling)
+        await delivery.retry(left_s)
+
+    async def _hand_over(
+        self, job: Job, request: GenerateRequest, sampling: SamplingParams
+    ) -> None:
+        assert job.request_id is not None
+        assert job.accepted is not None
         task = RenderTask(
-            request_id=request_id,
+            request_id=job.request_id,
             model=request.model,
             lane=request.lane,
             messages=request.messages,
             sampling_params=sampling,
-            accepted_ms=delivery.stored_ms,
-            path=[stage.hop(delivery, received_ms)],
+            accepted=job.accepted,
+            path=[self._stage.hop(job)],
         )
-        data = to_msgpack(task)
-        await stage.hand_over(delivery, request_id, "renderer", request.model, request.lane, data)
-        log.info("accepted", model=request.model, lane=request.lane)
-    except Exception as error:
-        path = [stage.hop(delivery, received_ms)]
-        await stage.settle_failure(delivery, request_id, error, path)
+        await self._stage.publish(job, "renderer", request.model, request.lane, to_msgpack(task))
+        self._context.log.info(
+            "accepted",
+            request_id=job.request_id,
+            attempt=job.delivery.attempt,
+            model=request.model,
+            lane=request.lane,
+        )
+
+    async def _expire(self, job: Job, accepted: Acceptance) -> None:
+        assert job.request_id is not None
+        allowed_s = (accepted.deadline_ms - accepted.accepted_ms) / 1000
+        error = DeadlineExceeded(
+            f"not finished within {allowed_s:g} s of its acceptance", field="timeout_s"
+        )
+        path = [self._stage.hop(job)]
+        await end_request(self._context.bus, job.request_id, job.delivery.attempt, error, path)
+        await self._context.bus.tell(subjects.ended(job.request_id))
+        await self._stage.finish(job)
+        self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
+
+    async def _cancel(self, delivery: Delivery) -> None:
+        """End a request that nobody wants any more, or that is yet to come."""
+        job = self._stage.receive(delivery)
+        assert job.request_id is not None
+        bus = self._context.bus
+        try:
+            error = Cancelled("cancelled on request")
+            await end_request(bus, job.request_id, delivery.attempt, error, [])
+            await bus.tell(subjects.ended(job.request_id))
+            await delivery.ack()
+            self._context.log.info("cancelled", request_id=job.request_id)
+        except asyncio.CancelledError:
+            await self._stage.hand_back(job)
+            raise
+        except Exception as error:
+            await self._stage.fail(job, error)

@@ -1,89 +1,72 @@
-"""Engine: rendered requests in, token log out. The step loop runs in a thread of its own.
+"""Engine: rendered requests in, token log out.
 
-Between asyncio and the step loop there are two queues of plain objects: requests and cancellations
-go in, the outputs of each step come out. Neither side ever waits for the other.
+Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`'s thread.
 """
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from shared import codec, subjects, tensors
-from shared.config import EngineConfig, ModelConfig
+from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
-from shared.errors import ConfigError, DecodeError, PagemillError
-from shared.messages import ChoiceDelta, EngineTask, LogRecord, TokenChunk
+from shared.errors import DecodeError
+from shared.messages import EngineTask
 from shared.runtime import Context
-from shared.stage import now_ms
-from shared.tokenlog import LogWriter
-from workers.engine.blocks import BlockPool
+from shared.stage import Job, serve
+from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
-from workers.engine.loader import load
-from workers.engine.runner import Runner
-from workers.engine.sequence import EngineRequest, Item, LoggedChoice, RequestOutput
+from workers.engine.outputs import logged_choices, merge_deltas
+from workers.engine.sequence import EngineRequest, Item, RequestOutput
+from workers.engine.steps import StepLoop
 
-
-async def main(context: Context) -> None:
-    config, name = context.config, context.model
-    if name is None:
-        raise ConfigError("an engine serves one model: name it with --model", field="model")
-    if config.engine.threads:
-        torch.set_num_threads(config.engine.threads)
-    core = await asyncio.to_thread(build_core, config.models[name], config.engine)
-    await EngineWorker(context, name, core).serve()
-
-
-def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
-    """Load a model and everything around it; raises ConfigError when it cannot be served."""
-    loaded = load(model, engine)
-    return Core(
-        Runner(loaded.model, loaded.num_blocks, loaded.block_size),
-        loaded.decode,
-        loaded.eos_token_ids,
-        pool=BlockPool(loaded.num_blocks, loaded.block_size),
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-    )
+# How long an append that is under way may take when its request is to be given up.
+LAST_APPEND_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
     """A request in hand: from its delivery to the last record of its log."""
 
-    delivery: Delivery
+    job: Job
     task: EngineTask
     log: LogWriter
-    received_ms: float
     last_progress_s: float
+    """Loop time of the last step since which the broker has been told of progress."""
     pending: list[RequestOutput] = field(default_factory=list)
     """Outputs that are not in the log yet; several steps go into one record if the log is slow."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: bool = False
+    """No further record is to be written."""
     writer: asyncio.Task[None] | None = None
-    progress: asyncio.Task[None] | None = None
 
 
 class EngineWorker:
     """Feeds the step loop from the stage's queues and writes its outputs to the token logs."""
 
-    def __init__(self, context: Context, model: str, core: Core) -> None:
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        core: Core,
+        restore: Callable[[codec.TensorData], Any] = lambda data: data,
+    ) -> None:
+        """`restore` makes of a tensor's bytes what the runner takes."""
         self._context = context
+        self._stage = context.stage
         self._model = model
+        self._restore = restore
         self._flows: dict[str, Flow] = {}
         self._consumers: list[Consumer] = []
+        self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
         self._max_num_seqs = context.config.engine.max_num_seqs
         # Progress is told a few times within the ack wait, and only by a step that has ended.
         self._progress_s = context.config.delivery.ack_wait_s / 3
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
-        self._steps = StepLoop(
+        self._steps: StepLoop[Flow] = StepLoop(
             core,
             lambda outputs, stats: loop.call_soon_threadsafe(self._on_step, outputs, stats),
             lambda error: loop.call_soon_threadsafe(self._crash.set_exception, error),
@@ -92,28 +75,26 @@ class EngineWorker:
     async def serve(self) -> None:
         context, delivery = self._context, self._context.config.delivery
         self._steps.start()
+        await context.bus.watch(subjects.ENDED_FILTER, self._on_ended)
         for lane in subjects.LANES:
             self._consumers.append(
                 await context.bus.consume(
                     subjects.STAGES_STREAM,
                     subjects.stage_consumer(context.role, self._model, lane),
-                    subjects.stage(context.role, self._model, lane),
+                    subjects.stage_filter(context.role, self._model, lane),
                     self._max_num_seqs,
                     delivery.ack_wait_s,
                 )
             )
         context.ready([self._model], self._load)
-        takers = [asyncio.create_task(self._take(consumer)) for consumer in self._consumers]
         # A crash of the step loop ends the process: what is in hand comes to another worker after
         # the ack wait.
-        self._crash.add_done_callback(lambda _: context.stopping.set())
-        await context.stopping.wait()
+        self._crash.add_done_callback(lambda _: context.shutdown.asked.set())
+        await asyncio.gather(
+            *(serve(consumer, self._handle, context.shutdown, 0.0) for consumer in self._consumers)
+        )
         if self._crash.done():
             self._crash.result()
-        for taker in takers:
-            taker.cancel()
-        for consumer in self._consumers:
-            await consumer.stop()
         await self._drain(delivery.drain_s)
         self._steps.stop()
 
@@ -129,67 +110,82 @@ class EngineWorker:
 
     async def _drain(self, drain_s: float) -> None:
         """Finish what is in hand; what is not done in time goes back, to be resumed elsewhere."""
-        writers = [flow.writer for flow in self._flows.values() if flow.writer is not None]
-        if writers:
-            await asyncio.wait(writers, timeout=drain_s)
-        for flow in list(self._flows.values()):
-            await self._stop(flow)
-            await flow.delivery.retry(0)
+        writers = {flow.writer for flow in self._flows.values() if flow.writer is not None}
+        await self._context.shutdown.drained(writers, drain_s)
+        await asyncio.gather(*(self._hand_back(flow) for flow in list(self._flows.values())))
+
+    async def _hand_back(self, flow: Flow) -> None:
+        await self._stop(flow)
+        with contextlib.suppress(Exception):
+            # Without a broker there is nobody to give it to: it comes again after its ack wait.
+            await self._stage.hand_back(flow.job)
 
     # -- in ---------------------------------------------------------------------------------
 
-    async def _take(self, consumer: Consumer) -> None:
-        while True:
-            delivery = await consumer.next()
-            received_ms = now_ms()
-            task: EngineTask | None = None
-            try:
-                # Before anything that the message could make fail: it must come to an end.
-                if (exhausted := self._context.stage.exhausted(delivery)) is not None:
-                    raise exhausted
-                task, data = codec.decode(delivery.data, EngineTask)
-                await self._begin(delivery, task, data, received_ms)
-            except asyncio.CancelledError:
-                await delivery.retry(0)
-                raise
-            except Exception as error:
-                await self._fail(delivery, task, error, received_ms)
+    async def _handle(self, delivery: Delivery) -> None:
+        if self._continue(delivery):
+            return
+        job = self._stage.receive(delivery)
+        try:
+            await self._begin(job)
+        except asyncio.CancelledError:
+            await self._stage.hand_back(job)
+            raise
+        except Exception as error:
+            await self._stage.fail(job, error)
 
-    async def _begin(
-        self,
-        delivery: Delivery,
-        task: EngineTask,
-        data: list[codec.TensorData],
-        received_ms: float,
-    ) -> None:
-        held = self._flows.get(task.request_id)
-        if held is not None:
-            # It came back to the very worker that holds it: the newer delivery takes its place.
-            await self._stop(held)
-            held.delivery.abandon()
-        log = await LogWriter.open(self._context.bus, task.request_id, delivery.attempt)
-        if log.closed:
-            await delivery.ack()
+    def _continue(self, delivery: Delivery) -> bool:
+        """Whether it came back to the very worker that holds it: to be settled by this delivery.
+
+        The broker has restarted, or the last progress was told too late. A step loop that hangs
+        tells none of this delivery either, so it comes again, and in the end to somebody else.
+        """
+        held = self._flows.get(subjects.last_token(delivery.subject))
+        if held is None:
+            return False
+        held.job.delivery.abandon()
+        held.job.delivery = delivery
+        return True
+
+    async def _begin(self, job: Job) -> None:
+        task, data = codec.decode(job.delivery.data, EngineTask)
+        job.identify(task)
+        log = await self._stage.take(job)
+        # Another delivery of it may have been quicker.
+        if log is None or self._continue(job.delivery):
             return
         request = EngineRequest(
             request_id=task.request_id,
             prompt_token_ids=task.prompt_token_ids,
-            items=_items(task, data),
+            items=self._items(task, data),
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
         )
-        now = asyncio.get_running_loop().time()
-        flow = Flow(delivery, task, log, received_ms, now)
+        flow = Flow(job, task, log, asyncio.get_running_loop().time())
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
         self._steps.add(request, flow)
         self._context.log.info(
             "began",
             request_id=task.request_id,
-            attempt=delivery.attempt,
+            attempt=job.delivery.attempt,
             prompt_tokens=len(task.prompt_token_ids),
             resumed_records=len(log.records),
         )
+
+    def _items(self, task: EngineTask, data: list[codec.TensorData]) -> list[Item]:
+        indexes = [i for item in task.items for i in item.fields.values()]
+        if any(not 0 <= i < len(data) for i in indexes):
+            raise DecodeError("an item names a tensor that its envelope does not have")
+        return [
+            Item(
+                modality=item.modality,
+                mm_hash=item.mm_hash,
+                placeholder=item.placeholder,
+                fields={name: self._restore(data[i]) for name, i in item.fields.items()},
+            )
+            for item in task.items
+        ]
 
     # -- out --------------------------------------------------------------------------------
 
@@ -205,21 +201,24 @@ class EngineWorker:
         for flow in self._flows.values():
             if now - flow.last_progress_s > self._progress_s:
                 flow.last_progress_s = now
-                flow.progress = asyncio.create_task(_tell_progress(flow.delivery))
+                self._start(_tell_progress(flow.job.delivery))
 
     async def _write(self, flow: Flow) -> None:
         try:
             while not await self._write_pending(flow):
-                pass
-            await flow.delivery.ack()
+                if flow.stopped:
+                    return
+            await self._stage.finish(flow.job)
             self._context.log.info(
                 "finished",
                 request_id=flow.task.request_id,
-                attempt=flow.delivery.attempt,
-                ms=round(now_ms() - flow.received_ms, 1),
+                attempt=flow.job.delivery.attempt,
+                ms=round(self._context.bus.now_ms() - flow.job.received_ms, 1),
             )
         except Exception as error:
-            await self._fail(flow.delivery, flow.task, error, flow.received_ms)
+            # Before anything else: it takes no further step.
+            self._drop(flow)
+            await self._stage.fail(flow.job, error)
         finally:
             self._drop(flow)
 
@@ -228,6 +227,8 @@ class EngineWorker:
         await flow.changed.wait()
         flow.changed.clear()
         outputs, flow.pending = flow.pending, []
+        if flow.stopped or not outputs:
+            return False
         choices = merge_deltas(outputs)
         if choices:
             await flow.log.tokens(choices)
@@ -236,28 +237,32 @@ class EngineWorker:
             raise last.error
         if last.usage is None:
             return False
-        hop = self._context.stage.hop(flow.delivery, flow.received_ms)
+        hop = self._stage.hop(flow.job)
         await flow.log.finish(last.usage, last.kv_blocks, [*flow.task.path, hop])
         return True
 
-    async def _fail(
-        self, delivery: Delivery, task: EngineTask | None, error: Exception, received_ms: float
-    ) -> None:
-        stage = self._context.stage
-        request_id = task.request_id if task else stage.request_id_of(delivery)
-        path = [*(task.path if task else []), stage.hop(delivery, received_ms)]
-        try:
-            await stage.settle_failure(delivery, request_id, error, path)
-        except Exception:
-            # The broker is away; the message comes again after its ack wait.
-            self._context.log.exception("unsettled", request_id=request_id)
-            delivery.abandon()
+    # -- ends from outside ------------------------------------------------------------------
+
+    def _on_ended(self, subject: str) -> None:
+        flow = self._flows.get(subjects.last_token(subject))
+        if flow is not None:
+            self._start(self._let_go(flow))
+
+    async def _let_go(self, flow: Flow) -> None:
+        """Somebody says that the request has ended: a hint, which only its log can confirm."""
+        record = await last_record(self._context.bus, flow.task.request_id)
+        if record is not None and is_final(record) and not flow.stopped:
+            await self._stop(flow)
+            await self._stage.finish(flow.job)
 
     async def _stop(self, flow: Flow) -> None:
-        if flow.writer is not None:
-            flow.writer.cancel()
-            await asyncio.wait([flow.writer])
+        """No more steps for it, and no more records; an append under way may come to its end."""
         self._drop(flow)
+        flow.stopped = True
+        flow.changed.set()
+        if flow.writer is not None:
+            await asyncio.wait([flow.writer], timeout=LAST_APPEND_S)
+            flow.writer.cancel()
 
     def _drop(self, flow: Flow) -> None:
         """Forget the request here and in the step loop; does nothing the second time."""
@@ -265,122 +270,14 @@ class EngineWorker:
             del self._flows[flow.task.request_id]
             self._steps.cancel(flow.task.request_id)
 
-
-class StepLoop:
-    """The thread that owns the core: nobody else touches it after the start.
-
-    Every output goes to the flow that its request came with. The name of the request would not do:
-    outputs of an earlier flow of that name may still be on their way when a later one begins.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        on_step: Callable[[list[tuple[Flow, RequestOutput]], Stats], object],
-        on_crash: Callable[[Exception], object],
-    ) -> None:
-        self._core = core
-        self._on_step = on_step
-        self._on_crash = on_crash
-        self._flows: dict[str, Flow] = {}
-        self._commands: queue.SimpleQueue[tuple[EngineRequest, Flow] | str | None]
-        self._commands = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def add(self, request: EngineRequest, flow: Flow) -> None:
-        self._commands.put((request, flow))
-
-    def cancel(self, request_id: str) -> None:
-        self._commands.put(request_id)
-
-    def stop(self) -> None:
-        self._commands.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._step_until_stopped()
-        except Exception as error:
-            self._on_crash(error)
-
-    def _step_until_stopped(self) -> None:
-        while True:
-            told: list[tuple[Flow, RequestOutput]] = []
-            # An idle loop sleeps on the queue; a busy one looks into it between steps.
-            while not self._commands.empty() or not (self._core.has_work or told):
-                command = self._commands.get()
-                if command is None:
-                    return
-                if isinstance(command, str):
-                    self._core.cancel(command)
-                    self._flows.pop(command, None)
-                else:
-                    told += self._add(*command)
-            told += [(self._flows[output.request_id], output) for output in self._core.step()]
-            self._on_step(told, self._core.stats())
-
-    def _add(self, request: EngineRequest, flow: Flow) -> list[tuple[Flow, RequestOutput]]:
-        """What there is to tell at once: that the core refuses it."""
-        try:
-            self._core.add(request)
-        except PagemillError as error:
-            return [(flow, RequestOutput(request.request_id, [], error=error))]
-        self._flows[request.request_id] = flow
-        return []
+    def _start(self, work: Any) -> None:
+        """Run `work` beside; the loop alone would not keep it alive."""
+        task = asyncio.create_task(work)
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
 
 
 async def _tell_progress(delivery: Delivery) -> None:
     # Without a connection there is nobody to tell; the delivery then comes again.
     with contextlib.suppress(Exception):
         await delivery.progress()
-
-
-def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
-    """Consecutive deltas of each choice as one."""
-    merged: dict[int, ChoiceDelta] = {}
-    for delta in (choice for output in outputs for choice in output.choices):
-        first = merged.get(delta.index)
-        if first is None:
-            merged[delta.index] = delta
-            continue
-        merged[delta.index] = ChoiceDelta(
-            index=delta.index,
-            position=first.position,
-            token_ids=first.token_ids + delta.token_ids,
-            text=first.text + delta.text,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-        )
-    return [merged[index] for index in sorted(merged)]
-
-
-def logged_choices(records: list[LogRecord], n: int) -> list[LoggedChoice]:
-    """What a log holds of each choice; nothing for an empty log."""
-    if not records:
-        return []
-    token_ids: list[list[int]] = [[] for _ in range(n)]
-    finished = [False] * n
-    for record in records:
-        if isinstance(record, TokenChunk):
-            for delta in record.choices:
-                token_ids[delta.index] += delta.token_ids
-                finished[delta.index] |= delta.finish_reason is not None
-    return [LoggedChoice(ids, done) for ids, done in zip(token_ids, finished, strict=True)]
-
-
-def _items(task: EngineTask, data: list[codec.TensorData]) -> list[Item]:
-    indexes = [i for item in task.items for i in item.fields.values()]
-    if any(not 0 <= i < len(data) for i in indexes):
-        raise DecodeError("an item names a tensor that its envelope does not have")
-    return [
-        Item(
-            modality=item.modality,
-            mm_hash=item.mm_hash,
-            placeholder=item.placeholder,
-            fields={name: tensors.to_torch(data[i]) for name, i in item.fields.items()},
-        )
-        for item in task.items
-    ]

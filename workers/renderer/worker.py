@@ -12,7 +12,7 @@ from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context
-from shared.stage import now_ms, serve
+from shared.stage import Job, serve
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage, fetch_image
 from workers.renderer.processor import Processor
@@ -36,6 +36,9 @@ class RendererWorker:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
+        self._in_hand: set[str | None] = set()
+        self._ended: set[str | None] = set()
+        """Of these, the ones that somebody has ended meanwhile."""
         self._threads = ThreadPoolExecutor(self._config.renderer.threads, "render")
 
     async def load(self) -> None:
@@ -49,40 +52,58 @@ class RendererWorker:
             await context.bus.consume(
                 subjects.STAGES_STREAM,
                 subjects.stage_consumer(context.role, model, lane),
-                subjects.stage(context.role, model, lane),
+                subjects.stage_filter(context.role, model, lane),
                 config.renderer.concurrency,
                 config.delivery.ack_wait_s,
             )
             for model in self._processors
             for lane in subjects.LANES
         ]
+        await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
         context.ready(sorted(self._processors), lambda: {"held": sum(c.held for c in consumers)})
         async with asyncio.TaskGroup() as group:
             for consumer in consumers:
                 group.create_task(
-                    serve(consumer, self._handle, context.stopping, config.delivery.drain_s)
+                    serve(consumer, self._handle, context.shutdown, config.delivery.drain_s)
                 )
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _handle(self, delivery: Delivery) -> None:
-        received_ms = now_ms()
-        stage = self._context.stage
-        task: RenderTask | None = None
-        try:
-            # Before anything that the message could make fail: it must come to an end.
-            if (exhausted := stage.exhausted(delivery)) is not None:
-                raise exhausted
-            task = _decode(delivery.data)
-            log = self._context.log.bind(request_id=task.request_id, attempt=delivery.attempt)
-            data = await self._render(task, delivery, received_ms)
-            await stage.hand_over(delivery, task.request_id, "engine", task.model, task.lane, data)
-            log.info("rendered", bytes=len(data), ms=round(now_ms() - received_ms, 1))
-        except Exception as error:
-            request_id = task.request_id if task else stage.request_id_of(delivery)
-            path = [*(task.path if task else []), stage.hop(delivery, received_ms)]
-            await stage.settle_failure(delivery, request_id, error, path)
+    def _note_ended(self, subject: str) -> None:
+        request_id = subjects.last_token(subject)
+        if request_id in self._in_hand:
+            self._ended.add(request_id)
 
-    async def _render(self, task: RenderTask, delivery: Delivery, received_ms: float) -> bytes:
+    async def _handle(self, delivery: Delivery) -> None:
+        stage = self._context.stage
+        job = stage.receive(delivery)
+        try:
+            task = _decode(delivery.data)
+            job.identify(task)
+            if await stage.take(job) is None:
+                return
+            self._in_hand.add(task.request_id)
+            data = await self._render(task, job)
+            if task.request_id in self._ended:
+                await stage.finish(job)
+                return
+            await stage.hand_over(job, "engine", task.model, task.lane, data)
+            self._context.log.info(
+                "rendered",
+                request_id=task.request_id,
+                attempt=delivery.attempt,
+                bytes=len(data),
+                ms=round(self._context.bus.now_ms() - job.received_ms, 1),
+            )
+        except asyncio.CancelledError:
+            await stage.hand_back(job)
+            raise
+        except Exception as error:
+            await stage.fail(job, error)
+        finally:
+            self._in_hand.discard(job.request_id)
+            self._ended.discard(job.request_id)
+
+    async def _render(self, task: RenderTask, job: Job) -> bytes:
         processor = self._processors[task.model]
         loop = asyncio.get_running_loop()
 
@@ -91,7 +112,7 @@ class RendererWorker:
             # would be a gigabyte.
             for field, part in prompt.image_parts(task.messages):
                 yield fetch_image(part.image_url.url, self._config.renderer, field)
-                asyncio.run_coroutine_threadsafe(delivery.progress(), loop)
+                asyncio.run_coroutine_threadsafe(job.delivery.progress(), loop)
 
         rendered = await self._in_thread(processor.render, task.messages, load_images())
         engine_task = EngineTask(
@@ -101,8 +122,8 @@ class RendererWorker:
             prompt_token_ids=rendered.prompt_token_ids,
             items=rendered.items,
             sampling_params=task.sampling_params,
-            accepted_ms=task.accepted_ms,
-            path=[*task.path, self._context.stage.hop(delivery, received_ms)],
+            accepted=task.accepted,
+            path=[*task.path, self._context.stage.hop(job)],
         )
         return codec.encode(engine_task, rendered.tensors)
 

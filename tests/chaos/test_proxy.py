@@ -1,0 +1,222 @@
+"""The proxy misbehaves as it is told to, on real sockets; and a real Bus survives it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from ops.chaos.proxy import Mode, Proxy, Way
+from shared.broker import Broker
+from shared.bus import Bus
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Echo:
+    """A server that answers with what it gets, and notes how its connections ended."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.ended = asyncio.Event()
+        self.port = 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65_536):
+                self.received += data
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        self.ended.set()
+        writer.close()
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[Echo]:
+    server = Echo()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def proxy(echo: Echo) -> AsyncIterator[Proxy]:
+    between = Proxy(echo.port)
+    await between.start()
+    yield between
+    await between.stop()
+
+
+@pytest.fixture
+async def client(proxy: Proxy) -> AsyncIterator[Stream]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    yield reader, writer
+    writer.close()
+
+
+async def say(client: Stream, data: bytes, answer: bytes | None = None) -> None:
+    client[1].write(data)
+    assert await client[0].readexactly(len(answer or data)) == (answer or data)
+
+
+async def is_silent(reader: asyncio.StreamReader, for_s: float = 0.1) -> bool:
+    try:
+        async with asyncio.timeout(for_s):
+            await reader.read(1)
+    except TimeoutError:
+        return True
+    return False
+
+
+async def all_gone(proxy: Proxy) -> None:
+    async with asyncio.timeout(2):
+        # What is waited for happens in the kernel.
+        while proxy.num_connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_it_passes_everything_both_ways(client: Stream) -> None:
+    await say(client, bytes(range(256)) * 4096)
+
+
+async def test_a_partition_holds_what_is_said_until_it_is_healed(
+    proxy: Proxy, client: Stream
+) -> None:
+    await say(client, b"before")
+    await proxy.blackhole()
+    client[1].write(b"during")
+    assert await is_silent(client[0])
+    await proxy.heal()
+    assert await client[0].readexactly(6) == b"during"
+
+
+async def test_one_direction_can_be_silent_alone(echo: Echo, proxy: Proxy, client: Stream) -> None:
+    await say(client, b"x")
+    await proxy.blackhole(up=False)
+    client[1].write(b"heard")
+    assert await is_silent(client[0])
+    assert echo.received == b"xheard"
+    await proxy.heal()
+    assert await client[0].readexactly(5) == b"heard"
+
+
+async def test_in_a_partition_even_the_end_is_not_heard(
+    echo: Echo, proxy: Proxy, client: Stream
+) -> None:
+    await say(client, b"x")
+    await proxy.blackhole()
+    client[1].close()
+    await asyncio.sleep(0.1)
+    assert not echo.ended.is_set()
+    await proxy.heal()
+    async with asyncio.timeout(2):
+        await echo.ended.wait()
+
+
+async def test_a_connection_that_has_lost_bytes_is_cut_when_it_is_healed(
+    echo: Echo, proxy: Proxy, client: Stream
+) -> None:
+    await say(client, b"x")
+    await proxy.blackhole(down=False, lossy=True)
+    client[1].write(b"lost")
+    assert await is_silent(client[0])
+    await proxy.heal()
+    with pytest.raises(ConnectionResetError):
+        await client[0].read()
+    assert echo.received == b"x"
+
+
+async def test_delay(proxy: Proxy, client: Stream) -> None:
+    await proxy.set(up=Way(delay_s=0.1), down=Way(delay_s=0.05))
+    began = time.monotonic()
+    await say(client, b"slow")
+    assert 0.14 < time.monotonic() - began < 0.5
+
+
+async def test_bandwidth(proxy: Proxy, client: Stream) -> None:
+    await proxy.set(down=Way(bytes_per_s=100_000))
+    began = time.monotonic()
+    await say(client, bytes(20_000))
+    assert 0.19 < time.monotonic() - began < 1
+
+
+async def test_a_cut_in_the_middle_of_a_frame(echo: Echo, proxy: Proxy, client: Stream) -> None:
+    await say(client, b"x")
+    proxy.cut_after(3)
+    client[1].write(b"abcdef")
+    assert await client[0].readexactly(3) == b"abc"
+    assert await client[0].read() == b""
+    async with asyncio.timeout(2):
+        await echo.ended.wait()
+
+
+async def test_all_connections_cut_at_once(echo: Echo, proxy: Proxy, client: Stream) -> None:
+    await say(client, b"x")
+    proxy.cut()
+    with pytest.raises(ConnectionResetError):
+        await client[0].read()
+    async with asyncio.timeout(2):
+        await echo.ended.wait()
+    await all_gone(proxy)
+
+
+async def test_refusal_leaves_living_connections_alone(proxy: Proxy, client: Stream) -> None:
+    await say(client, b"x")
+    proxy.refuse()
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    with pytest.raises(ConnectionResetError):
+        await reader.read()
+    writer.close()
+    await say(client, b"y")
+
+
+async def test_half_open_the_server_is_gone_and_the_client_not_told(
+    echo: Echo, proxy: Proxy, client: Stream
+) -> None:
+    await say(client, b"x")
+    proxy.half_open()
+    async with asyncio.timeout(2):
+        await echo.ended.wait()
+    client[1].write(b"anybody?")
+    assert await is_silent(client[0])
+    assert proxy.num_connections == 1
+    client[1].close()
+    await all_gone(proxy)
+
+
+async def test_half_open_the_client_is_gone_and_the_server_not_told(
+    echo: Echo, proxy: Proxy, client: Stream
+) -> None:
+    await say(client, b"x")
+    proxy.half_open(keep_client=False)
+    assert await client[0].read() == b""
+    assert not echo.ended.is_set()
+
+
+async def test_a_bus_finds_back_after_a_partition(broker: Broker) -> None:
+    proxy = Proxy(broker.port)
+    await proxy.start()
+    bus = await Bus.connect(proxy.url, "test")
+    listener = await bus.listen("pm.test.partition")
+    await proxy.set(up=Way(Mode.HOLD), down=Way(Mode.HOLD))
+    # Longer than the pings need to give the connection up.
+    await asyncio.sleep(7)
+    await proxy.heal()
+    other = await Bus.connect(broker.url, "other")
+    async with asyncio.timeout(5):
+        while await listener.next(0.2) is None:
+            await other._nc.publish("pm.test.partition", b"")
+    for connection in (bus, other):
+        await connection.close()
+    await proxy.stop()

@@ -1,0 +1,40 @@
+"""The engine's process: a model and everything around it, behind the worker that feeds it."""
+
+import asyncio
+
+import torch
+
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from shared.runtime import Context
+from shared.tensors import to_torch
+from workers.engine.blocks import BlockPool
+from workers.engine.core import Core
+from workers.engine.loader import load
+from workers.engine.runner import Runner
+from workers.engine.worker import EngineWorker
+
+
+async def main(context: Context) -> None:
+    config, name = context.config, context.model
+    if name is None:
+        raise ConfigError("an engine serves one model: name it with --model", field="model")
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    core = await asyncio.to_thread(build_core, config.models[name], config.engine)
+    await EngineWorker(context, name, core, to_torch).serve()
+
+
+def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
+    """Load a model and everything around it; raises ConfigError when it cannot be served."""
+    loaded = load(model, engine)
+    return Core(
+        Runner(loaded.model, loaded.num_blocks, loaded.block_size),
+        loaded.decode,
+        loaded.eos_token_ids,
+        pool=BlockPool(loaded.num_blocks, loaded.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+    )
