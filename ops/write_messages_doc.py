@@ -68,8 +68,8 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         "A request. Publish it to JetStream with its id as `Nats-Msg-Id` header: the publish"
         " acknowledgement means that it is on disk and will be answered by its deadline. The same"
         " id again is the same request: read its log. When the queue is full the publish is"
-        " refused at once (error code 10077): try again a second later. Parameters left out take the model's"
-        " configured defaults; unknown fields are refused.",
+        " refused at once (error code 10077): try again a second later. Parameters left out take"
+        " the model's configured defaults; unknown fields are refused.",
         GenerateRequest("demo", CONVERSATION, SAMPLING),
     ),
     (

@@ -66,7 +66,7 @@ class Broker:
             # A session of its own: Ctrl-C in the terminal must not reach the broker before the
             # workers have drained.
             self._process = subprocess.Popen(
-                [_find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
+                [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
                 env=os.environ | self._settings(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -125,7 +125,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _find_binary() -> str:
+def find_binary() -> str:
     installed = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(installed) if installed.exists() else shutil.which("nats-server")
     if found is None:

@@ -32,6 +32,7 @@ _SETTINGS_SERVICE = "$SYS.REQ.SERVER.PING.JSZ"
 
 # Server error codes (nats-server's errors.json).
 _STREAM_EXISTS = 10058
+_INSUFFICIENT_RESOURCES = (10028, 10047)
 
 
 def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
@@ -140,6 +141,12 @@ async def ensure(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
         try:
             await js.add_stream(config)
         except APIError as error:
+            if error.err_code in _INSUFFICIENT_RESOURCES:
+                raise ConfigError(
+                    f"nats-server: no room for stream {config.name} of {config.max_bytes} bytes:"
+                    f" {error.description}; raise max_file_store or lower the limits of delivery",
+                    field="delivery",
+                ) from error
             if error.err_code != _STREAM_EXISTS:
                 raise Unavailable(f"stream {config.name}: {error.description}") from error
             try:

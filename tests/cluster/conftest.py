@@ -40,9 +40,8 @@ class Cluster:
 
     async def pid(self, bus: Bus, role: str) -> int:
         """Of the one living worker of a role."""
-        beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.heartbeats()]
-        (pid,) = [beat.pid for beat in beats if beat.role == role and _lives(beat.pid)]
-        return pid
+        (beat,) = await living(bus, role)
+        return beat.pid
 
 
 def start_cluster(folder: Path) -> Cluster:
@@ -91,6 +90,12 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
     return GenerateRequest(
         "demo", [Message("user", text)], msgspec.convert(sampling, SamplingParams)
     )
+
+
+async def living(bus: Bus, role: str) -> list[Heartbeat]:
+    """Heartbeats of the workers of a role; those of the dead linger for some seconds."""
+    beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.heartbeats()]
+    return [beat for beat in beats if beat.role == role and _lives(beat.pid)]
 
 
 def _lives(pid: int) -> bool:

@@ -60,8 +60,8 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
         live = await listener.next(10)
         assert live is not None
         took_s = took_s or time.monotonic() - began
-        records.append(decode_log_record(live))
-    await listener.close()
+        records.append(decode_log_record(live.data))
+    await bus.unlisten(listener)
     return records, took_s
 
 

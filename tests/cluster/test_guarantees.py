@@ -1,0 +1,303 @@
+"""What holds for every accepted request, whatever happens: seen through real processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import msgspec
+import pytest
+
+from shared import subjects, whereabouts
+from shared.bus import Bus
+from shared.client import ask, cancel, follow, new_request_id
+from shared.messages import Failure, Finish, GenerateRequest, Heartbeat, LogRecord, to_json
+from shared.tokenlog import read_log
+from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
+from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
+
+LONG = {"ignore_eos": True, "max_tokens": 900, "temperature": 0.0}
+
+
+async def until(condition: Callable[[], object], within_s: float, what: str) -> None:
+    """`condition` returns an awaitable of a truth value."""
+    deadline = time.monotonic() + within_s
+    while not await condition():  # type: ignore[misc]
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+async def engine_is_idle(bus: Bus) -> bool:
+    return all(
+        beat.load["held"] == 0 and beat.load["free_blocks"] == beat.load["blocks"]
+        for beat in await living(bus, "engine")
+    )
+
+
+async def work_of(bus: Bus, request_id: str) -> bool:
+    return await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id)) is not None
+
+
+def code_of(records: list[LogRecord]) -> str:
+    final = records[-1]
+    assert isinstance(final, Failure)
+    return final.error.code
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def second_engine(cluster: Cluster, bus: Bus) -> AsyncIterator[subprocess.Popen[bytes]]:
+    known = {beat.worker for beat in await living(bus, "engine")}
+    command = [*PAGEMILL, "worker", "engine", "--config", str(cluster.config), "--nats"]
+    with cluster.log.open("ab") as log:
+        process = subprocess.Popen([*command, cluster.url], stderr=log)  # noqa: ASYNC220
+
+    async def ready() -> bool:
+        return any(beat.worker not in known for beat in await living(bus, "engine"))
+
+    try:
+        await until(ready, 60, "the second engine is not ready")
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def test_cancelled_mid_answer(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    records: list[LogRecord] = []
+    began = 0.0
+    async for record in ask(client, request_text("What can you do?", **LONG), request_id):
+        records.append(record)
+        if len(records) == 5:
+            began = time.monotonic()
+            await cancel(client, request_id)
+    assert time.monotonic() - began < 2
+    assert_gapless(records)
+    assert code_of(records) == "cancelled"
+    assert len(tokens_of(records)) < 900
+    await until(lambda: gone(client, request_id), 5, "the work is still queued")
+    await until(lambda: engine_is_idle(client), 5, "the engine still holds something")
+
+
+async def test_cancelled_while_it_waits_for_an_engine(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    with stopped(await cluster.pid(client, "engine")):
+        running = asyncio.create_task(collect(client, request_text("Hello", **LONG), request_id))
+        await until(lambda: work_of(client, request_id), 5, "no stage has it")
+        await asyncio.sleep(0.3)
+        await cancel(client, request_id)
+        records = await asyncio.wait_for(running, 2)
+    assert [code_of(records)] == ["cancelled"]
+    # The engine finds it, and that it is over.
+    await until(lambda: gone(client, request_id), 10, "the work is still queued")
+
+
+async def gone(bus: Bus, request_id: str) -> bool:
+    return not await work_of(bus, request_id)
+
+
+async def collect(bus: Bus, request: GenerateRequest, request_id: str) -> list[LogRecord]:
+    return [record async for record in ask(bus, request, request_id)]
+
+
+async def test_cancelled_before_it_was_asked(client: Bus) -> None:
+    request_id = new_request_id()
+    await cancel(client, request_id)
+    records = await asyncio.wait_for(collect(client, request_text("Hello"), request_id), 5)
+    assert code_of(records) == "cancelled"
+
+
+async def test_a_deadline_is_kept_with_no_engine_to_keep_it(cluster: Cluster, client: Bus) -> None:
+    request = msgspec.structs.replace(request_text("Hello"), timeout_s=1.5)
+    began = time.monotonic()
+    with stopped(await cluster.pid(client, "engine")):
+        records = await collect(client, request, new_request_id())
+    assert 1.4 < time.monotonic() - began < 3.5
+    assert code_of(records) == "deadline_exceeded"
+    final = records[-1]
+    assert isinstance(final, Failure)
+    assert final.error.retryable
+
+
+async def test_a_deadline_ends_an_answer_that_takes_too_long(client: Bus) -> None:
+    request = msgspec.structs.replace(request_text("What can you do?", n=4, **LONG), timeout_s=0.5)
+    request_id = new_request_id()
+    records = await collect(client, request, request_id)
+    assert_gapless(records)
+    assert code_of(records) == "deadline_exceeded"
+    await until(lambda: engine_is_idle(client), 5, "the engine still holds something")
+    # Whoever still wrote was refused: the log ends where the reader saw it end.
+    assert await read_log(client, request_id) == records
+
+
+async def test_too_long_a_deadline_is_refused_by_name(client: Bus) -> None:
+    request = msgspec.structs.replace(request_text("Hello"), timeout_s=1e6)
+    (record,) = await answer(client, request)
+    assert isinstance(record, Failure)
+    assert (record.error.code, record.error.field) == ("invalid_request", "timeout_s")
+    assert "3000" in record.error.message
+
+
+async def test_the_same_id_again_is_the_same_request(client: Bus) -> None:
+    request = request_text("What can you do?", temperature=1.0)
+    request_id = new_request_id()
+    first = await collect(client, request, request_id)
+    again = await collect(client, request, request_id)
+    assert again == first
+    # Without a message id the server cannot know it again, as after its window.
+    body = to_json(msgspec.structs.replace(request, request_id=request_id))
+    await client.publish_unnamed(subjects.request("demo"), body)
+    await asyncio.sleep(1)
+    assert await read_log(client, request_id) == first
+    assert not await work_of(client, request_id)
+
+
+async def test_a_log_is_replayed_from_any_index(client: Bus) -> None:
+    request_id = new_request_id()
+    request = request_text("What can you do?", temperature=0.0)
+    records = await collect(client, request, request_id)
+    for start in (0, 3, len(records) - 1):
+        assert [r async for r in follow(client, request_id, start)] == records[start:]
+
+
+async def test_a_zombie_is_fenced_off_and_lets_go(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    request = request_text("What can you do?", **LONG)
+    undisturbed = await answer(client, request)
+    async with second_engine(cluster, client):
+        records: list[LogRecord] = []
+        zombie: Heartbeat | None = None
+        async for record in ask(client, request, request_id):
+            records.append(record)
+            if len(records) == 5:
+                found = await whereabouts.find(client, request_id)
+                (zombie,) = [b for b in await living(client, "engine") if b.worker == found.worker]
+                os.kill(zombie.pid, signal.SIGSTOP)
+        assert zombie is not None
+        os.kill(zombie.pid, signal.SIGCONT)
+        # Within a second, and a heartbeat later it is known.
+        await until(lambda: engine_is_idle(client), 2.2, "the zombie still holds the request")
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert len(attempts_of(records)) == 2
+    assert tokens_of(records) == tokens_of(undisturbed)
+    assert await read_log(client, request_id) == records
+
+
+async def test_a_second_signal_hands_back_at_once(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    records: list[LogRecord] = []
+    async with second_engine(cluster, client) as second:
+        with stopped(await other_engine(client, second.pid)):
+            running = ask(client, request_text("What can you do?", n=4, **LONG), request_id)
+            async for record in running:
+                records.append(record)
+                if len(records) == 5:
+                    second.send_signal(signal.SIGTERM)
+                if len(records) == 8:
+                    began = time.monotonic()
+                    second.send_signal(signal.SIGTERM)
+                    break
+            assert await asyncio.to_thread(second.wait, 10) == 0
+            assert time.monotonic() - began < 3
+        records += [record async for record in running]
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert attempts_of(records) == [1, 2]
+
+
+async def other_engine(bus: Bus, pid: int) -> int:
+    (other,) = {beat.pid for beat in await living(bus, "engine")} - {pid}
+    return other
+
+
+def test_ctrl_c_cancels(cluster: Cluster) -> None:
+    request_id = new_request_id()
+    command = [*PAGEMILL, "ask", "What can you do?", "--request-id", request_id, "--json"]
+    options = ["--nats", cluster.url, "--config", str(cluster.config), "--max-tokens", "900"]
+    env = os.environ | {"PAGEMILL_MODELS__DEMO__SAMPLING_DEFAULTS__IGNORE_EOS": "true"}
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode in (0, 130), stderr
+    done = run(cluster, "follow", request_id, "--json")
+    last = json.loads(done.stdout.splitlines()[-1])
+    # A short answer may have been quicker than the signal.
+    if process.returncode == 130:
+        assert last["error"]["code"] == "cancelled"
+
+
+async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    assert run(cluster, "where", request_id).returncode == 1
+    with stopped(await cluster.pid(client, "renderer")):
+        running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
+        await until(lambda: work_of(client, request_id), 5, "no stage has it")
+        found = await whereabouts.find(client, request_id)
+        assert (found.state, found.stage) == ("queued", "renderer")
+        assert found.waits_s is not None
+        assert found.why
+    await running
+    found = await whereabouts.find(client, request_id)
+    assert (found.state, found.stage, found.attempt is not None) == ("finished", "engine", True)
+    told = run(cluster, "where", request_id)
+    assert told.returncode == 0
+    assert "finished" in told.stdout
+
+
+async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus) -> None:
+    request_id = new_request_id()
+    subject = subjects.stage("renderer", "demo", "interactive", request_id)
+    await client.publish(subject, b"\xc1garbage", request_id)
+    records = [record async for record in follow(client, request_id)]
+    assert code_of(records) == "undecodable_message"
+    assert request_id in run(cluster, "dead", "list").stdout
+    shown = run(cluster, "dead", "show", request_id)
+    assert "undecodable_message" in shown.stdout
+    assert "Traceback" in shown.stdout
+    refused = run(cluster, "dead", "requeue", request_id)
+    assert refused.returncode == 1
+    assert "does not hold what the client had sent" in refused.stderr
+    assert run(cluster, "dead", "show", "nobody").returncode == 1
+
+
+def run(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*PAGEMILL, *arguments, "--nats", cluster.url]
+    return subprocess.run(
+        command,
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("role", ["coordinator", "renderer", "engine"])
+async def test_every_role_is_restarted_under_load_and_nothing_fails(
+    cluster: Cluster, client: Bus, role: str
+) -> None:
+    request = request_text("What can you do?", temperature=0.0)
+    running = [asyncio.create_task(answer(client, request)) for _ in range(12)]
+    await asyncio.sleep(0.2)
+    os.kill(await cluster.pid(client, role), signal.SIGTERM)
+    for records in await asyncio.gather(*running):
+        assert_gapless(records)
+        assert isinstance(records[-1], Finish)
