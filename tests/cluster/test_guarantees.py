@@ -297,7 +297,13 @@ async def test_every_role_is_restarted_under_load_and_nothing_fails(
     request = request_text("What can you do?", temperature=0.0)
     running = [asyncio.create_task(answer(client, request)) for _ in range(12)]
     await asyncio.sleep(0.2)
-    os.kill(await cluster.pid(client, role), signal.SIGTERM)
+    (old,) = await living(client, role)
+    os.kill(old.pid, signal.SIGTERM)
     for records in await asyncio.gather(*running):
         assert_gapless(records)
         assert isinstance(records[-1], Finish)
+
+    async def replaced() -> bool:
+        return any(beat.worker != old.worker for beat in await living(client, role))
+
+    await until(replaced, 30, f"no new {role}")
