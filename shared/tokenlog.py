@@ -4,6 +4,8 @@ A log is TokenChunk records with indexes 0, 1, 2, …, then exactly one Finish o
 appends must know the last record; a writer that somebody has overtaken is refused by the server.
 """
 
+import asyncio
+
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import Fenced, LogTruncated, PagemillError
@@ -19,6 +21,8 @@ from shared.messages import (
     error_info,
     to_json,
 )
+
+STALE_READ_S = 0.02
 
 
 async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:
@@ -115,4 +119,5 @@ async def end_request(
             return
         except Fenced:
             # Whoever wrote meanwhile may have ended it, or not; or it was we, and the ack was lost.
-            continue
+            # A replica that answers reads may not know of it yet.
+            await asyncio.sleep(STALE_READ_S)

@@ -45,15 +45,8 @@ async def find(bus: Bus, request_id: str) -> Whereabouts:
         return _ended(request_id, last, attempts)
     work = await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
-        _, end = await bus.bounds(subjects.REQUESTS_STREAM)
-        return Whereabouts(
-            request_id,
-            "unknown",
-            records=records,
-            attempts=attempts,
-            why="no stage has it: it has not been asked for, waits for a coordinator, or is so old"
-            f" that its log has been removed ({end} requests were ever accepted)",
-        )
+        why = await _why_unknown(bus)
+        return Whereabouts(request_id, "unknown", records=records, attempts=attempts, why=why)
     role = subjects.role_of_stage(work.subject)
     waits_s = (bus.now_ms() - work.stored_ms) / 1000
     current = next((a for a in reversed(attempts) if a.role == role), None)
@@ -89,6 +82,15 @@ def _ended(request_id: str, last: LogRecord, attempts: list[Attempt]) -> Whereab
         (path[-1].role, path[-1].worker, path[-1].attempt) if path else (None, None, None)
     )
     return Whereabouts(request_id, state, stage, worker, attempt, None, records, why, attempts)
+
+
+async def _why_unknown(bus: Bus) -> str:
+    """Requests that no coordinator has taken yet cannot be told apart by their ids."""
+    backlog = await bus.backlog(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+    return (
+        f"no stage has it: it is one of {backlog.waiting} requests that wait for a coordinator, has"
+        " never been asked for, or is so old that its log has been removed"
+    )
 
 
 async def _why_queued(bus: Bus, work: Stored, role: str) -> str:
