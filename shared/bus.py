@@ -36,6 +36,8 @@ MAX_OUTSTANDING_PINGS = 2
 RECONNECT_WAIT_S = 0.1
 
 ANSWER_TIMEOUT_S = 2.0
+# Lost with a connection; the library takes whole seconds.
+FLUSH_TIMEOUT_S = 1
 # A leader election of a replicated stream takes 4 to 7 seconds, in which publishes are refused.
 PUBLISH_DEADLINE_S = 15.0
 FIRST_RETRY_S = 0.05
@@ -402,10 +404,13 @@ class Bus:
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
     async def listen(self, subject: str) -> "Listener":
-        """Live messages of `subject` from now on; returns once the server knows of it."""
+        """Live messages of `subject` from now on; returns once the server knows of it.
+
+        Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
+        """
         listener = Listener()
         listener.subscription = await self._nc.subscribe(subject, cb=listener.receive)
-        await self._nc.flush()
+        await self._flush()
         self._listeners.add(listener)
         return listener
 
@@ -422,7 +427,21 @@ class Bus:
             notice(msg.subject)
 
         await self._nc.subscribe(subject, cb=receive)
-        await self._nc.flush()
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Returns once the server knows all that was sent. Raises Unavailable."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PUBLISH_DEADLINE_S
+        while True:
+            try:
+                # An answer that is lost with the connection would be waited for in vain, while the
+                # next connection makes the subscriptions again by itself.
+                await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
+                return
+            except NatsError as error:
+                if loop.time() > deadline:
+                    raise Unavailable(f"the broker does not answer: {error}") from error
 
     # -- workers ----------------------------------------------------------------------------
 
