@@ -19,6 +19,9 @@ from shared.tokenlog import end_request, is_final, last_record
 from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
 CAPACITY = 64
+# What a coordinator does takes milliseconds and may be done twice: when one dies, another need not
+# wait as long for its share as for a renderer's or an engine's.
+ACK_WAIT_S = 1.0
 
 
 async def main(context: Context) -> None:
@@ -47,7 +50,7 @@ class Coordinator:
 
     async def _consume(self, stream: str, durable: str, subject: str) -> Consumer:
         return await self._context.bus.consume(
-            stream, durable, subject, CAPACITY, self._delivery.ack_wait_s
+            stream, durable, subject, CAPACITY, min(ACK_WAIT_S, self._delivery.ack_wait_s)
         )
 
     async def _handle(self, delivery: Delivery) -> None:
