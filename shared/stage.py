@@ -170,11 +170,12 @@ class Stage:
 
     async def finish(self, job: Job) -> None:
         """The request has ended: its log has the final record. Nothing of it is to come again."""
+        # The job last: whoever dies in between is followed by somebody who finds that it has ended.
+        if job.accepted is not None and job.accepted.receipt != job.delivery.receipt:
+            await self.bus.acknowledge(job.accepted.receipt)
         await job.delivery.ack()
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
-        if job.accepted is not None and job.accepted.receipt != job.delivery.receipt:
-            await self.bus.acknowledge(job.accepted.receipt)
 
     async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
         """Give the job back without a fault of its own; another worker goes on with it."""
