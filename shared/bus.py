@@ -26,7 +26,7 @@ from nats.js.errors import (
 
 from shared import streams, subjects
 from shared.config import DeliveryConfig, NatsConfig
-from shared.consumer import Consumer
+from shared.consumer import ACK_ATTEMPTS, Consumer
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
@@ -249,8 +249,10 @@ class Bus:
 
         If the server stays silent, that somebody gets the message again and sees that it is over.
         """
-        with contextlib.suppress(NatsError):
-            await self._nc.request(receipt, b"+ACK", timeout=ANSWER_TIMEOUT_S)
+        for _ in range(ACK_ATTEMPTS):
+            with contextlib.suppress(NatsError):
+                await self._nc.request(receipt, b"+ACK", timeout=ANSWER_TIMEOUT_S)
+                return
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]

@@ -14,6 +14,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 ACK_TIMEOUT_S = 2.0
+ACK_ATTEMPTS = 3
 
 # A pull request that is lost with the leader of its consumer is missed only when it has expired.
 PULL_EXPIRES_S = 5.0
@@ -46,7 +47,7 @@ class Delivery:
     async def ack(self) -> None:
         """Returns when the server has it. If the server stays silent the message comes again."""
         try:
-            for _ in range(3):
+            for _ in range(ACK_ATTEMPTS):
                 try:
                     await self._msg.ack_sync(timeout=ACK_TIMEOUT_S)
                     return
