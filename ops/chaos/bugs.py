@@ -1,0 +1,302 @@
+"""Bugs planted on purpose, each as a wrapper around the product from outside: does the checker see?
+
+A harness that has never found anything may be unable to. Each bug here is one that somebody could
+write, with the small scenario that brings it out and the invariants of which one must be reported.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from ops.chaos.plan import Mix, Settings
+
+CALM = Mix(cancel=0.0, ask_during=0.0, ask_after=0.0, follow=0.0, deadline=0.0)
+BASE = Settings(
+    requests=120,
+    rate=20.0,
+    renderers=1,
+    renderer="fake",
+    timeout_s=8.0,
+    ack_wait_s=1.0,
+    mix=CALM,
+)
+SCENARIOS = {
+    "calm": BASE,
+    "kills": replace(BASE, fault_every_s=0.5, faults={"kill:engine": 1.0}, timeout_s=20.0),
+    "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
+    "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
+    "deadlines": replace(BASE, mix=replace(CALM, deadline=0.3), requests=60, rate=10.0),
+    "killers": replace(
+        BASE, mix=replace(CALM, kills=0.02), max_deaths=2, requests=100, timeout_s=25.0
+    ),
+    "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=2, requests=100),
+    "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
+    "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=10.0),
+    "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    plant: Callable[[], None]
+    role: str
+    scenario: str
+    seen_as: frozenset[str]
+    """Invariants; at least one of them must be reported."""
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(
+    role: str, scenario: str, *seen_as: str
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def put(plant: Callable[[], None]) -> Callable[[], None]:
+        name = plant.__name__.removeprefix("_")
+        BUGS[name] = Bug(plant, role, scenario, frozenset(seen_as))
+        return plant
+
+    return put
+
+
+def plant(name: str, role: str) -> None:
+    """In a worker of `role`; nothing for an empty name, or for a bug of another role."""
+    if name and BUGS[name].role in (role, "any"):
+        BUGS[name].plant()
+
+
+def settings_of(name: str) -> Settings:
+    return replace(SCENARIOS[BUGS[name].scenario], bug=name)
+
+
+# -- between the stages -----------------------------------------------------------------------
+
+
+@bug("renderer", "dying before publishing", "I1", "I10")
+def _ack_before_publish() -> None:
+    from shared.stage import Stage
+
+    async def hand_over(self: Any, job: Any, *args: Any) -> None:
+        await job.delivery.ack()
+        await self.publish(job, *args)
+
+    _put(Stage, "hand_over", hand_over)
+
+
+@bug("coordinator", "calm", "I1", "I10")
+def _message_id_not_unique() -> None:
+    from shared.bus import Bus
+
+    publish = Bus.publish
+
+    async def shortened(self: Any, subject: str, data: bytes, msg_id: str) -> bool:
+        request_id, colon, rest = msg_id.partition(":")
+        return await publish(self, subject, data, f"{request_id[:-1]}{colon}{rest[-8:]}")
+
+    _put(Bus, "publish", shortened)
+
+
+@bug("any", "raisers", "I5", "I11")
+def _dead_letter_dropped() -> None:
+    from shared.stage import Stage
+
+    async def dropped(self: Any, *args: Any) -> None:
+        pass
+
+    _put(Stage, "_write_dead_letter", dropped)
+
+
+@bug("any", "killers", "I1", "I10", "I11")
+def _deaths_not_counted() -> None:
+    from shared import retry
+
+    def verdict(*_: Any) -> None:
+        return None
+
+    _put(retry, "verdict", verdict)
+
+
+# -- the log ----------------------------------------------------------------------------------
+
+
+@bug("engine", "stops", "I2", "I4")
+def _no_fencing() -> None:
+    _append_unfenced()
+
+
+@bug("coordinator", "deadlines", "I2")
+def _unfenced_deadline() -> None:
+    _append_unfenced()
+
+
+def _append_unfenced() -> None:
+    from shared.bus import Bus
+
+    async def append(self: Any, subject: str, data: bytes, last_sequence: int) -> int:
+        ack = await self._publish(subject, data, {})
+        return int(ack.seq)
+
+    _put(Bus, "append", append)
+
+
+@bug("engine", "calm", "I2")
+def _final_record_twice() -> None:
+    from shared.tokenlog import LogWriter
+
+    finish = LogWriter.finish
+
+    async def twice(self: Any, *args: Any) -> None:
+        await finish(self, *args)
+        await finish(self, *args)
+
+    _put(LogWriter, "finish", twice)
+
+
+@bug("engine", "dying before the end", "I1")
+def _ack_before_the_end() -> None:
+    from workers.engine.worker import EngineWorker
+
+    write_pending = EngineWorker._write_pending
+
+    async def early(self: Any, flow: Any) -> bool:
+        await flow.changed.wait()
+        if flow.pending and flow.pending[-1].usage is not None:
+            await self._stage.finish(flow.job)
+        return await write_pending(self, flow)
+
+    _put(EngineWorker, "_write_pending", early)
+
+
+# -- a resume ---------------------------------------------------------------------------------
+
+
+@bug("engine", "kills", "I2", "I3")
+def _resume_off_by_one() -> None:
+    from workers.engine import worker
+
+    logged_choices = worker.logged_choices
+
+    def short(records: Any, n: int) -> Any:
+        found = logged_choices(records, n)
+        return [replace_ids(c, c.token_ids if c.finished else c.token_ids[:-1]) for c in found]
+
+    def replace_ids(choice: Any, token_ids: list[int]) -> Any:
+        return type(choice)(token_ids, choice.finished)
+
+    _put(worker, "logged_choices", short)
+
+
+@bug("engine", "kills", "I2", "I3")
+def _resume_from_scratch() -> None:
+    from workers.engine import worker
+
+    _put(worker, "logged_choices", lambda records, n: [])
+
+
+@bug("engine", "kills", "I3")
+def _other_seed_on_resume() -> None:
+    from workers.engine import core
+
+    seed_of = core._seed
+    _put(core, "_seed", lambda request: seed_of(request) + bool(request.logged))
+
+
+@bug("engine", "kills", "I3")
+def _stop_strings_not_replayed() -> None:
+    from workers.engine.core import Core
+    from workers.engine.detokenizer import Detokenizer
+
+    resume = Core._resume
+
+    def forgetful(self: Any, choice: Any, logged: Any) -> None:
+        resume(self, choice, logged)
+        choice.detokenizer = Detokenizer(
+            self._decode, choice.sequence.request.sampling.stop
+        )
+
+    _put(Core, "_resume", forgetful)
+
+
+# -- in the engine ----------------------------------------------------------------------------
+
+
+@bug("engine", "hangs", "I1", "I10", "I11")
+def _heartbeat_by_timer() -> None:
+    from workers.engine.worker import EngineWorker
+
+    serve = EngineWorker.serve
+
+    async def with_timer(self: Any) -> None:
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                for flow in list(self._flows.values()):
+                    await flow.job.delivery.progress()
+
+        beating = asyncio.create_task(beat())
+        try:
+            await serve(self)
+        finally:
+            beating.cancel()
+
+    _put(EngineWorker, "serve", with_timer)
+
+
+@bug("engine", "cancels", "I6")
+def _block_lost_on_cancel() -> None:
+    from workers.engine.core import Core
+
+    cancel = Core.cancel
+
+    def leaky(self: Any, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        for choice in entry.choices if entry else []:
+            if choice.sequence.block_table:
+                choice.sequence.block_table.pop()
+        cancel(self, request_id)
+
+    _put(Core, "cancel", leaky)
+
+
+@bug("engine", "raisers", "I10")
+def _batch_fails_together() -> None:
+    from shared.errors import WorkerFailure
+    from workers.engine.core import Core
+
+    def fail_all(self: Any, batch: Any) -> Any:
+        return [self._fail(entry, WorkerFailure("the batch")) for entry in self._entries_of(batch)]
+
+    _put(Core, "_run_apart", fail_all)
+
+
+@bug("engine", "calm", "I8")
+def _task_left_behind() -> None:
+    from shared.stage import Stage
+
+    take = Stage.take
+    kept: list[Any] = []
+
+    async def littering(self: Any, job: Any) -> Any:
+        kept.append(asyncio.create_task(asyncio.sleep(3600)))
+        return await take(self, job)
+
+    _put(Stage, "take", littering)
+
+
+@bug("coordinator", "cancels", "I1")
+def _cancel_ignored() -> None:
+    from workers.coordinator.worker import Coordinator
+
+    async def ignored(self: Any, delivery: Any) -> None:
+        await delivery.ack()
+
+    _put(Coordinator, "_cancel", ignored)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Replace what is there; a name that the product has given up must not pass in silence."""
+    assert hasattr(owner, name), f"{owner} has no {name} any more: adapt this bug"
+    setattr(owner, name, value)

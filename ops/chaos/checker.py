@@ -1,0 +1,224 @@
+"""From the recorded history of a run: which promises were broken, and how long things took.
+
+Pure: it reads neither files nor clocks, and a run that nobody has run can be checked as well, which
+is how it is tested. The invariants I1 to I14 are those of the design's reliability page.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ops.chaos.expected import Expected
+from ops.chaos.history import (
+    Accepted,
+    AnyEvent,
+    Asked,
+    AskedToCancel,
+    Broke,
+    Did,
+    Ended,
+    Fault,
+    Final,
+    Got,
+    Memory,
+    Ready,
+)
+from ops.chaos.plan import Planned, Settings
+from shared.messages import Failure, LogRecord, TokenChunk
+from shared.tokenlog import is_final
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Violation:
+    invariant: str
+    subject: str
+    """A request id, or a process."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} {self.subject}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long things may take, from the design's fault matrix; seconds and MiB."""
+
+    after_deadline_s: float = 2.0
+    after_cancel_s: float = 2.0
+    recovery_s: float = 5.0
+    broker_recovery_s: float = 3.0
+    refusal_s: float = 1.0
+    rss_mib: dict[str, float] = field(default_factory=dict)
+    """By role; none for a role that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one reader of one log has seen."""
+
+    asked: Asked
+    got: list[Got] = field(default_factory=list)
+
+    @property
+    def final(self) -> Got | None:
+        return self.got[-1] if self.got and is_final(self.got[-1].record) else None
+
+
+@dataclass
+class Run:
+    settings: Settings
+    planned: dict[str, Planned]
+    expected: dict[str, Expected]
+    clients: list[AnyEvent]
+    pool: list[AnyEvent]
+    workers: list[AnyEvent]
+    final: Final
+    bounds: Bounds = field(default_factory=Bounds)
+
+    @cached_property
+    def sessions(self) -> dict[str, list[Session]]:
+        """By request, in the order in which they began."""
+        found: dict[str, dict[int, Session]] = defaultdict(dict)
+        for event in self.clients:
+            if isinstance(event, Asked):
+                found[event.id][event.session] = Session(event)
+            elif isinstance(event, Got) and event.session in found[event.id]:
+                found[event.id][event.session].got.append(event)
+        return {id: list(by_number.values()) for id, by_number in found.items()}
+
+    @cached_property
+    def accepted(self) -> dict[str, float]:
+        """When each request was accepted for the first time."""
+        found: dict[str, float] = {}
+        for event in self.clients:
+            if isinstance(event, Accepted):
+                found.setdefault(event.id, event.t)
+        return found
+
+    @cached_property
+    def broken(self) -> dict[str, list[Broke]]:
+        found: dict[str, list[Broke]] = defaultdict(list)
+        for event in self.clients:
+            if isinstance(event, Broke):
+                found[event.id].append(event)
+        return found
+
+    @cached_property
+    def harmed(self) -> Counter[str]:
+        """How often each request did its harm."""
+        return Counter(event.id for event in self.did if event.what == "harm")
+
+    @cached_property
+    def cancelled(self) -> dict[str, float]:
+        return {event.id: event.t for event in self.clients if isinstance(event, AskedToCancel)}
+
+    @cached_property
+    def ended(self) -> dict[str, float]:
+        """When a client first saw the final record of each request."""
+        found: dict[str, float] = {}
+        for id, sessions in self.sessions.items():
+            finals = [session.final.t for session in sessions if session.final is not None]
+            if finals:
+                found[id] = min(finals)
+        return found
+
+    @cached_property
+    def outages(self) -> list[tuple[float, float]]:
+        """When nobody could write: from the fault of a broker to when it was there again, and what
+        clients need to find it."""
+        found = []
+        readies = [e.t for e in self.pool if isinstance(e, Ready) and e.role == "broker"]
+        for event in self.pool:
+            if isinstance(event, Fault) and event.role == "broker":
+                back = next((t for t in readies if t > event.t), event.t)
+                found.append((event.t, back + self.bounds.broker_recovery_s))
+        return found
+
+    def outage_within(self, start: float, stop: float) -> float:
+        """Seconds of [start, stop] in which the broker was away; overlapping outages count once."""
+        total, reached = 0.0, start
+        for began, back in sorted(self.outages):
+            total += max(0.0, min(stop, back) - max(reached, began))
+            reached = max(reached, min(stop, back))
+        return total
+
+    @property
+    def did(self) -> Iterator[Did]:
+        return (event for event in self.workers if isinstance(event, Did))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    violations: list[Violation]
+    figures: dict[str, float]
+    counts: dict[str, Counter[str]]
+
+    @property
+    def clean(self) -> bool:
+        return not self.violations
+
+
+def check(run: Run) -> Verdict:
+    from ops.chaos import checks_of_requests, checks_of_system
+
+    found = [*checks_of_requests.find(run), *checks_of_system.find(run)]
+    return Verdict(sorted(found), measure(run), count(run))
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+def measure(run: Run) -> dict[str, float]:
+    first = {id: sessions[0].asked.t for id, sessions in run.sessions.items()}
+    took = sorted(t - first[id] for id, t in run.ended.items())
+    seen = sorted(event.t for event in run.clients if isinstance(event, Got))
+    gaps = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    asked = [event.t for event in run.clients if isinstance(event, Asked)]
+    rss = [event.rss_mib for event in run.pool if isinstance(event, Memory)]
+    return {
+        "requests": len(run.planned),
+        "accepted": len(run.accepted),
+        "ended": len(run.ended),
+        "seconds": (max(seen) - min(asked)) if seen else 0.0,
+        "p50_s": percentile(took, 50),
+        "p99_s": percentile(took, 99),
+        "max_s": percentile(took, 100),
+        "longest_gap_s": max(gaps, default=0.0),
+        "tokens": sum(_num_tokens(run, id) for id in run.final.logs),
+        "resumed": sum(_is_resumed(log) for log in run.final.logs.values()),
+        "max_rss_mib": max(rss, default=0.0),
+    }
+
+
+def _num_tokens(run: Run, id: str) -> int:
+    chunks = [record for record in run.final.logs[id] if isinstance(record, TokenChunk)]
+    return sum(len(delta.token_ids) for chunk in chunks for delta in chunk.choices)
+
+
+def _is_resumed(log: Sequence[LogRecord]) -> bool:
+    """Tokens of more than one attempt are in it."""
+    return len({record.attempt for record in log if isinstance(record, TokenChunk)}) > 1
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Of sorted values; 0 of none."""
+    return values[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
+
+
+def count(run: Run) -> dict[str, Counter[str]]:
+    finals = [log[-1] for log in run.final.logs.values() if is_final(log[-1])]
+    return {
+        "faults": Counter(f"{e.kind} {e.role}" for e in run.pool if isinstance(e, Fault)),
+        "crashes": Counter(
+            e.what.removeprefix("crash ") for e in run.did if e.what.startswith("crash")
+        ),
+        "deaths": Counter(
+            f"{e.role} {e.code}" for e in run.pool if isinstance(e, Ended) and not e.meant
+        ),
+        "ends": Counter(
+            record.error.code if isinstance(record, Failure) else "finish" for record in finals
+        ),
+        "broken sessions": Counter(e.code for e in run.clients if isinstance(e, Broke)),
+        "behaviours": Counter(one.behaviour for one in run.planned.values()),
+    }

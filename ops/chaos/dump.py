@@ -1,0 +1,142 @@
+"""What the broker holds at the end of a run, and whether the system has come to rest."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from ops.chaos.history import now
+from shared import subjects
+from shared.bus import Bus
+from shared.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
+
+SETTLE_S = 30.0
+CHECK_S = 0.25
+ANSWER_S = 5.0
+BATCH = 1000
+MAX_LEFT = 20
+COUNTED = (
+    subjects.REQUESTS_STREAM,
+    subjects.STAGES_STREAM,
+    subjects.TOKENS_STREAM,
+    subjects.DEAD_STREAM,
+)
+
+_heartbeat = msgspec.json.Decoder(Heartbeat).decode
+_letter = msgspec.msgpack.Decoder(DeadLetter).decode
+
+
+class Store:
+    """Reads the broker past the product: what is there, not what the product makes of it."""
+
+    def __init__(self, nc: Client, bus: Bus) -> None:
+        self._nc = nc
+        self._js = nc.jetstream(timeout=ANSWER_S)
+        self._bus = bus
+
+    @classmethod
+    async def connect(cls, url: str) -> "Store":
+        async def report(error: Exception) -> None:
+            # That the broker is away is what a run is about.
+            pass
+
+        nc = await nats.connect(url.split(","), max_reconnect_attempts=-1, error_cb=report)
+        return cls(nc, await Bus.connect(url, "chaos-dump", 30.0))
+
+    async def close(self) -> None:
+        await self._bus.close()
+        await self._nc.close()
+
+    async def settle(self, timeout_s: float = SETTLE_S) -> bool:
+        """Wait until nothing waits and nobody holds anything, as two looks in a row find."""
+        deadline = now() + timeout_s
+        looks = 0
+        while looks < 2:
+            if now() > deadline:
+                return False
+            await asyncio.sleep(CHECK_S)
+            looks = looks + 1 if await self._at_rest() else 0
+        # The heartbeats that say so are up to a second old.
+        await asyncio.sleep(1.1)
+        return True
+
+    async def _at_rest(self) -> bool:
+        try:
+            messages = await self.messages()
+        except (TimeoutError, NatsError):
+            return False
+        beats = await self.beats()
+        waiting = messages[subjects.REQUESTS_STREAM] + messages[subjects.STAGES_STREAM]
+        return not waiting and all(not beat.load.get("held") for beat in beats)
+
+    async def messages(self) -> dict[str, int]:
+        return {name: (await self._js.stream_info(name)).state.messages for name in COUNTED}
+
+    async def left(self) -> list[str]:
+        """Of REQUESTS, by the ids under which they were published; at most a few."""
+        found: list[str] = []
+        sequence = 0
+        while len(found) < MAX_LEFT:
+            try:
+                message = await self._js.get_msg(
+                    subjects.REQUESTS_STREAM,
+                    seq=sequence + 1,
+                    subject=subjects.REQUESTS_FILTER,
+                    next=True,
+                )
+            except NotFoundError:
+                break
+            found.append((message.headers or {}).get("Nats-Msg-Id", "?"))
+            sequence = message.seq or 0
+        return found
+
+    async def consumers(self) -> dict[str, int]:
+        return {name: (await self._js.stream_info(name)).state.consumer_count for name in COUNTED}
+
+    async def beats(self) -> list[Heartbeat]:
+        return [_heartbeat(data) for data in await self._bus.heartbeats()]
+
+    async def logs(self) -> dict[str, list[LogRecord]]:
+        found: dict[str, list[LogRecord]] = {}
+        async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
+            found.setdefault(subject.rpartition(".")[2], []).append(decode_log_record(data))
+        return found
+
+    async def letters(self) -> list[DeadLetter]:
+        read = self._read(subjects.DEAD_STREAM, subjects.DEAD_FILTER)
+        return [_letter(data) async for _, data in read]
+
+    async def _read(self, stream: str, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """Every message, oldest first."""
+        try:
+            last = (await self._js.stream_info(stream)).state.last_seq
+        except NotFoundError:
+            return
+        inbox = self._nc.new_inbox()
+        answers = await self._nc.subscribe(inbox)
+        sequence = 0
+        more = True
+        while more and sequence < last:
+            request = {"seq": sequence + 1, "next_by_subj": subject, "batch": BATCH}
+            data = json.dumps(request).encode()
+            await self._nc.publish(f"$JS.API.DIRECT.GET.{stream}", data, reply=inbox)
+            while (msg := await answers.next_msg(ANSWER_S)).headers is not None:
+                headers = msg.headers
+                if "Status" in headers:
+                    assert headers["Status"] in ("204", "404"), headers
+                    more = headers["Status"] == "204"
+                    break
+                sequence = int(headers["Nats-Sequence"])
+                yield headers["Nats-Subject"], bytes(msg.data)
+        await answers.unsubscribe()
+
+
+def shm_entries() -> list[str]:
+    folder = Path("/dev/shm")
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []

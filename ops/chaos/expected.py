@@ -1,0 +1,147 @@
+"""What every request of a plan must yield: the same core, run by itself, with nobody disturbing.
+
+No broker, no workers, no log: what can go wrong between them cannot go wrong here. The demo model's
+answers take minutes, so they are kept in a file that is named after all that they depend on.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ops.chaos import fake
+from ops.chaos.plan import ROOT, Planned, Settings
+from shared.config import Config
+from shared.messages import ChoiceDelta
+from shared.sampling import SamplingParams
+from workers.coordinator.admission import admit
+from workers.engine.core import Core
+from workers.engine.sequence import EngineRequest, Item
+from workers.renderer import prompt
+
+CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
+# As many at once as fit; the answers must not depend on it, which every run shows anew.
+AT_ONCE = 32
+
+
+class ExpectedChoice(Struct):
+    token_ids: list[int] = []
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Expected(Struct):
+    prompt_tokens: int
+    choices: list[ExpectedChoice]
+
+
+def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
+    file = CACHE / f"{_digest(settings, planned)}.msgpack"
+    if file.exists():
+        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
+    model = config.models[next(iter(config.models))]
+    processor: Any
+    if settings.renderer == "fake":
+        processor = fake.FakeProcessor(model)
+    else:
+        from workers.renderer.processor import Processor
+
+        processor = Processor(model)
+    if settings.engine == "fake":
+        core = fake.build_core(fake.FakeRunner(), 4096, AT_ONCE)
+    else:
+        from workers.engine.main import build_core
+
+        core = build_core(model, config.engine)
+    requests = (_rendered(one, processor, config) for one in planned)
+    found = run_alone(core, requests)
+    if settings.engine == "demo":
+        CACHE.mkdir(exist_ok=True)
+        file.write_bytes(msgspec.msgpack.encode(found))
+    return found
+
+
+def run_alone(core: Core, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
+    found: dict[str, Expected] = {}
+    waiting = iter(requests)
+    num_held = 0
+    while True:
+        for request in _take(waiting, AT_ONCE - num_held):
+            core.add(request)
+            num_held += 1
+            choices = [ExpectedChoice() for _ in range(request.sampling.n)]
+            found[request.request_id] = Expected(len(request.prompt_token_ids), choices)
+        if not num_held:
+            return found
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+            for delta in output.choices:
+                _extend(found[output.request_id].choices[delta.index], delta)
+            num_held -= output.usage is not None
+
+
+def _take(requests: Iterator[EngineRequest], most: int) -> Iterator[EngineRequest]:
+    for _, request in zip(range(most), requests, strict=False):
+        yield request
+
+
+def _extend(choice: ExpectedChoice, delta: ChoiceDelta) -> None:
+    choice.token_ids += delta.token_ids
+    choice.text += delta.text
+    if delta.finish_reason is not None:
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _rendered(planned: Planned, processor: Any, config: Config) -> EngineRequest:
+    """As coordinator and renderer would make it; a harmful seed is replaced, for it does its work
+    here as well."""
+    request = planned.request
+    data = msgspec.json.encode(request)
+    _, sampling = admit(f"pm.request.{request.model}", planned.id, data, config.models)
+    images = _images(request, config)
+    rendered = processor.render(request.messages, images)
+    if rendered.items:
+        from shared.tensors import to_torch
+    items = [
+        Item(
+            item.modality,
+            item.mm_hash,
+            item.placeholder,
+            {name: to_torch(rendered.tensors[i]) for name, i in item.fields.items()},
+        )
+        for item in rendered.items
+    ]
+    return EngineRequest(planned.id, rendered.prompt_token_ids, items, _harmless(sampling))
+
+
+def _images(request: Any, config: Config) -> Iterator[Any]:
+    parts = list(prompt.image_parts(request.messages))
+    if parts:
+        from workers.renderer.images import fetch_image
+
+        for field, part in parts:
+            yield fetch_image(part.image_url.url, config.renderer, field)
+
+
+def _harmless(sampling: SamplingParams) -> SamplingParams:
+    if sampling.seed in (fake.KILLS_SEED, fake.RAISES_SEED, fake.HANGS_SEED):
+        return msgspec.structs.replace(sampling, seed=0)
+    return sampling
+
+
+def _digest(settings: Settings, planned: Sequence[Planned]) -> str:
+    digest = hashlib.sha256()
+    digest.update(settings.engine.encode() + settings.renderer.encode())
+    digest.update(msgspec.json.encode(planned))
+    if settings.engine == "demo":
+        for file in sorted((ROOT / "ops" / "demo_model").iterdir()):
+            digest.update(file.read_bytes())
+        for file in sorted((ROOT / "workers").glob("engine/*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:24]

@@ -1,0 +1,162 @@
+"""An engine and a renderer without a model: same worker, scheduler, blocks and log, cheap tokens.
+
+Tokens are a function of (seed, choice, all token ids before), so that whoever knows a request knows
+its answer, and a resumed answer that forgot a token goes astray at once.
+"""
+
+import hashlib
+import os
+import signal
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.config import ModelConfig
+from shared.messages import Message, TextPart
+from workers.engine.blocks import BlockPool
+from workers.engine.core import Core
+from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
+from workers.engine.sequence import Sequence as EngineSequence
+
+VOCAB_SIZE = 768
+"""As many as the demo model has: the real renderer's prompts must be valid for the fake engine."""
+EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 128))
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2048
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+
+# Seeds by which a request does harm: it says so itself, so that every engine that takes it is hit.
+KILLS_SEED = 666_001
+RAISES_SEED = 666_002
+HANGS_SEED = 666_003
+HANG_S = 12.0
+
+
+def decode(token_ids: list[int]) -> str:
+    """Some tokens write nothing and some a blank: stop strings then reach over several tokens."""
+    return "".join(_piece(token_id) for token_id in token_ids if token_id not in EOS_TOKEN_IDS)
+
+
+def _piece(token_id: int) -> str:
+    return "" if token_id % 17 == 16 else _LETTERS[token_id % 26] + " " * (token_id % 7 == 6)
+
+
+Owner = tuple[str, int]
+
+
+class FakeRunner:
+    """Remembers who wrote each slot of the KV store, and finds it when two write the same.
+
+    Reading all slots back at every step would cost more than the step: a sequence is verified when
+    it has run through a block.
+    """
+
+    def __init__(
+        self, step_s: float = 0.0, on_harm: Callable[[int, str], bool] | None = None
+    ) -> None:
+        """`on_harm` is told of a seed that does harm, and says whether it is to be done."""
+        self._step_s = step_s
+        self._on_harm = on_harm
+        self._slots: dict[tuple[int, int], tuple[Owner, int, int]] = {}
+
+    def encode(self, request: EngineRequest) -> None:
+        pass
+
+    def release(self, request_id: str) -> None:
+        pass
+
+    def scrub(self, blocks: list[int]) -> None:
+        pass
+
+    def run(self, batch: Batch) -> list[int | None]:
+        if self._step_s:
+            time.sleep(self._step_s)
+        for s in batch.scheduled:
+            if self._on_harm is not None and s.sequence.seed >= KILLS_SEED:
+                self._harm(s.sequence, self._on_harm)
+            self._write(s)
+        for s in batch.scheduled:
+            if s.num_new_tokens > 1 or s.sequence.num_tokens % BLOCK_SIZE == 0:
+                self._verify(s)
+        return [self.next_token(s.sequence) if s.samples else None for s in batch.scheduled]
+
+    def next_token(self, sequence: EngineSequence) -> int:
+        before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
+        digest = hashlib.blake2b(before, digest_size=8).digest()
+        return int.from_bytes(digest, "big") % VOCAB_SIZE
+
+    def _harm(self, sequence: EngineSequence, allows: Callable[[int, str], bool]) -> None:
+        seed = sequence.seed
+        if seed not in (KILLS_SEED, RAISES_SEED, HANGS_SEED):
+            return
+        if not allows(seed, sequence.request_id):
+            return
+        if seed == KILLS_SEED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if seed == RAISES_SEED:
+            raise RuntimeError("a poisoned request")
+        time.sleep(HANG_S)
+
+    def _write(self, s: ScheduledSequence) -> None:
+        for position in range(s.sequence.num_computed_tokens, _stop(s)):
+            self._slots[_slot(s.sequence, position)] = _content(s.sequence, position)
+
+    def _verify(self, s: ScheduledSequence) -> None:
+        for position in range(_stop(s)):
+            found = self._slots[_slot(s.sequence, position)]
+            assert found == _content(s.sequence, position), "a block is used by two sequences"
+
+
+def _stop(s: ScheduledSequence) -> int:
+    return s.sequence.num_computed_tokens + s.num_new_tokens
+
+
+def _slot(sequence: EngineSequence, position: int) -> tuple[int, int]:
+    block, slot = divmod(position, BLOCK_SIZE)
+    return sequence.block_table[block], slot
+
+
+def _content(sequence: EngineSequence, position: int) -> tuple[Owner, int, int]:
+    return (sequence.request_id, sequence.choice), sequence.token_ids[position], position
+
+
+def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Core:
+    return Core(
+        runner,
+        decode,
+        EOS_TOKEN_IDS,
+        pool=BlockPool(num_blocks, BLOCK_SIZE),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=512,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRendered:
+    prompt_token_ids: list[int]
+    items: list[Any]
+    tensors: list[Any]
+
+
+class FakeProcessor:
+    """In the place of the real one where its import, 3 to 4 s, would be most of a short run."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        pass
+
+    def check(self, messages: Sequence[Message]) -> None:
+        pass
+
+    def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
+        text = " ".join(part for message in messages for part in _texts(message))
+        return FakeRendered([1 + byte for byte in text.encode()], [], [])
+
+
+def _texts(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content if isinstance(part, TextPart)]

@@ -1,0 +1,203 @@
+"""What a run is to do, all of it from one seed: settings, requests, and how each client behaves."""
+
+import random
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ops.chaos import fake
+from shared.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.sampling import SamplingParams
+
+MODEL = "demo"
+ROOT = Path(__file__).parent.parent.parent
+PICTURES = ROOT / "ops" / "demo_pictures"
+
+Behaviour = Literal["plain", "cancel", "ask_during", "ask_after", "follow", "deadline", "harm"]
+
+
+class Mix(Struct, frozen=True):
+    """Shares of the requests whose clients do something special; the others just ask."""
+
+    cancel: float = 0.06
+    ask_during: float = 0.05
+    ask_after: float = 0.05
+    follow: float = 0.04
+    """A second reader joins at a record in the middle."""
+    deadline: float = 0.04
+    """Long answers with a second or two of time."""
+    kills: float = 0.0
+    """Requests that kill the engine which runs them, and those at which a step raises."""
+    raises: float = 0.0
+    hangs: float = 0.0
+    """Requests at which a step hangs for a while, in the first engine that has them."""
+    pictures: float = 0.0
+    """Of all requests, whatever else they are."""
+
+
+class Settings(Struct, frozen=True):
+    seed: int = 1
+    requests: int = 200
+    rate: float = 20.0
+    """Requests a second at most; fewer when `concurrency` are under way."""
+    concurrency: int = 64
+    coordinators: int = 2
+    renderers: int = 2
+    engines: int = 3
+    brokers: int = 1
+    engine: Literal["fake", "demo"] = "fake"
+    renderer: Literal["fake", "real"] = "real"
+    fault_every_s: float = 0.0
+    """0: none."""
+    faults: dict[str, float] = {}
+    """"kill:engine" and the like with their weights; see `nemesis`."""
+    crash: str = ""
+    """Crash points of workers; see `crash`."""
+    bug: str = ""
+    """A planted bug; see `bugs`."""
+    step_ms: float = 5.0
+    max_tokens: tuple[int, int] = (2, 48)
+    num_blocks: int = 256
+    max_num_seqs: int = 16
+    timeout_s: float = 240.0
+    """Of all requests that are not to run out of time."""
+    ack_wait_s: float = 2.0
+    max_deliver: int = 50
+    max_deaths: int = 50
+    """Both are high where the deaths come from outside."""
+    max_queued: int = 10_000
+    drain_s: float = 8.0
+    mix: Mix = Mix()
+
+
+class Planned(Struct, frozen=True):
+    """One request and what its client does with it."""
+
+    id: str
+    request: GenerateRequest
+    behaviour: Behaviour
+    after_records: int
+    """When the client does it."""
+    timeout_s: float
+
+
+_WORDS = [
+    "red",
+    "green",
+    "blue",
+    "circle",
+    "square",
+    "star",
+    "heart",
+    "triangle",
+    "cross",
+    "letter",
+    "picture",
+    "colour",
+    "shape",
+    "how",
+    "many",
+    "where",
+    "what",
+    "which",
+    "is",
+    "are",
+    "the",
+    "they",
+    "same",
+    "there",
+    "kind",
+    "of",
+    "background",
+    "left",
+    "right",
+    "top",
+    "bottom",
+]
+_STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
+
+
+def make_request(settings: Settings, index: int) -> Planned:
+    """The same for the same settings and index, in every process that asks."""
+    rng = random.Random(f"{settings.seed}:{index}")
+    behaviour, harm = _pick_behaviour(rng, settings.mix)
+    sampling = _sampling(rng, settings, behaviour, harm)
+    timeout_s = rng.choice([1.0, 1.5, 2.0]) if behaviour == "deadline" else settings.timeout_s
+    return Planned(
+        id=f"c{settings.seed}-{index}",
+        request=GenerateRequest(
+            model=MODEL,
+            messages=[Message("user", _content(rng, settings))],
+            sampling_params=msgspec.convert(sampling, SamplingParams),
+            lane="batch" if rng.random() < 0.2 else "interactive",
+            timeout_s=timeout_s,
+        ),
+        behaviour=behaviour,
+        after_records=rng.randint(0, 4),
+        timeout_s=timeout_s,
+    )
+
+
+def make_requests(settings: Settings) -> list[Planned]:
+    return [make_request(settings, index) for index in range(settings.requests)]
+
+
+def _pick_behaviour(rng: random.Random, mix: Mix) -> tuple[Behaviour, int | None]:
+    """And the seed of a harmful request, if it is one."""
+    at = rng.random()
+    shares: list[tuple[float, Behaviour, int | None]] = [
+        (mix.cancel, "cancel", None),
+        (mix.ask_during, "ask_during", None),
+        (mix.ask_after, "ask_after", None),
+        (mix.follow, "follow", None),
+        (mix.deadline, "deadline", None),
+        (mix.kills, "harm", fake.KILLS_SEED),
+        (mix.raises, "harm", fake.RAISES_SEED),
+        (mix.hangs, "harm", fake.HANGS_SEED),
+    ]
+    for share, behaviour, harm in shares:
+        if at < share:
+            return behaviour, harm
+        at -= share
+    return "plain", None
+
+
+def _sampling(
+    rng: random.Random, settings: Settings, behaviour: Behaviour, harm: int | None
+) -> dict[str, object]:
+    low, high = settings.max_tokens
+    given: dict[str, object] = {"max_tokens": rng.randint(low, high), "n": rng.choice([1, 1, 2, 3])}
+    kind = rng.random()
+    if kind < 0.4:
+        given["temperature"] = 0.0
+    else:
+        given["temperature"] = rng.choice([0.7, 1.0])
+        if kind < 0.8:
+            given["seed"] = rng.randrange(2**31)
+    if rng.random() < 0.3:
+        given["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
+    if behaviour in ("deadline", "cancel"):
+        # Far more than there is time for.
+        given |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
+    elif behaviour in ("ask_during", "follow"):
+        given |= {"max_tokens": high, "ignore_eos": True, "stop": []}
+    if harm is not None:
+        given |= {"temperature": 1.0, "seed": harm}
+    return given
+
+
+def _content(rng: random.Random, settings: Settings) -> str | list[TextPart | ImagePart]:
+    text = " ".join(rng.choices(_WORDS, k=rng.choice([3, 8, 20, 60])))
+    if rng.random() >= settings.mix.pictures:
+        return text
+    files = sorted(path for path in PICTURES.iterdir() if path.suffix != ".json")
+    chosen = rng.sample(files, rng.choice([1, 1, 1, 2]))
+    return [*(ImagePart(ImageURL(_data_url(path))) for path in chosen), TextPart(text)]
+
+
+def _data_url(path: Path) -> str:
+    from workers.asking import data_url
+
+    return data_url(path)

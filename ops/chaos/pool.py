@@ -1,0 +1,327 @@
+"""The processes of a run: started, kept, hurt on demand, and started again at once.
+
+Unlike `pagemill up` it does not pause before a restart: how a system stands a process that is gone
+for seconds is seen best when there is always the next one to take away.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ops.chaos.history import (
+    Did,
+    Ended,
+    Fault,
+    Journal,
+    Memory,
+    Ready,
+    Snapshot,
+    Started,
+    now,
+    read_events,
+)
+from ops.chaos.plan import ROOT
+from shared.broker import Broker, end_with_parent
+
+READY_TIMEOUT_S = 60.0
+WATCH_S = 0.1
+MEMORY_S = 2.0
+# Beyond it a process has hung in its drain.
+EXIT_TIMEOUT_S = 30.0
+# The clients' process: not kept for ever but until it ends well, and begun on demand.
+LOAD = "load"
+# A process that ends by itself right after its start would otherwise fill the run with its starts.
+FAILED_START_S = 1.0
+FAILED_START_PAUSE_S = 0.3
+MAX_FAILED_STARTS = 10
+
+
+class Brokers(Protocol):
+    """The server, or servers, of a run."""
+
+    url: str
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def victim(self, pick: int) -> int | None:
+        """The process that a fault with this random number is for."""
+
+    def revive(self) -> list[int]:
+        """Start again what has ended; the new process ids."""
+
+
+class OneBroker:
+    def __init__(self, store_dir: Path) -> None:
+        self._broker = Broker(store_dir)
+        self.url = self._broker.url
+
+    def start(self) -> None:
+        self._broker.start()
+
+    def stop(self) -> None:
+        self._broker.stop()
+
+    def victim(self, pick: int) -> int | None:
+        return None if self._broker.ended else int(self._broker.pid_file.read_text())
+
+    def revive(self) -> list[int]:
+        if not self._broker.ended:
+            return []
+        self._broker.start()
+        return [int(self._broker.pid_file.read_text())]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for one process of a role, whichever holds it now."""
+
+    role: str
+    number: int
+    command: list[str]
+    process: asyncio.subprocess.Process | None = None
+    began: float = 0.0
+    ready: bool = False
+    meant: bool = False
+    """It has been sent a signal to end."""
+    failed_starts: int = 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def up(self) -> bool:
+        return self.alive and (self.ready or self.role == LOAD)
+
+
+class Pool:
+    """Owns the brokers and all other processes; `url` is where clients connect."""
+
+    def __init__(
+        self,
+        folder: Path,
+        brokers: Brokers,
+        commands: dict[str, list[str]],
+        counts: dict[str, int],
+        env: dict[str, str],
+        journal: Journal,
+    ) -> None:
+        """`commands` by role; a role with a count of 0 is not started."""
+        self.folder = folder
+        self.brokers = brokers
+        self.journal = journal
+        self.slots = [
+            Slot(role, number, commands[role])
+            for role, count in counts.items()
+            for number in range(count)
+        ]
+        self._env = env
+        self._runs: dict[Slot, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keep = True
+        self._num_started = 0
+
+    async def start(self) -> None:
+        """Returns when every worker has announced itself."""
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(self.brokers.start)
+        for slot in self.slots:
+            if slot.role != LOAD:
+                self.begin(slot)
+        self._tasks += [
+            asyncio.create_task(self._keep_brokers()),
+            asyncio.create_task(self._watch_ready()),
+            asyncio.create_task(self._watch_memory()),
+        ]
+        await self.wait_ready()
+
+    async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Raises TimeoutError, naming who is missing."""
+        deadline = now() + timeout_s
+        while missing := [f"{s.role}-{s.number}" for s in self._runs if not s.up]:
+            self._raise_failures()
+            hopeless = any(s.failed_starts > MAX_FAILED_STARTS for s in self._runs)
+            if hopeless or now() > deadline:
+                raise TimeoutError(f"not ready: {', '.join(missing)}; see {self.folder / 'logs'}")
+            await asyncio.sleep(WATCH_S)
+
+    def begin(self, slot: Slot) -> None:
+        self._runs[slot] = asyncio.create_task(self._run(slot))
+
+    async def run_load(self) -> None:
+        """Returns when the clients have done all that they were to do."""
+        (slot,) = [slot for slot in self.slots if slot.role == LOAD]
+        self.begin(slot)
+        try:
+            await self._runs[slot]
+        finally:
+            if slot.alive and slot.process is not None:
+                slot.process.kill()
+            del self._runs[slot]
+
+    def _raise_failures(self) -> None:
+        for task in [*self._runs.values(), *self._tasks]:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    # -- faults -----------------------------------------------------------------------------
+
+    def hurt(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None:
+        """Send a signal to a process of `role`; its id, or None when none of them is there."""
+        if role == "broker":
+            pid = self.brokers.victim(pick)
+            slot_number = 0
+        else:
+            slot = self._pick(role, pick)
+            if slot is None:
+                return None
+            slot.meant |= number in (signal.SIGKILL, signal.SIGTERM)
+            pid, slot_number = slot.pid, slot.number
+        if pid is None:
+            return None
+        self.journal.write(Fault(now(), kind, role, slot_number, pid))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return pid
+
+    def resume(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def _pick(self, role: str, pick: int) -> Slot | None:
+        """The ready ones first: a process that is just starting has nothing to lose."""
+        alive = [slot for slot in self.slots if slot.role == role and slot.alive]
+        ready = [slot for slot in alive if slot.ready]
+        chosen = ready or alive
+        return chosen[pick % len(chosen)] if chosen else None
+
+    async def restart(self, slot: Slot) -> int:
+        """Drain one worker and wait for its successor; the exit code of the first."""
+        assert slot.process is not None
+        process = slot.process
+        self.journal.write(Fault(now(), "drain", slot.role, slot.number, slot.pid))
+        slot.meant = True
+        process.send_signal(signal.SIGTERM)
+        code = await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        await self.wait_ready()
+        return code
+
+    # -- keeping ----------------------------------------------------------------------------
+
+    async def _run(self, slot: Slot) -> None:
+        while self._keep:
+            slot.ready = slot.meant = False
+            slot.began = now()
+            log = self.folder / "logs" / f"{slot.role}-{slot.number}.log"
+            self._num_started += 1
+            env = self._env | {"CHAOS_SEED": f"{self._env['CHAOS_SEED']}:{self._num_started}"}
+            with log.open("ab") as stderr:
+                slot.process = await asyncio.create_subprocess_exec(
+                    *slot.command,
+                    cwd=ROOT,
+                    env=os.environ | env,
+                    stderr=stderr,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
+            self.journal.write(Started(slot.began, slot.role, slot.number, slot.pid))
+            code = await slot.process.wait()
+            self.journal.write(Ended(now(), slot.role, slot.number, slot.pid, code, slot.meant))
+            if slot.role == LOAD and code == 0:
+                return
+            if not slot.meant and now() - slot.began < FAILED_START_S:
+                slot.failed_starts += 1
+                await asyncio.sleep(FAILED_START_PAUSE_S)
+
+    async def _keep_brokers(self) -> None:
+        while self._keep:
+            await asyncio.sleep(WATCH_S)
+            began = now()
+            for pid in await asyncio.to_thread(self.brokers.revive):
+                self.journal.write(Ready(now(), "broker", 0, pid, now() - began))
+
+    async def _watch_ready(self) -> None:
+        """A worker's own journal says that it has announced itself; no broker is needed for it."""
+        while True:
+            for slot in self.slots:
+                if slot.alive and not slot.up and self._has_announced(slot):
+                    slot.ready = True
+                    self.journal.write(
+                        Ready(now(), slot.role, slot.number, slot.pid, now() - slot.began)
+                    )
+            await asyncio.sleep(WATCH_S)
+
+    def _has_announced(self, slot: Slot) -> bool:
+        events = read_events(self._journal_of(slot.role, slot.pid))
+        return any(isinstance(event, Did) and event.what == "ready" for event in events)
+
+    def _journal_of(self, role: str, pid: int) -> Path:
+        return self.folder / "workers" / f"{role}-{pid}.jsonl"
+
+    async def _watch_memory(self) -> None:
+        while True:
+            for slot in self.slots:
+                if slot.alive and (rss_mib := _rss_mib(slot.pid)):
+                    self.journal.write(Memory(now(), slot.role, slot.pid, rss_mib))
+            await asyncio.sleep(MEMORY_S)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    async def snapshots(self, timeout_s: float = 5.0) -> list[Snapshot]:
+        """What each worker holds, by its own account."""
+        began = now()
+        waiting = {slot.pid: slot.role for slot in self._runs if slot.up}
+        for pid in waiting:
+            os.kill(pid, signal.SIGUSR2)
+        found: dict[int, Snapshot] = {}
+        while len(found) < len(waiting) and now() < began + timeout_s:
+            await asyncio.sleep(WATCH_S)
+            for pid, role in waiting.items():
+                for event in read_events(self._journal_of(role, pid)):
+                    if isinstance(event, Snapshot) and event.t >= began:
+                        found[pid] = event
+        return list(found.values())
+
+    async def stop(self) -> None:
+        """Drain everybody, then stop the brokers; the journal has the exit codes."""
+        self._keep = False
+        for slot in self.slots:
+            if slot.alive and slot.process is not None:
+                slot.meant = True
+                self.resume(slot.pid)
+                slot.process.terminate()
+        runs = list(self._runs.values())
+        if runs:
+            await asyncio.wait(runs, timeout=EXIT_TIMEOUT_S)
+        for slot in self.slots:
+            if slot.alive and slot.process is not None:
+                slot.process.kill()
+        for task in [*runs, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*runs, *self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.brokers.stop)
+
+
+def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
+    command = [sys.executable, "-m", "ops.chaos.worker", role, "--config", str(config)]
+    command += ["--nats", url]
+    return [*command, "--fake", "--step-ms", str(step_ms)] if fake else command
+
+
+def _rss_mib(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
+    except (OSError, StopIteration):
+        return 0.0

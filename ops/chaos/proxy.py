@@ -1,0 +1,252 @@
+"""A TCP proxy that can be told to misbehave: between anybody and a nats-server.
+
+It knows bytes and connections, not what they mean. Three ways in which a direction can be broken:
+
+HOLD     nothing arrives, nothing is lost: what a partition is to TCP. Healed, all of it arrives.
+SWALLOW  bytes are lost though the connection lives, as behind a device that has lost its table.
+         No TCP goes on after that: `heal` cuts the connections that have lost something.
+PASS     with a delay and a bandwidth, if set.
+"""
+
+import asyncio
+import contextlib
+import enum
+import socket
+import struct
+from dataclasses import dataclass
+
+CHUNK_BYTES = 65_536
+# Chunks under way in one direction; more would be a buffer that no network has.
+QUEUE_LEN = 64
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Mode(enum.Enum):
+    PASS = "pass"
+    HOLD = "hold"
+    SWALLOW = "swallow"
+
+
+@dataclass(slots=True)
+class Way:
+    """How one direction of all connections behaves from now on."""
+
+    mode: Mode = Mode.PASS
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+
+
+class Proxy:
+    """Listens on `port`, forwards to `target_port`, both on the loopback."""
+
+    def __init__(self, target_port: int, port: int = 0) -> None:
+        self._target_port = target_port
+        self.port = port
+        self.up = Way()
+        """From clients to the server."""
+        self.down = Way()
+        self._refusing = False
+        self._links: set[Link] = set()
+        self._server: asyncio.Server | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._links)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._links)
+
+    # -- faults -----------------------------------------------------------------------------
+
+    async def set(self, up: Way | None = None, down: Way | None = None) -> None:
+        """A direction that is left out behaves well."""
+        async with self._changed:
+            self.up, self.down = up or Way(), down or Way()
+            self._changed.notify_all()
+
+    async def blackhole(self, *, up: bool = True, down: bool = True, lossy: bool = False) -> None:
+        broken = Way(Mode.SWALLOW if lossy else Mode.HOLD)
+        await self.set(broken if up else None, broken if down else None)
+
+    def refuse(self, refusing: bool = True) -> None:
+        """New connections are reset; those that live go on."""
+        self._refusing = refusing
+
+    def cut(self) -> None:
+        """Reset every connection, both ends."""
+        for link in list(self._links):
+            link.reset()
+
+    def cut_after(self, num_bytes: int, *, up: bool = False) -> None:
+        """Reset each living connection once `num_bytes` more have passed in that direction."""
+        for link in self._links:
+            link.pumps[0 if up else 1].budget = num_bytes
+
+    def half_open(self, *, keep_client: bool = True) -> None:
+        """Close one end of each connection; the other end is not told."""
+        for link in list(self._links):
+            link.close_silently(keep_client)
+
+    async def heal(self) -> None:
+        self._refusing = False
+        await self.set()
+        for link in [link for link in self._links if link.damaged]:
+            link.reset()
+
+    # -- plumbing ---------------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            _reset(writer)
+            return
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                far = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except (OSError, TimeoutError):
+            _reset(writer)
+            return
+        link = Link(self, (reader, writer), far)
+        self._links.add(link)
+        try:
+            await link.run()
+        finally:
+            self._links.discard(link)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def open_way(self, upward: bool) -> Way:
+        """How the direction behaves, as soon as it lets anything through at all."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._way(upward).mode is not Mode.HOLD)
+        return self._way(upward)
+
+    def _way(self, upward: bool) -> Way:
+        return self.up if upward else self.down
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Link:
+    """One client's connection and the one to the server that belongs to it."""
+
+    def __init__(self, proxy: Proxy, near: Stream, far: Stream) -> None:
+        self._writers = (near[1], far[1])
+        self.pumps = (
+            Pump(proxy, near[0], far[1], upward=True),
+            Pump(proxy, far[0], near[1], upward=False),
+        )
+        self._half_open = False
+        self._cut = asyncio.Event()
+
+    @property
+    def damaged(self) -> bool:
+        return self._half_open or any(pump.lost_bytes for pump in self.pumps)
+
+    async def run(self) -> None:
+        """Until one end closes; then the other is closed too, unless it is not to be told."""
+        pumps = {asyncio.create_task(pump.run()) for pump in self.pumps}
+        cut = asyncio.create_task(self._cut.wait())
+        try:
+            _, left = await asyncio.wait({*pumps, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if self._half_open and not self._cut.is_set():
+                await asyncio.wait(left - {cut})
+        finally:
+            for task in (*pumps, cut):
+                task.cancel()
+            await asyncio.gather(*pumps, cut, return_exceptions=True)
+            for writer in self._writers:
+                writer.close()
+
+    def reset(self) -> None:
+        self._cut.set()
+        for writer in self._writers:
+            _reset(writer)
+
+    def close_silently(self, keep_client: bool) -> None:
+        self._half_open = True
+        for pump in self.pumps:
+            pump.deaf = True
+        self._writers[1 if keep_client else 0].transport.abort()
+
+
+class Pump:
+    """Moves bytes in one direction of one link."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        upward: bool,
+    ) -> None:
+        self._proxy = proxy
+        self._reader = reader
+        self._writer = writer
+        self._upward = upward
+        self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE_LEN)
+        self.lost_bytes = 0
+        self.deaf = False
+        """Nobody is left at the far end to pass anything on to."""
+        self.budget: int | None = None
+        """Bytes until the connection is cut."""
+
+    async def run(self) -> None:
+        """Until the source closes, the sink is gone or the budget is used up."""
+        tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await self._reader.read(CHUNK_BYTES):
+            way = await self._proxy.open_way(self._upward)
+            if way.mode is Mode.SWALLOW or self.deaf:
+                self.lost_bytes += len(data)
+            else:
+                await self._under_way.put((loop.time() + way.delay_s, data))
+        await self._under_way.join()
+        # That an end has closed is news like any other: in a partition it is not heard either.
+        await self._proxy.open_way(self._upward)
+
+    async def _send(self) -> None:
+        """Ends when the connection is to be cut."""
+        loop = asyncio.get_running_loop()
+        while self.budget is None or self.budget > 0:
+            due, data = await self._under_way.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            way = await self._proxy.open_way(self._upward)
+            if way.bytes_per_s:
+                await asyncio.sleep(len(data) / way.bytes_per_s)
+            if self.budget is not None:
+                data, self.budget = data[: self.budget], self.budget - len(data)
+            with contextlib.suppress(OSError):
+                self._writer.write(data)
+                await self._writer.drain()
+            self._under_way.task_done()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a RST instead of a FIN, and drop what was not sent."""
+    sock = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

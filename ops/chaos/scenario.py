@@ -1,0 +1,228 @@
+"""One run from its settings to a verdict: start, load, faults, rest, dump, check."""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ops.chaos import nemesis
+from ops.chaos.checker import Bounds, Run, Verdict, check
+from ops.chaos.dump import Store, shm_entries
+from ops.chaos.expected import expect
+from ops.chaos.fake import MAX_MODEL_LEN
+from ops.chaos.history import AnyEvent, Final, Journal, read_events
+from ops.chaos.plan import MODEL, ROOT, Planned, Settings, make_requests
+from ops.chaos.pool import Brokers, OneBroker, Pool, worker_command
+from shared import client
+from shared.bus import Bus
+from shared.config import Config
+from shared.messages import GenerateRequest, Message
+from shared.sampling import SamplingParams
+from workers import settings as product_settings
+
+NUM_WARM_UPS = 24
+# Beyond what its pace asks for; a run that takes longer hangs.
+SPARE_S = 300.0
+RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "engine": 1500.0}
+FAKE_RSS_MIB = {"coordinator": 128.0, "renderer": 128.0, "engine": 256.0}
+
+
+def write_config(settings: Settings, folder: Path) -> Path:
+    delivery = {
+        "ack_wait_s": settings.ack_wait_s,
+        "drain_s": settings.drain_s,
+        "max_deliver": settings.max_deliver,
+        "max_deaths": settings.max_deaths,
+        "max_queued": settings.max_queued,
+    }
+    tree = {
+        "models": {
+            MODEL: {
+                "path": str(ROOT / "ops" / "demo_model"),
+                "max_model_len": MAX_MODEL_LEN,
+                "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
+            }
+        },
+        "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
+        "delivery": delivery,
+        "engine": {
+            "threads": 1,
+            "num_blocks": settings.num_blocks,
+            "max_num_seqs": settings.max_num_seqs,
+        },
+        "log_level": "warning",
+    }
+    # JSON is YAML.
+    file = folder / "pagemill.yaml"
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
+    return file
+
+
+class Scenario:
+    """A run in a folder of its own, which is kept when something was wrong."""
+
+    def __init__(self, settings: Settings, brokers: Brokers | None = None) -> None:
+        self.settings = settings
+        self.folder = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
+        self.config_file = write_config(settings, self.folder)
+        (self.folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+        self.brokers = brokers or OneBroker(self.folder / "nats")
+        self.pool = Pool(
+            self.folder,
+            self.brokers,
+            self._commands(),
+            {
+                "coordinator": settings.coordinators,
+                "renderer": settings.renderers,
+                "engine": settings.engines,
+                "load": 1,
+            },
+            {
+                "CHAOS_DIR": str(self.folder / "workers"),
+                "CHAOS_SEED": str(settings.seed),
+                "CHAOS_CRASH": settings.crash,
+                "CHAOS_BUG": settings.bug,
+                "OMP_NUM_THREADS": "1",
+            },
+            Journal(self.folder / "pool.jsonl"),
+        )
+
+    def _commands(self) -> dict[str, list[str]]:
+        s, url = self.settings, self.brokers.url
+        fakes = {
+            "coordinator": False,
+            "renderer": s.renderer == "fake",
+            "engine": s.engine == "fake",
+        }
+        commands = {
+            role: worker_command(role, self.config_file, url, fake, s.step_ms)
+            for role, fake in fakes.items()
+        }
+        commands["load"] = [
+            *(sys.executable, "-m", "ops.chaos.load", "--nats", url),
+            *("--settings", str(self.folder / "settings.json")),
+            *("--out", str(self.folder / "clients.jsonl")),
+        ]
+        return commands
+
+    async def run(self) -> Run:
+        """The recorded run; raises TimeoutError when the system does not start or never ends."""
+        shm_before = shm_entries()
+        try:
+            await self.pool.start()
+            final = await self._run(shm_before)
+        finally:
+            await self.pool.stop()
+        return await asyncio.to_thread(self._recorded, final)
+
+    async def _run(self, shm_before: list[str]) -> Final:
+        store = await Store.connect(self.brokers.url)
+        try:
+            await self._warm_up()
+            await store.settle()
+            before = await self.pool.snapshots()
+            consumers_before = await store.consumers()
+            await self._under_load()
+            await self.pool.wait_ready()
+            settled = await store.settle()
+            return Final(
+                settled=settled,
+                logs={id: log for id, log in (await store.logs()).items() if id[:4] != "warm"},
+                letters=await store.letters(),
+                messages=await store.messages(),
+                left=await store.left(),
+                consumers=await store.consumers(),
+                consumers_before=consumers_before,
+                beats=self._own(await store.beats()),
+                before=before,
+                after=await self.pool.snapshots(),
+                shm_before=shm_before,
+                shm_after=shm_entries(),
+            )
+        finally:
+            await store.close()
+
+    def _own(self, beats):
+        """Of those that live: the last words of the dead stay for some seconds."""
+        pids = {slot.pid for slot in self.pool.slots}
+        return [beat for beat in beats if beat.pid in pids]
+
+    async def _warm_up(self) -> None:
+        """Threads and inboxes that come with the first work belong to a process from then on."""
+        bus = await Bus.connect(self.brokers.url, "chaos-warm-up")
+
+        async def one(number: int) -> None:
+            sampling = SamplingParams(max_tokens=4, seed=number)
+            request = GenerateRequest(MODEL, [Message("user", f"warm {number}")], sampling)
+            async for _ in client.ask(bus, request, f"warm-{number}"):
+                pass
+
+        await asyncio.gather(*(one(number) for number in range(NUM_WARM_UPS)))
+        await bus.close()
+
+    async def _under_load(self) -> None:
+        s = self.settings
+        paced_s = s.requests / s.rate
+        faults = asyncio.create_task(self._faults(paced_s))
+        try:
+            async with asyncio.timeout(paced_s + SPARE_S):
+                await self.pool.run_load()
+        finally:
+            faults.cancel()
+            await asyncio.gather(faults, return_exceptions=True)
+
+    async def _faults(self, paced_s: float) -> None:
+        s = self.settings
+        if s.fault_every_s:
+            weights = s.faults or nemesis.KILLS
+            schedule = nemesis.make_schedule(s.seed, s.fault_every_s, paced_s + SPARE_S, weights)
+            await nemesis.carry_out(schedule, self.pool)
+
+    def _recorded(self, final: Final) -> Run:
+        planned = make_requests(self.settings)
+        config = product_settings.load_config(self.config_file)
+        return Run(
+            settings=self.settings,
+            planned={one.id: one for one in planned},
+            expected=expect(self.settings, config, planned),
+            clients=list(read_events(self.folder / "clients.jsonl")),
+            pool=list(read_events(self.folder / "pool.jsonl")),
+            workers=[
+                event
+                for file in sorted((self.folder / "workers").glob("*.jsonl"))
+                for event in read_events(file)
+            ],
+            final=final,
+            bounds=bounds_of(self.settings),
+        )
+
+
+def bounds_of(settings: Settings) -> Bounds:
+    fake = settings.engine == "fake"
+    rss_mib = {
+        "coordinator": FAKE_RSS_MIB["coordinator"],
+        "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
+        "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
+    }
+    return Bounds(
+        recovery_s=5.0 if fake else 15.0,
+        broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,
+        rss_mib=rss_mib,
+    )
+
+
+async def run_scenario(
+    settings: Settings, brokers: Brokers | None = None, keep: bool = False
+) -> tuple[Verdict, Path]:
+    """The verdict, and the folder of the run, which is gone if there is nothing to look for."""
+    scenario = Scenario(settings, brokers)
+    verdict = check(await scenario.run())
+    if verdict.clean and not keep:
+        shutil.rmtree(scenario.folder)
+    return verdict, scenario.folder
+
+
+__all__ = ["AnyEvent", "Config", "Planned", "Scenario", "bounds_of", "run_scenario"]

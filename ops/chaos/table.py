@@ -1,0 +1,276 @@
+"""The fault matrix: its 86 cells, how each is injected, its bound, and whether it can run here."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ops.chaos import cells, nets
+from ops.chaos.plan import Mix
+from ops.chaos.pool import LOAD
+from ops.chaos.scene import Disturb
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`run` disturbs a scene; without it `why_not` says why the cell cannot run here."""
+
+    name: str
+    how: str
+    bound: str = ""
+    run: Disturb | None = None
+    why_not: str = ""
+    needs: Callable[[], str | None] = lambda: None
+    on: str = "single"
+    load_s: float = 6.0
+    change: dict[str, Any] = field(default_factory=dict)
+    """Of the load's settings."""
+    known: str = ""
+    """Why a violation is no news: a limit that the documentation states."""
+
+    @property
+    def reason(self) -> str | None:
+        return self.why_not or self.needs()
+
+
+NO_ENCODER = "there is no encoder role yet"
+NO_GATEWAY = "there is no gateway role yet"
+NO_ARENA = "payloads travel inside messages yet: no shared memory"
+
+# -- the table --------------------------------------------------------------------------------
+
+
+def _process_cells() -> Iterator[Cell]:
+    for role in ("coordinator", "renderer", "engine", LOAD):
+        name = "client" if role == LOAD else role
+        yield Cell(f"{name}: SIGKILL", "kill -9, three times", "5 s", cells.sigkill(role), load_s=8)
+        yield Cell(
+            f"{name}: SIGSTOP",
+            f"kill -STOP, {cells.STOP_S:.0f} s, kill -CONT",
+            "5 s beside it",
+            cells.sigstop(role),
+            load_s=22,
+        )
+        yield Cell(f"{name}: SIGTERM", "kill -TERM under load", "30 s, exit 0", cells.drain(role))
+        yield Cell(
+            f"{name}: rolling restart", "each in turn, twice", "no failure", cells.rolling(role)
+        )
+        yield Cell(
+            f"{name}: OOM",
+            "memory cgroup, kernel's OOM killer, twice",
+            "5 s",
+            cells.out_of_memory(role),
+            needs=cells.why_no_memory_limit,
+        )
+        yield Cell(
+            f"{name}: bad network",
+            "packet loss 30 % (iptables), 200 ms delay, cut mid-frame, half-open, reset (proxy)",
+            "7 s",
+            cells.bad_network(role),
+            needs=nets.why_not,
+            load_s=14,
+        )
+    for name, why_not in (("encoder", NO_ENCODER), ("gateway", NO_GATEWAY)):
+        faults = ("SIGKILL", "SIGSTOP", "SIGTERM", "rolling restart", "OOM", "bad network")
+        yield from (Cell(f"{name}: {fault}", "", why_not=why_not) for fault in faults)
+
+
+BROKER = [
+    Cell("broker: SIGKILL", "kill -9", "3 s", cells.broker_killed(1, 1.5)),
+    Cell("broker: SIGSTOP 30 s", "kill -STOP", "3 s", cells.broker_stopped(30.0), load_s=20),
+    Cell("broker: SIGTERM", "kill -TERM", "3 s", cells.broker_terminated),
+    Cell("broker: killed every 2 s", "kill -9", "3 s", cells.broker_killed(8, 2.0), load_s=18),
+    Cell(
+        "broker: OOM",
+        "memory cgroup",
+        "3 s",
+        cells.broker_out_of_memory,
+        needs=cells.why_no_memory_limit,
+    ),
+    Cell(
+        "broker: packet loss 30 %",
+        "iptables on its port",
+        "7 s",
+        cells.broker_lossy,
+        needs=nets.why_not,
+        load_s=10,
+    ),
+    Cell("broker: disk full", "tmpfs of 24 MiB", "3 s", cells.disk_full, on="disk", load_s=10),
+    Cell(
+        "broker: queue at its limit",
+        "8 MB of requests, limit 2 MiB",
+        "refused in 1 s",
+        cells.queue_at_its_limit,
+        on="tight",
+        change={"mix": Mix(deadline=0)},
+    ),
+]
+
+CLUSTER = [
+    Cell("cluster: kill leader", "kill -9, twice", "10 s", cells.member_killed(leader=True)),
+    Cell("cluster: kill follower", "kill -9, twice", "10 s", cells.member_killed(leader=False)),
+    Cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", cells.members_down(2)),
+    Cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", cells.members_down(3)),
+    Cell("cluster: SIGSTOP leader", "kill -STOP, 15 s", "10 s", cells.leader_stopped),
+    Cell(
+        "cluster: leader isolated",
+        "iptables by cgroup, 12 s",
+        "10 s",
+        cells.member_isolated(leader=True),
+        needs=nets.why_not,
+    ),
+    Cell(
+        "cluster: clients cut from the leader",
+        "iptables by port, 11 s",
+        "10 s",
+        cells.clients_cut_from_the_leader,
+        needs=nets.why_not,
+    ),
+    Cell("cluster: rolling restart", "SIGTERM, one by one", "10 s", cells.rolling_members),
+    Cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s", cells.leader_disk_full),
+    Cell(
+        "cluster: follower corrupted",
+        "one bit of its .blk files, then fail over",
+        "detected",
+        cells.follower_corrupted,
+        known="a documented limit of nats-server (Jepsen, issue 7549)",
+    ),
+]
+
+SHARED_MEMORY = [
+    Cell(f"shared memory: {what}", "", why_not=NO_ARENA)
+    for what in (
+        "writer killed",
+        "reader killed",
+        "writer truncates",
+        "/dev/shm full",
+        "stale generation",
+        "forged handle",
+    )
+]
+
+DISK = [
+    Cell("disk: log disk full", "stderr of workers on a full tmpfs", "5 s", cells.log_disk_full),
+    Cell("disk: cache disk full", "", why_not="no worker keeps anything on a disk"),
+    Cell(
+        "disk: read-only root",
+        "workers in a mount namespace without a writable path",
+        "5 s",
+        cells.read_only_root,
+    ),
+]
+
+SLOW = [
+    Cell("slow: client stops reading", "proxy holds, 8 s", "", cells.reader_that_stops, load_s=9),
+    Cell("slow: gateway stalls", "", why_not=NO_GATEWAY),
+    Cell(
+        "slow: engine slower than renderer",
+        "engines stopped, stage queue of 1 MiB",
+        "",
+        cells.engine_slower_than_renderer,
+        on="tight",
+        change={"mix": Mix(deadline=0)},
+    ),
+    Cell(
+        "slow: flood in the batch lane",
+        "10x beside the load (there are no tenants yet)",
+        "",
+        cells.batch_flood,
+    ),
+]
+
+CLOCK = [
+    Cell(
+        f"clock: {what}",
+        f"libfaketime {fake_time} on one worker of each role",
+        "deadline + 2 s",
+        cells.clock(fake_time),
+        needs=cells.why_no_faketime,
+        load_s=10,
+    )
+    for what, fake_time in (("+1 h", "+1h"), ("-1 h", "-1h"), ("drift 2 s/s", "+0 x3"))
+] + [
+    Cell("clock: none read", "a gate on the source", "", cells.no_wall_clock, load_s=1),
+]
+
+PARTITION = [
+    Cell(
+        "partition: worker from broker",
+        "proxy holds, one of each role, 10 s",
+        "7 s",
+        cells.all_workers_blackholed,
+        load_s=14,
+    ),
+    Cell("partition: one way", "proxy holds one direction", "7 s", cells.one_way, load_s=20),
+    Cell(
+        "partition: client from broker",
+        "proxy holds, 10 s (in the gateway's place)",
+        "7 s",
+        cells.blackholed(LOAD),
+        load_s=14,
+    ),
+    Cell(
+        "partition: minority of brokers",
+        "iptables by cgroup, 12 s",
+        "10 s",
+        cells.member_isolated(leader=False),
+        needs=nets.why_not,
+        on="cluster",
+        load_s=20,
+    ),
+    Cell("partition: flapping", "proxy, 1 s on, 1 s off, 20 s", "7 s", cells.flapping, load_s=22),
+    Cell(
+        "partition: healed after the deadline",
+        "proxy holds both engines",
+        "deadline + 2 s",
+        cells.healed_after_the_deadline,
+        load_s=8,
+    ),
+]
+
+POISON = [
+    Cell("poison: raises in render", "", "dead letter", cells.raises_in_render, on="poison"),
+    Cell("poison: raises in encode", "", why_not=NO_ENCODER),
+    Cell("poison: raises in a step", "", "dead letter", cells.raises, on="poison"),
+    Cell("poison: kills the worker", "SIGKILL from inside", "2 deaths", cells.kills, on="poison"),
+    Cell("poison: hangs the step", "", "dead letter", cells.hangs, on="poison", load_s=8),
+]
+
+OVERLOAD = [
+    Cell(
+        "overload: 10x rate",
+        "100 requests a second into a queue of 60",
+        "refused in 1 s",
+        cells.only_load,
+        on="tight",
+        change={
+            "rate": 100.0,
+            "requests": 600,
+            "concurrency": 300,
+            "max_tokens": (2, 24),
+            "mix": Mix(deadline=0),
+        },
+    ),
+    Cell(
+        "overload: KV exhausted",
+        "96 blocks for 16 sequences",
+        "",
+        cells.only_load,
+        on="tight",
+        change={"mix": Mix(deadline=0), "rate": 20.0, "requests": 120},
+    ),
+    Cell("overload: 1,000 queued, then cancelled", "", "30 s", cells.queued_then_cancelled),
+    Cell("overload: max_ack_pending", "has none", "", cells.no_common_credit, load_s=1),
+]
+
+CELLS = [
+    *_process_cells(),
+    *BROKER,
+    *(replace(cell, on="cluster", load_s=20.0) for cell in CLUSTER),
+    *SHARED_MEMORY,
+    *DISK,
+    *SLOW,
+    *CLOCK,
+    *PARTITION,
+    *POISON,
+    *OVERLOAD,
+]
