@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,21 @@ check: .venv/installed
 bench: .venv/installed  ## engine against transformers, hand-over latency, KV waste
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
+
+chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
+	$(BIN)/python -m ops.chaos quick
+
+chaos-bugs: .venv/installed  ## every planted bug must be caught; 8 minutes
+	$(BIN)/python -m ops.chaos bugs
+
+chaos: .venv/installed  ## the long runs of docs/reliability.md; 40 minutes
+	$(BIN)/python -m ops.chaos run kills
+	$(BIN)/python -m ops.chaos run model
+	$(BIN)/python -m ops.chaos run leaders
+	$(BIN)/python -m ops.chaos run rolling
+
+chaos-matrix: .venv/installed  ## every cell of the fault matrix, three seeds; needs root; an hour
+	$(BIN)/python -m ops.chaos.matrix --seed 1 --seed 2 --seed 3
 
 docs: .venv/installed  ## docs/messages.md from the message types
 	$(BIN)/python -m ops.write_messages_doc

@@ -1,57 +1,117 @@
-"""python -m ops.chaos run | quick | rolling | bugs"""
+"""Faults, recorded histories, and one checker.
+
+python -m ops.chaos quick            what CI runs
+python -m ops.chaos run kills        one of the runs of docs/reliability.md
+python -m ops.chaos bugs             every planted bug must be caught
+python -m ops.chaos.matrix           the fault matrix
+"""
 
 import sys
+import time
+from collections import Counter
+from typing import Literal
 
 import uvloop
 from cyclopts import App
+from msgspec.structs import replace
 from rich.console import Console
 
-from ops.chaos.plan import Mix, Settings
+from ops.chaos import bugs as planted
+from ops.chaos.checker import Verdict
+from ops.chaos.plan import Settings
+from ops.chaos.runs import QUICK, RUNS
 from ops.chaos.scenario import run_scenario
+from shared import telemetry
+
+SHOWN = 20
 
 app = App(name="chaos", help=__doc__)
-console = Console()
+console = Console(highlight=False, soft_wrap=True)
 
 
 @app.command
 def run(
+    name: Literal["kills", "model", "leaders", "rolling"],
+    /,
     *,
-    requests: int = 200,
-    rate: float = 20.0,
-    fault_every: float = 0.0,
-    engines: int = 3,
-    renderers: int = 2,
-    coordinators: int = 2,
-    engine: str = "fake",
-    renderer: str = "real",
     seed: int = 1,
-    crash: str = "",
-    bug: str = "",
-    cancels: bool = True,
+    requests: int | None = None,
     keep: bool = False,
 ) -> int:
-    mix = Mix() if cancels else Mix(cancel=0, deadline=0, follow=0)
-    s = Settings(
-        seed=seed,
-        requests=requests,
-        rate=rate,
-        fault_every_s=fault_every,
-        engines=engines,
-        renderers=renderers,
-        coordinators=coordinators,
-        engine=engine,
-        renderer=renderer,
-        crash=crash,
-        bug=bug,
-        mix=mix,
+    """One of the runs whose results are in docs/reliability.md.
+
+    Parameters
+    ----------
+    seed
+        Of the requests, of the faults, and of who does what; the same seed makes the same run.
+    requests
+        Fewer than the run has.
+    keep
+        Keep the folder of the run even if nothing was wrong.
+    """
+    settings = replace(RUNS[name], seed=seed)
+    if requests is not None:
+        settings = replace(settings, requests=requests)
+    return 0 if _run(name, settings, keep=keep) else 1
+
+
+@app.command
+def quick(*, seed: int = 1) -> int:
+    """Every role is killed, with the fake engine and with the demo model."""
+    # All of them, for a first failure tells less than two.
+    clean = [_run(name, replace(settings, seed=seed)) for name, settings in QUICK.items()]
+    return 0 if all(clean) else 1
+
+
+@app.command
+def bugs(*names: str) -> int:
+    """Plant each bug, or those named, in its scenario; the checker must find each of them.
+
+    The scenarios without a bug are run first, and must be clean.
+    """
+    chosen = names or tuple(planted.BUGS)
+    scenarios = dict.fromkeys(planted.BUGS[name].scenario for name in chosen)
+    missed = [name for name in scenarios if not _run(name, planted.SCENARIOS[name])]
+    for name in chosen:
+        verdict, _ = uvloop.run(run_scenario(planted.settings_of(name)))
+        found = Counter(violation.invariant for violation in verdict.violations)
+        caught = planted.BUGS[name].seen_as & set(found)
+        console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(found)}")
+        missed += [] if caught else [name]
+    console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
+    return 1 if missed else 0
+
+
+def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
+    telemetry.setup("error", role="chaos")
+    began = time.monotonic()
+    verdict, folder = uvloop.run(run_scenario(settings, keep=keep))
+    took_s = time.monotonic() - began
+    for violation in verdict.violations[:SHOWN]:
+        console.print(f"  {violation}", markup=False)
+    if keep or not verdict.clean:
+        console.print(f"  see {folder}")
+    console.print(_row(name, settings, verdict, took_s), markup=False)
+    return verdict.clean
+
+
+def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
+    """A row of the table in docs/reliability.md."""
+    figures, counts = verdict.figures, verdict.counts
+    faults = ", ".join(f"{count} {what}" for what, count in sorted(counts["faults"].items()))
+    ends = ", ".join(f"{count} {what}" for what, count in counts["ends"].most_common())
+    cells = (
+        name,
+        settings.seed,
+        f"{figures['requests']:.0f}: {ends}",
+        faults or "none",
+        f"{figures['resumed']:.0f}",
+        f"{figures['p50_s']:.2f} / {figures['p99_s']:.2f} / {figures['max_s']:.1f}",
+        f"{figures['longest_gap_s']:.1f}",
+        f"{took_s:.0f}",
+        len(verdict.violations),
     )
-    verdict, folder = uvloop.run(run_scenario(s, keep=keep))
-    for v in verdict.violations[:20]:
-        console.print(str(v), highlight=False, markup=False)
-    console.print(
-        len(verdict.violations), "violations", verdict.figures, verdict.counts, str(folder)
-    )
-    return 0 if verdict.clean else 1
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

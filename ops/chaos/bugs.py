@@ -30,7 +30,13 @@ SCENARIOS = {
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
     "deadlines": replace(BASE, mix=replace(CALM, deadline=0.3), requests=60, rate=10.0),
     "killers": replace(
-        BASE, mix=replace(CALM, kills=0.02), max_deaths=2, requests=100, timeout_s=25.0
+        # A death is known after three seconds of silence: work must not come again sooner.
+        BASE,
+        mix=replace(CALM, kills=0.02),
+        max_deaths=2,
+        requests=100,
+        timeout_s=40.0,
+        ack_wait_s=4.0,
     ),
     "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=2, requests=100),
     "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
@@ -213,9 +219,7 @@ def _stop_strings_not_replayed() -> None:
 
     def forgetful(self: Any, choice: Any, logged: Any) -> None:
         resume(self, choice, logged)
-        choice.detokenizer = Detokenizer(
-            self._decode, choice.sequence.request.sampling.stop
-        )
+        choice.detokenizer = Detokenizer(self._decode, choice.sequence.request.sampling.stop)
 
     _put(Core, "_resume", forgetful)
 

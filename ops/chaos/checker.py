@@ -4,6 +4,7 @@ Pure: it reads neither files nor clocks, and a run that nobody has run can be ch
 is how it is tested. The invariants I1 to I14 are those of the design's reliability page.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ def measure(run: Run) -> dict[str, float]:
     first = {id: sessions[0].asked.t for id, sessions in run.sessions.items()}
     took = sorted(t - first[id] for id, t in run.ended.items())
     seen = sorted(event.t for event in run.clients if isinstance(event, Got))
-    gaps = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(seen)]
     asked = [event.t for event in run.clients if isinstance(event, Asked)]
     rss = [event.rss_mib for event in run.pool if isinstance(event, Memory)]
     return {

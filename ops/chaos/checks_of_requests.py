@@ -1,5 +1,6 @@
 """I1 to I4, I10 to I12 and I14: what each client saw of its request, and what its log holds."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -158,7 +159,7 @@ def _first_difference(found: Sequence[int], wanted: Sequence[int]) -> int:
 
 def check_attempts(run: Run, planned: Planned) -> Iterator[str]:
     chunks = [record for record in _log(run, planned) if isinstance(record, TokenChunk)]
-    for before, after in zip(chunks, chunks[1:], strict=False):
+    for before, after in itertools.pairwise(chunks):
         if after.attempt < before.attempt:
             yield (
                 f"record {after.index} is of attempt {after.attempt}, after one of attempt"

@@ -17,7 +17,6 @@ from ops.chaos import fake
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
 from shared.messages import ChoiceDelta
-from shared.sampling import SamplingParams
 from workers.coordinator.admission import admit
 from workers.engine.core import Core
 from workers.engine.sequence import EngineRequest, Item
@@ -99,8 +98,7 @@ def _extend(choice: ExpectedChoice, delta: ChoiceDelta) -> None:
 
 
 def _rendered(planned: Planned, processor: Any, config: Config) -> EngineRequest:
-    """As coordinator and renderer would make it; a harmful seed is replaced, for it does its work
-    here as well."""
+    """As coordinator and renderer would make it."""
     request = planned.request
     data = msgspec.json.encode(request)
     _, sampling = admit(f"pm.request.{request.model}", planned.id, data, config.models)
@@ -117,7 +115,7 @@ def _rendered(planned: Planned, processor: Any, config: Config) -> EngineRequest
         )
         for item in rendered.items
     ]
-    return EngineRequest(planned.id, rendered.prompt_token_ids, items, _harmless(sampling))
+    return EngineRequest(planned.id, rendered.prompt_token_ids, items, sampling)
 
 
 def _images(request: Any, config: Config) -> Iterator[Any]:
@@ -127,12 +125,6 @@ def _images(request: Any, config: Config) -> Iterator[Any]:
 
         for field, part in parts:
             yield fetch_image(part.image_url.url, config.renderer, field)
-
-
-def _harmless(sampling: SamplingParams) -> SamplingParams:
-    if sampling.seed in (fake.KILLS_SEED, fake.RAISES_SEED, fake.HANGS_SEED):
-        return msgspec.structs.replace(sampling, seed=0)
-    return sampling
 
 
 def _digest(settings: Settings, planned: Sequence[Planned]) -> str:

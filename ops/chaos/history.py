@@ -155,7 +155,7 @@ class Journal:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """In the order of writing; a last line that was cut off by the end of its writer is left out."""
+    """In the order of writing; a last line that was cut off with its writer is left out."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):

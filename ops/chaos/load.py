@@ -85,7 +85,7 @@ class Load:
     async def _be_client(self, planned: Planned) -> None:
         beside: list[asyncio.Task[bool]] = []
         give_up = now() + planned.timeout_s + PATIENCE_S
-        while not await self._session(planned, beside) and now() < give_up:
+        while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(AGAIN_S)
         for task in beside:
             while not await task and now() < give_up:

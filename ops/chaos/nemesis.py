@@ -5,12 +5,17 @@ who is alive at the time.
 """
 
 import asyncio
+import contextlib
+import itertools
+import os
 import random
 import signal
 from dataclasses import dataclass
 from typing import Protocol
 
-from ops.chaos.history import now
+from ops.chaos.cluster3 import Cluster3
+from ops.chaos.history import Fault, Journal, now
+from shared.subjects import REQUESTS_STREAM, STAGES_STREAM, TOKENS_STREAM
 
 # A renderer takes 3 to 4 s of a core to come back: as often as an engine, renderers would be the
 # whole load of the machine. The client process is part of the system too.
@@ -36,6 +41,8 @@ SIGNALS = {
 }
 # Longer than the ack wait of a run: what is in hand goes to another, and comes back to life then.
 STOP_S = (1.0, 6.0)
+# Nobody knows yet of a leader that has just died.
+SETTLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +97,17 @@ async def carry_out(schedule: list[Step], victims: Victims) -> None:
     finally:
         for pid in stopped:
             victims.resume(pid)
+
+
+async def kill_leaders(every_s: float, cluster: Cluster3, journal: Journal) -> None:
+    """Kill the leader of one stream after the other, the next when the last has caught up."""
+    for stream in itertools.cycle((TOKENS_STREAM, STAGES_STREAM, REQUESTS_STREAM)):
+        began = now()
+        leader = await cluster.leader_of(stream)
+        if leader is not None:
+            journal.write(Fault(now(), "kill", "leader", leader, cluster.pid(leader)))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cluster.pid(leader), signal.SIGKILL)
+            await asyncio.sleep(SETTLE_S)
+            await cluster.wait_current()
+        await asyncio.sleep(began + every_s - now())

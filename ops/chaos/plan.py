@@ -53,6 +53,8 @@ class Settings(Struct, frozen=True):
     """0: none."""
     faults: dict[str, float] = {}
     """"kill:engine" and the like with their weights; see `nemesis`."""
+    rolling_rounds: int = 0
+    """How often every worker is drained and replaced, one after the other."""
     crash: str = ""
     """Crash points of workers; see `crash`."""
     bug: str = ""
@@ -183,6 +185,9 @@ def _sampling(
         given |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
     elif behaviour in ("ask_during", "follow"):
         given |= {"max_tokens": high, "ignore_eos": True, "stop": []}
+    elif settings.engine == "demo" and rng.random() < 0.5:
+        # The model itself comes to an end after a few words.
+        given["ignore_eos"] = True
     if harm is not None:
         given |= {"temperature": 1.0, "seed": harm}
     return given

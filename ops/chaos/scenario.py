@@ -10,15 +10,15 @@ import msgspec
 
 from ops.chaos import nemesis
 from ops.chaos.checker import Bounds, Run, Verdict, check
+from ops.chaos.cluster3 import Cluster3
 from ops.chaos.dump import Store, shm_entries
 from ops.chaos.expected import expect
 from ops.chaos.fake import MAX_MODEL_LEN
-from ops.chaos.history import AnyEvent, Final, Journal, read_events
-from ops.chaos.plan import MODEL, ROOT, Planned, Settings, make_requests
-from ops.chaos.pool import Brokers, OneBroker, Pool, worker_command
+from ops.chaos.history import Final, Journal, read_events
+from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
+from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
 from shared.bus import Bus
-from shared.config import Config
 from shared.messages import GenerateRequest, Message
 from shared.sampling import SamplingParams
 from workers import settings as product_settings
@@ -61,15 +61,38 @@ def write_config(settings: Settings, folder: Path) -> Path:
     return file
 
 
+class ThreeBrokers:
+    """A cluster in the pool's terms; whom to harm is asked of the cluster itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cluster = Cluster3(folder)
+        self.url = self.cluster.url
+
+    def start(self) -> None:
+        asyncio.run(self.cluster.start())
+
+    def stop(self) -> None:
+        asyncio.run(self.cluster.stop())
+
+    def victim(self, pick: int) -> int | None:
+        return None
+
+    def revive(self) -> list[int]:
+        ended = [n for n, member in enumerate(self.cluster.members) if member.ended]
+        for number in ended:
+            self.cluster.start_member(number)
+        return [self.cluster.pid(number) for number in ended]
+
+
 class Scenario:
     """A run in a folder of its own, which is kept when something was wrong."""
 
-    def __init__(self, settings: Settings, brokers: Brokers | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.folder = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
         self.config_file = write_config(settings, self.folder)
         (self.folder / "settings.json").write_bytes(msgspec.json.encode(settings))
-        self.brokers = brokers or OneBroker(self.folder / "nats")
+        self.brokers = (ThreeBrokers if settings.brokers == 3 else OneBroker)(self.folder / "nats")
         self.pool = Pool(
             self.folder,
             self.brokers,
@@ -170,16 +193,29 @@ class Scenario:
         try:
             async with asyncio.timeout(paced_s + SPARE_S):
                 await self.pool.run_load()
+                if s.rolling_rounds:
+                    await faults
         finally:
             faults.cancel()
             await asyncio.gather(faults, return_exceptions=True)
 
     async def _faults(self, paced_s: float) -> None:
         s = self.settings
-        if s.fault_every_s:
+        if s.rolling_rounds:
+            await self._roll(s.rolling_rounds)
+        elif isinstance(self.brokers, ThreeBrokers):
+            await nemesis.kill_leaders(s.fault_every_s, self.brokers.cluster, self.pool.journal)
+        elif s.fault_every_s:
             weights = s.faults or nemesis.KILLS
             schedule = nemesis.make_schedule(s.seed, s.fault_every_s, paced_s + SPARE_S, weights)
             await nemesis.carry_out(schedule, self.pool)
+
+    async def _roll(self, rounds: int) -> None:
+        """Drain and replace every worker in turn; ends with the last round."""
+        for _ in range(rounds):
+            for slot in self.pool.slots:
+                if slot.role != LOAD:
+                    await self.pool.restart(slot)
 
     def _recorded(self, final: Final) -> Run:
         planned = make_requests(self.settings)
@@ -214,15 +250,10 @@ def bounds_of(settings: Settings) -> Bounds:
     )
 
 
-async def run_scenario(
-    settings: Settings, brokers: Brokers | None = None, keep: bool = False
-) -> tuple[Verdict, Path]:
+async def run_scenario(settings: Settings, keep: bool = False) -> tuple[Verdict, Path]:
     """The verdict, and the folder of the run, which is gone if there is nothing to look for."""
-    scenario = Scenario(settings, brokers)
+    scenario = Scenario(settings)
     verdict = check(await scenario.run())
     if verdict.clean and not keep:
         shutil.rmtree(scenario.folder)
     return verdict, scenario.folder
-
-
-__all__ = ["AnyEvent", "Config", "Planned", "Scenario", "bounds_of", "run_scenario"]

@@ -26,8 +26,8 @@ from ops.chaos.plan import MODEL
 from shared import runtime
 from shared.bus import Bus
 from shared.consumer import Consumer, Delivery
-from shared.runtime import Context
 from shared.messages import TokenChunk, to_json
+from shared.runtime import Context
 from workers import settings
 from workers.__main__ import ROLE_MODULES
 
@@ -130,7 +130,7 @@ def _watch_blocks(core: Any, journal: Journal) -> None:
     core.stats = stats
 
 
-def watch(journal: Journal, crash: CrashPoints) -> None:
+def watch(journal: Journal, crash: CrashPoints) -> None:  # noqa: C901
     """Write down what the worker does, and let it die between any two steps."""
 
     def tell(what: str, id: str = "", at: int = 0) -> None:

@@ -1,0 +1,46 @@
+"""The runs whose results are in docs/reliability.md."""
+
+from msgspec.structs import replace
+
+from ops.chaos.nemesis import MIXED
+from ops.chaos.plan import Mix, Settings
+
+# Answers long enough to be caught by a fault in the middle, half of the questions with pictures.
+DEMO = Settings(
+    engine="demo",
+    requests=2000,
+    rate=3.4,
+    timeout_s=120.0,
+    max_tokens=(32, 256),
+    mix=Mix(pictures=0.5),
+)
+
+RUNS: dict[str, Settings] = {
+    # A SIGKILL of any process every 2 s.
+    "kills": Settings(requests=10_000, rate=30.0, fault_every_s=2.0),
+    "model": replace(
+        DEMO,
+        fault_every_s=8.0,
+        faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
+    ),
+    "leaders": Settings(
+        requests=10_000,
+        rate=16.0,
+        fault_every_s=11.0,
+        brokers=3,
+        timeout_s=120.0,
+        engines=2,
+        renderers=1,
+    ),
+    "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
+}
+
+# In three minutes on two cores, for CI.
+QUICK: dict[str, Settings] = {
+    "fake engine, mixed faults": Settings(
+        requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
+    ),
+    "demo model, kills": replace(
+        DEMO, requests=100, rate=4.0, fault_every_s=4.0, engines=2, max_tokens=(16, 96)
+    ),
+}
