@@ -89,15 +89,18 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
 
 
 def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
-    """Streams in memory: a broker that runs alone forgets them, and their definitions, at its end.
+    """Streams that tell what is going on now; a request's fate does not hang on them.
 
-    They tell what is going on now; a request's fate does not hang on them.
+    A broker that runs alone keeps them in memory, and forgets them and their definitions at its
+    end. A replica in memory would have to fetch everything anew after its restart, and was seen not
+    to catch up under load, so a cluster keeps them on disk.
     """
+    storage = api.StorageType.MEMORY if replicas == 1 else api.StorageType.FILE
     return [
         api.StreamConfig(
             name=subjects.ATTEMPTS_STREAM,
             subjects=[subjects.ATTEMPTS_FILTER],
-            storage=api.StorageType.MEMORY,
+            storage=storage,
             max_age=delivery.token_log_age_s,
             max_bytes=128 * MIB,
             max_msgs_per_subject=MAX_ATTEMPT_RECORDS,
@@ -108,7 +111,7 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
         api.StreamConfig(
             name=subjects.WORKERS_STREAM,
             subjects=[subjects.HEARTBEATS_FILTER],
-            storage=api.StorageType.MEMORY,
+            storage=storage,
             max_age=HEARTBEAT_TTL_S,
             max_bytes=32 * MIB,
             max_msgs_per_subject=1,
