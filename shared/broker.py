@@ -76,7 +76,9 @@ class Broker:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _listens(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
+                # It stays ours as one that has ended, so that whoever keeps it tries again.
+                self._process.kill()
+                self._process.wait()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
 

@@ -15,18 +15,15 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import OutboundBufferLimitError
 from nats.js import JetStreamContext, api
 from nats.js.errors import (
     APIError,
-    NoStreamResponseError,
     NotFoundError,
-    ServiceUnavailableError,
 )
 
 from shared import streams, subjects
 from shared.config import DeliveryConfig, NatsConfig
-from shared.consumer import ACK_ATTEMPTS, Consumer
+from shared.consumer import ACK_ATTEMPTS, ACK_PAUSE_S, Consumer
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
@@ -46,6 +43,9 @@ MAX_RETRY_S = 1.0
 READ_BATCH = 256
 # Live messages that wait for a slow reader; what does not fit it finds in the stream.
 MAX_UNREAD = 4096
+
+# Of a worker whose heartbeat comes every second.
+DEAD_AFTER_S = 3.0
 
 # Server error codes (nats-server's errors.json).
 _WRONG_LAST_SEQUENCE = 10071
@@ -119,7 +119,11 @@ class Bus:
             await nc.close()
             raise Unavailable(f"no nats-server answers at {url}") from error
         bus = cls(nc)
-        await bus.set_clock()
+        try:
+            await bus.set_clock()
+        except Unavailable:
+            await bus.close()
+            raise
         return bus
 
     def _resume(self) -> None:
@@ -128,15 +132,18 @@ class Bus:
             consumer.reconnected()
         for listener in self._listeners:
             listener.wake()
-        if self._volatile:
+        if self._volatile and (self._reviving is None or self._reviving.done()):
             self._reviving = asyncio.create_task(self._revive())
 
     async def _revive(self) -> None:
         # A broker that runs alone comes back without its streams in memory.
-        try:
-            await streams.ensure(self._nc, self._volatile)
-        except (NatsError, PagemillError) as error:
-            _log.warning("streams_not_revived", error=str(error))
+        while not self._closing:
+            try:
+                await streams.ensure(self._nc, self._volatile)
+                return
+            except (NatsError, PagemillError) as error:
+                _log.warning("streams_not_revived", error=str(error) or type(error).__name__)
+            await asyncio.sleep(MAX_RETRY_S)
 
     # -- the one clock ------------------------------------------------------------------------
 
@@ -215,12 +222,7 @@ class Bus:
         """
         self.check_size(data, subject)
         header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
-        try:
-            ack = await self._publish(subject, data, header)
-        except APIError as error:
-            if error.err_code == _WRONG_LAST_SEQUENCE:
-                raise Fenced(f"{subject} has moved on from sequence {last_sequence}") from error
-            raise
+        ack = await self._publish(subject, data, header)
         assert ack is not None, "logs have no limit on a subject"
         return ack.seq
 
@@ -244,44 +246,42 @@ class Bus:
         with contextlib.suppress(NatsError):
             await self._nc.publish(subject, b"")
 
-    async def acknowledge(self, receipt: str) -> None:
-        """Acknowledge somebody else's delivery; without effect if it has been already.
-
-        If the server stays silent, that somebody gets the message again and sees that it is over.
-        """
+    async def acknowledge(self, receipt: str) -> bool:
+        """Acknowledge somebody else's delivery; returns whether the server has confirmed it."""
         for _ in range(ACK_ATTEMPTS):
             with contextlib.suppress(NatsError):
                 await self._nc.request(receipt, b"+ACK", timeout=ANSWER_TIMEOUT_S)
-                return
+                return True
+            await asyncio.sleep(ACK_PAUSE_S)
+        return False
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]
     ) -> api.PubAck | None:
-        """None: the stream has a message of this subject, and takes no second one."""
+        """None: the stream has a message of this subject, and takes no second one.
+
+        Raises Fenced, Overloaded, or Unavailable after PUBLISH_DEADLINE_S.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PUBLISH_DEADLINE_S
         pause = FIRST_RETRY_S
         while True:
             try:
                 return await self._js.publish(subject, data, headers=headers)
-            except (
-                TimeoutError,
-                NatsError,
-                NoStreamResponseError,
-                ServiceUnavailableError,
-                OutboundBufferLimitError,
-            ) as error:
-                if isinstance(error, APIError):
-                    reason = error.description or ""
-                    if error.err_code == _STORE_FAILED and "per subject" in reason:
-                        return None
-                    if error.err_code == _STORE_FAILED and "maximum" in reason:
-                        raise Overloaded(
-                            f"the queue of {subject} is full ({reason});"
-                            f" try again in {Overloaded.retry_after_s:g} s"
-                        ) from error
-                    if not isinstance(error, ServiceUnavailableError):
-                        raise
+            except NatsError as error:
+                code = error.err_code if isinstance(error, APIError) else None
+                reason = error.description or "" if isinstance(error, APIError) else ""
+                if code == _WRONG_LAST_SEQUENCE:
+                    raise Fenced(f"{subject} has moved on: {reason}") from error
+                if code == _STORE_FAILED and "per subject" in reason:
+                    return None
+                if code == _STORE_FAILED and "maximum" in reason:
+                    raise Overloaded(
+                        f"the queue of {subject} is full ({reason});"
+                        f" try again in {Overloaded.retry_after_s:g} s"
+                    ) from error
+                # All else passes: no answer, no leader, no room, or (in a cluster) the same message
+                # or its predecessor being stored just now.
                 if loop.time() + pause > deadline:
                     raise Unavailable(f"the broker did not store a message: {error}") from error
             await asyncio.sleep(pause)
@@ -375,8 +375,10 @@ class Bus:
         """A client's request that has not ended; empty if it is not there any more."""
         try:
             found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
-        except NatsError:
+        except NotFoundError:
             return b""
+        except NatsError as error:
+            raise Unavailable(f"the broker does not tell of request {sequence}") from error
         return found.data or b""
 
     async def bounds(self, stream: str) -> tuple[int, int]:
@@ -412,8 +414,12 @@ class Bus:
         """
         listener = Listener()
         listener.subscription = await self._nc.subscribe(subject, cb=listener.receive)
-        await self._flush()
         self._listeners.add(listener)
+        try:
+            await self._flush()
+        except BaseException:
+            await self.unlisten(listener)
+            raise
         return listener
 
     async def unlisten(self, listener: "Listener") -> None:
@@ -442,8 +448,9 @@ class Bus:
                 await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
                 return
             except NatsError as error:
-                if loop.time() > deadline:
+                if loop.time() > deadline or self._nc.is_closed:
                     raise Unavailable(f"the broker does not answer: {error}") from error
+            await asyncio.sleep(FIRST_RETRY_S)
 
     # -- workers ----------------------------------------------------------------------------
 
@@ -451,14 +458,21 @@ class Bus:
         await self.publish_unnamed(subjects.heartbeat(worker), data)
 
     async def heartbeats(self) -> list[bytes]:
-        """The last heartbeat of every worker that is alive, or was a few seconds ago."""
+        """The last heartbeat of every worker that is alive."""
         stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
-        return [message.data for message in stored]
+        newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
+        return [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
 
-    async def heartbeat_age_s(self, worker: str) -> float | None:
-        """How long ago `worker` has shown that it lives; None for one that is forgotten."""
-        beat = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
-        return None if beat is None else (self.now_ms() - beat.stored_ms) / 1000
+    async def is_dead(self, worker: str, witness: str) -> bool:
+        """Whether `worker` has been silent while `witness`, who lives, has not.
+
+        While the broker is away nobody is heard, and that is no sign of death.
+        """
+        its = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
+        ours = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(witness))
+        if its is None or ours is None:
+            return its is None
+        return ours.stored_ms - its.stored_ms > 1000 * DEAD_AFTER_S
 
 
 @dataclass(frozen=True, slots=True)

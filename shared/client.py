@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, LogTruncated, Unavailable
 from shared.messages import GenerateRequest, LogRecord, decode_log_record, to_json
 from shared.tokenlog import is_final
 
@@ -42,7 +42,10 @@ async def ask(bus: Bus, request: GenerateRequest, request_id: str) -> AsyncItera
 
 
 async def follow(bus: Bus, request_id: str, start: int = 0) -> AsyncIterator[LogRecord]:
-    """Yield the log of a request from record `start` on, as far as it is and as it grows."""
+    """Yield the log of a request from record `start` on, as far as it is and as it grows.
+
+    Raises LogTruncated when the record that comes next is not there any more.
+    """
     _check_name(request_id, "request_id")
     reader = _Reader(bus, request_id, start)
     await reader.open()
@@ -59,7 +62,8 @@ async def cancel(bus: Bus, request_id: str) -> None:
     Its log then ends with the error `cancelled`, unless it has ended before.
     """
     _check_name(request_id, "request_id")
-    await bus.publish(subjects.cancel(request_id), b"", f"cancel:{request_id}")
+    # The stream keeps one of them at a time, and needs no id to tell.
+    await bus.publish_unnamed(subjects.cancel(request_id), b"")
 
 
 class _Reader:
@@ -84,9 +88,10 @@ class _Reader:
         give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
         silence_s = 0.0 if at_once else SILENCE_S
         while True:
+            began = loop.time()
             fresh = await self._next(silence_s)
-            # Nobody can have said anything between a look into the log and the next.
-            silence_s = SILENCE_S if fresh else min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S)
+            silent = not fresh and loop.time() - began >= silence_s
+            silence_s = min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S) if silent else SILENCE_S
             for record in fresh:
                 yield record
                 if is_final(record):
@@ -110,7 +115,9 @@ class _Reader:
         for message in stored:
             self._first = message.sequence + 1
             record = decode_log_record(message.data)
-            if record.index >= self._expected:
+            if record.index > self._expected:
+                raise LogTruncated("the beginning of this log has been removed to make room")
+            if record.index == self._expected:
                 fresh.append(record)
                 self._expected = record.index + 1
         return fresh

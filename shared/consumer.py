@@ -4,6 +4,7 @@ The half of the bus that workers listen with; `shared.bus` has the connection an
 """
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
 
@@ -15,6 +16,8 @@ from nats.errors import Error as NatsError
 
 ACK_TIMEOUT_S = 2.0
 ACK_ATTEMPTS = 3
+# During an election the server says at once that nobody is there.
+ACK_PAUSE_S = 0.2
 
 # A pull request that is lost with the leader of its consumer is missed only when it has expired.
 PULL_EXPIRES_S = 5.0
@@ -28,7 +31,10 @@ _log = structlog.get_logger()
 
 
 class Delivery:
-    """One message in hand, to be settled once: `ack`, `retry`, or `abandon`, which leaves it."""
+    """One message in hand, to be settled once: `ack`, `retry`, or `abandon`, which leaves it.
+
+    Once it is settled, or is being settled, all of them do nothing.
+    """
 
     def __init__(self, msg: Msg, consumer: "Consumer") -> None:
         self._msg = msg
@@ -46,39 +52,44 @@ class Delivery:
 
     async def ack(self) -> None:
         """Returns when the server has it. If the server stays silent the message comes again."""
+        if self._settled:
+            return
+        self._settled = True
         try:
             for _ in range(ACK_ATTEMPTS):
-                try:
+                with contextlib.suppress(NatsError):
                     await self._msg.ack_sync(timeout=ACK_TIMEOUT_S)
                     return
-                except NatsError:
-                    continue
+                await asyncio.sleep(ACK_PAUSE_S)
             _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
-            self._settle()
+            self._consumer.settled()
 
     async def retry(self, after_s: float) -> None:
         """Give the message back; anyone may have it after `after_s`.
 
         If the server does not hear of it, the message comes again after its ack wait.
         """
+        if self._settled:
+            return
+        self._settled = True
         try:
             # A plain nak would come back within a millisecond, whatever the consumer's back-off.
             await self._msg.nak(delay=max(after_s, 0.001))
         except NatsError as error:
-            _log.warning("nak_unsent", subject=self.subject, error=str(error))
+            # Its text may hold the whole message.
+            _log.warning("nak_unsent", subject=self.subject, error=type(error).__name__)
         finally:
-            self._settle()
+            self._consumer.settled()
 
     async def progress(self) -> None:
-        """Restart the ack wait: the work is advancing."""
-        await self._msg.in_progress()
+        """Restart the ack wait: the work is advancing. Without a server there is nobody to tell."""
+        if not self._settled:
+            with contextlib.suppress(NatsError):
+                await self._msg.in_progress()
 
     def abandon(self) -> None:
         """Stop working on it without a word: another worker has it, or will after the ack wait."""
-        self._settle()
-
-    def _settle(self) -> None:
         if not self._settled:
             self._settled = True
             self._consumer.settled()
@@ -136,7 +147,8 @@ class Consumer:
     async def stop(self) -> None:
         """No further message is taken; what was delivered but not begun is handed back.
 
-        A second call does nothing.
+        What has not been read from the connection yet comes again after its ack wait. A second call
+        does nothing.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is None or self._pump is None:

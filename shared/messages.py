@@ -68,7 +68,7 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hop(Struct, frozen=True, array_like=True):
-    """One stage of a request's path; times are Unix milliseconds of that worker's clock."""
+    """One stage of a request's path; times are Unix milliseconds of the broker's clock."""
 
     role: str
     worker: str

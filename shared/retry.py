@@ -67,7 +67,7 @@ class History:
     failures: int
     """Attempts that failed or ended without a word, and got no further."""
     deaths: int
-    """Of these, the ones whose worker is dead."""
+    """Workers of such attempts that are dead."""
 
     @property
     def suspect(self) -> bool:
@@ -93,7 +93,8 @@ def recount(records: Sequence[Attempt], role: str, log_len: int, dead: Collectio
         for attempt, (before, after) in zip(attempts, pairwise(lengths), strict=True)
         if after <= before and attempt.outcome != "handed_back"
     ]
-    deaths = sum(a.outcome == "open" and a.worker in dead for a in stuck)
+    # A worker may have had it twice; it has died once.
+    deaths = len({a.worker for a in stuck if a.outcome == "open"} & set(dead))
     return History(failures=len(stuck), deaths=deaths)
 
 

@@ -7,7 +7,7 @@ only then acknowledge the input. A crash in between is a redelivery whose publis
 import asyncio
 import random
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -38,8 +38,6 @@ _log = structlog.get_logger()
 MAX_TRACEBACK_LEN = 16_384
 MAX_LETTER_BYTES = 65_536
 
-# A worker whose heartbeat, of one second, is older than this is dead, or as good as dead.
-DEAD_AFTER_S = 3.0
 # How long a suspect waits for its turn to be alone in a worker.
 SUSPECT_PAUSE_S = 0.5
 
@@ -69,6 +67,10 @@ class Job:
     attempts: list[Attempt] = field(default_factory=list)
     """Records of earlier attempts, and of this one."""
     history: retry.History = NO_HISTORY
+    suspect: bool = False
+    """A worker has died with it in hand, and it has not shown yet that it was not the cause."""
+    waiting: bool = False
+    """It has not begun; progress of others is progress towards it."""
 
     def identify(self, task: Task) -> None:
         """The message has been read."""
@@ -87,14 +89,40 @@ class Stage:
         self.worker = worker
         self._version = version
         self._policy = policy
-        self._suspect: Job | None = None
+        self._in_hand: dict[str, Job] = {}
+        self._last_progress_ms = 0.0
+        self._telling: set[asyncio.Task[None]] = set()
 
     # -- taking -----------------------------------------------------------------------------
 
-    def receive(self, delivery: Delivery) -> Job:
-        """A job whose request id comes from the subject: its message may prove unreadable."""
+    def receive(self, delivery: Delivery) -> Job | None:
+        """A job whose request id comes from the subject: its message may prove unreadable.
+
+        None when this worker has the job in hand already, which is then settled by this delivery:
+        the broker has restarted, or progress was told too late. A job that hangs shows none of it
+        for this delivery either, so it comes again, and in the end to somebody else.
+        """
         request_id = subjects.last_token(delivery.subject)
-        return Job(delivery, self.bus.now_ms(), request_id)
+        held = self._in_hand.get(request_id)
+        if held is None:
+            return Job(delivery, self.bus.now_ms(), request_id)
+        held.delivery.abandon()
+        held.delivery = delivery
+        return None
+
+    def progressed(self, jobs: Iterable[Job]) -> None:
+        """Tell the broker, a few times within the ack wait, that these jobs are advancing."""
+        now_ms = self.bus.now_ms()
+        if now_ms - self._last_progress_ms > 1000 * self._policy.ack_wait_s / 4:
+            self._last_progress_ms = now_ms
+            for job in jobs:
+                task = asyncio.create_task(job.delivery.progress())
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    @property
+    def waiting(self) -> list[Job]:
+        return [job for job in self._in_hand.values() if job.waiting]
 
     def hop(self, job: Job) -> Hop:
         """This stage's entry in the request's path, as of now."""
@@ -108,6 +136,7 @@ class Stage:
         again, LogTruncated when its log is not whole.
         """
         request_id = _known(job.request_id)
+        self._in_hand[request_id] = job
         opening = asyncio.create_task(LogWriter.open(self.bus, request_id, job.delivery.attempt))
         try:
             if job.delivery.attempt == 1:
@@ -122,6 +151,7 @@ class Stage:
         if job.delivery.attempt > 1:
             await self._weigh(job, len(log.records))
             if job.history.suspect and not self._isolate(job):
+                self._release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
             await self._record(job, log_len=len(log.records))
@@ -133,20 +163,17 @@ class Stage:
         stored = await self.bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
         job.attempts = [decode_attempt(message.data) for message in stored]
         workers = {a.worker for a in job.attempts if a.role == self.role and a.outcome == "open"}
-        dead = {worker for worker in workers if await self._is_dead(worker)}
+        others = sorted(workers - {self.worker})
+        are_dead = await asyncio.gather(*(self.bus.is_dead(w, self.worker) for w in others))
+        dead = {worker for worker, is_dead in zip(others, are_dead, strict=True) if is_dead}
         job.history = retry.recount(job.attempts, self.role, log_len, dead)
         if (error := retry.verdict(job.history, self._policy)) is not None:
             raise error
 
-    async def _is_dead(self, worker: str) -> bool:
-        age_s = await self.bus.heartbeat_age_s(worker)
-        return age_s is None or age_s > DEAD_AFTER_S
-
     def _isolate(self, job: Job) -> bool:
         """One suspect at a time: if this worker dies too, it is known of which request."""
-        if self._suspect is None:
-            self._suspect = job
-        return self._suspect is job
+        job.suspect = not any(other.suspect for other in self._in_hand.values())
+        return job.suspect
 
     async def _record(self, job: Job, log_len: int) -> None:
         attempt = Attempt(self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len)
@@ -170,18 +197,21 @@ class Stage:
 
     async def finish(self, job: Job) -> None:
         """The request has ended: its log has the final record. Nothing of it is to come again."""
-        # The job last: whoever dies in between is followed by somebody who finds that it has ended.
-        if job.accepted is not None and job.accepted.receipt != job.delivery.receipt:
-            await self.bus.acknowledge(job.accepted.receipt)
-        await job.delivery.ack()
+        receipt = job.delivery.receipt if job.accepted is None else job.accepted.receipt
+        if receipt == job.delivery.receipt or await self.bus.acknowledge(receipt):
+            # The job last: if the request could not be acknowledged, or we die here, the job comes
+            # again to somebody who finds that the request has ended, and tries this once more.
+            await job.delivery.ack()
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
 
     async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
         """Give the job back without a fault of its own; another worker goes on with it."""
-        await self._close_attempt(job, "handed_back")
-        self._release(job)
-        await job.delivery.retry(after_s)
+        try:
+            await self._close_attempt(job, "handed_back")
+        finally:
+            self._release(job)
+            await job.delivery.retry(after_s)
 
     def abandon(self, job: Job) -> None:
         """Leave the job without a word: it is another's already, or will be after the ack wait."""
@@ -282,8 +312,8 @@ class Stage:
         )
 
     def _release(self, job: Job) -> None:
-        if self._suspect is job:
-            self._suspect = None
+        if job.request_id is not None and self._in_hand.get(job.request_id) is job:
+            del self._in_hand[job.request_id]
 
 
 def _known(value: Known | None) -> Known:

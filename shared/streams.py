@@ -6,7 +6,7 @@ from typing import Any
 from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 from nats.js import api
-from nats.js.errors import APIError
+from nats.js.errors import APIError, ServiceUnavailableError
 
 from shared import subjects
 from shared.config import DeliveryConfig, NatsConfig
@@ -21,8 +21,8 @@ MIN_SERVER_VERSION = (2, 14, 3)
 MIN_MAX_PAYLOAD = 2**20
 MIB = 2**20
 
-# A worker that has missed several heartbeats is forgotten.
-HEARTBEAT_TTL_S = 5.0
+# Longer than an election, in which nobody's heartbeat is stored.
+HEARTBEAT_TTL_S = 15.0
 
 ANSWER_TIMEOUT_S = 2.0
 # Servers of a cluster answer one after another; this long after the last there is no other.
@@ -63,6 +63,8 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
             subjects.STAGES_FILTER,
             replicas,
             max_bytes=delivery.max_stage_mib * MIB,
+            # By then every request has ended, also of a model that nobody serves any more.
+            max_age=delivery.max_timeout_s,
             # The same piece of work is there once, however often it is handed over.
             max_msgs_per_subject=1,
             discard_new_per_subject=True,
@@ -155,6 +157,8 @@ async def ensure(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
             try:
                 await js.update_stream(config)
             except APIError as refused:
+                if isinstance(refused, ServiceUnavailableError):
+                    raise Unavailable(f"stream {config.name}: {refused.description}") from refused
                 raise ConfigError(
                     f"stream {config.name} exists at this server with other settings, which"
                     f" cannot be changed: {refused.description}"

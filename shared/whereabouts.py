@@ -114,9 +114,6 @@ async def _why_queued(bus: Bus, work: Stored, role: str) -> str:
 
 
 async def _why_in_hand(bus: Bus, attempt: Attempt) -> str:
-    age_s = await bus.heartbeat_age_s(attempt.worker)
-    if age_s is None:
-        return f"{attempt.worker} is dead: the request goes to another worker after its ack wait"
     beat = next(
         (
             beat
@@ -125,10 +122,12 @@ async def _why_in_hand(bus: Bus, attempt: Attempt) -> str:
         ),
         None,
     )
-    load = {} if beat is None else beat.load
+    if beat is None:
+        return f"{attempt.worker} is dead: the request goes to another worker after its ack wait"
+    load = beat.load
     if load.get("waiting"):
         return (
             f"{attempt.worker} runs {load['running']:.0f} sequences, {load['waiting']:.0f} wait:"
             f" {load['free_blocks']:.0f} of {load['blocks']:.0f} KV blocks are free"
         )
-    return f"{attempt.worker} works on it; it was last heard {age_s:.1f} s ago"
+    return f"{attempt.worker} works on it"

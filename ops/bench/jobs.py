@@ -271,6 +271,7 @@ class Jobs:
         self._done: dict[str, asyncio.Future[None]] = {}
         self._next = 0
         self._left = 0
+        self._over = False
         self.latencies_ms: list[float] = []
 
     async def listen(self, nc: Client) -> None:
@@ -290,6 +291,7 @@ class Jobs:
         began_s = time.perf_counter()
         await self._finished(count)
         result = Result(count / (time.perf_counter() - began_s), self.latencies_ms[:count])
+        self._over = True
         for runner in runners:
             runner.cancel()
         return result
@@ -300,7 +302,8 @@ class Jobs:
         await self._milestone
 
     async def _run_on(self) -> None:
-        while True:
+        # `asyncio.wait_for` loses a cancellation that comes together with what it waits for.
+        while not self._over:
             began_s = time.perf_counter()
             await self._run_one()
             self.latencies_ms.append(1000 * (time.perf_counter() - began_s))

@@ -68,7 +68,8 @@ class Cluster3:
     # -- harm -------------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
-        self.members[number].kill()
+        """The member has `ended` then, and stays away until it is restarted."""
+        self._signal(number, signal.SIGKILL)
 
     async def terminate(self, number: int) -> None:
         await asyncio.to_thread(self.members[number].stop)

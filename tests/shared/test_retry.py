@@ -84,6 +84,13 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         # The same attempt, handed back or failed later: one attempt.
         ([attempt("a"), attempt("a", outcome="handed_back")], 0, {"a"}, History(0, 0)),
         ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
+        # Twice in the hands of the same worker, which has died once.
+        (
+            [attempt("a"), Attempt("engine", "a", 2, 0.0, 0)],
+            0,
+            {"a"},
+            History(2, 1),
+        ),
         # It got further before it died.
         ([attempt("a")], 3, {"a"}, History(0, 0)),
         ([attempt("a", 0), attempt("b", 3)], 3, {"a", "b"}, History(1, 1)),

@@ -48,13 +48,15 @@ def make_stage(bus: Bus, worker: str = "renderer-test") -> Stage:
     return Stage(bus, "renderer", worker, "0", POLICY)
 
 
-async def consume(bus: Bus, role: str, model: str) -> Consumer:
+async def consume(
+    bus: Bus, role: str, model: str, ack_wait_s: float = POLICY.ack_wait_s
+) -> Consumer:
     return await bus.consume(
         subjects.STAGES_STREAM,
         subjects.stage_consumer(role, model, "interactive"),
         subjects.stage_filter(role, model, "interactive"),
         4,
-        POLICY.ack_wait_s,
+        ack_wait_s,
     )
 
 
@@ -65,7 +67,9 @@ async def put(bus: Bus, model: str, request_id: str, data: bytes = b"task") -> N
 
 async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = None) -> Job:
     job = stage.receive(await asyncio.wait_for(inbox.next(), 5))
-    job.identify(Task(accepted or Acceptance(0.0, 0.0, 1, ""), []))
+    assert job is not None
+    if accepted is not None:
+        job.identify(Task(accepted, []))
     return job
 
 
@@ -102,10 +106,11 @@ async def test_a_crash_between_publish_and_ack_hands_over_once(
     stage = make_stage(bus)
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    first = await next_job(stage, inbox)
+    accepted = Acceptance(0.0, 0.0, 1, "")
+    first = await next_job(stage, inbox, accepted)
     await stage.publish(first, "engine", model, "interactive", b"rendered")
     first.delivery.abandon()
-    again = await next_job(stage, inbox)
+    again = await next_job(stage, inbox, accepted)
     assert again.delivery.attempt == 2
     await stage.hand_over(again, "engine", model, "interactive", b"rendered")
     outbox = await consume(bus, "engine", model)
@@ -231,7 +236,7 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
 
 async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
     """A worker has died with two requests in hand, and only one of them can be at fault."""
-    inbox = await consume(bus, "renderer", model)
+    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
     first = make_stage(bus, "renderer-one")
     for number in range(2):
         await put(bus, model, f"{number}-{model}")
@@ -248,6 +253,33 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
     other = await next_job(second, inbox)
     assert await second.take(other) is not None
     await second.finish(other)
+
+
+async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    job = await next_job(stage, inbox)
+    assert await stage.take(job) is not None
+    first = job.delivery
+    assert stage.receive(await asyncio.wait_for(inbox.next(), 5)) is None
+    assert job.delivery is not first
+    await stage.finish(job)
+    await assert_nothing_more(inbox)
+    assert inbox.held == 0
+
+
+async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Otherwise nobody would acknowledge the request before its deadline."""
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await stage.finish(await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, "pm.nobody.listens")))
+    again = await asyncio.wait_for(inbox.next(), 5)
+    assert again.attempt == 2
+    await again.ack()
 
 
 async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -> None:
@@ -274,6 +306,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
 
     async def handle(delivery: Delivery) -> None:
         job = stage.receive(delivery)
+        assert job is not None
         begun.append(delivery)
         if len(begun) == 2:
             shutdown.signal()

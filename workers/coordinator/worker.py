@@ -18,10 +18,11 @@ from shared.stage import Job, serve
 from shared.tokenlog import end_request, is_final, last_record
 from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
-CAPACITY = 64
+CAPACITY = 16
 # What a coordinator does takes milliseconds and may be done twice: when one dies, another need not
 # wait as long for its share as for a renderer's or an engine's.
-ACK_WAIT_S = 1.0
+REQUEST_ACK_WAIT_S = 3.0
+CANCEL_ACK_WAIT_S = 1.0
 
 
 async def main(context: Context) -> None:
@@ -36,10 +37,16 @@ class Coordinator:
 
     async def serve(self) -> None:
         requests = await self._consume(
-            subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER
+            subjects.REQUESTS_STREAM,
+            subjects.REQUESTS_CONSUMER,
+            subjects.REQUESTS_FILTER,
+            REQUEST_ACK_WAIT_S,
         )
         cancels = await self._consume(
-            subjects.CANCELS_STREAM, subjects.CANCELS_CONSUMER, subjects.CANCELS_FILTER
+            subjects.CANCELS_STREAM,
+            subjects.CANCELS_CONSUMER,
+            subjects.CANCELS_FILTER,
+            CANCEL_ACK_WAIT_S,
         )
         context = self._context
         models = sorted(context.config.models)
@@ -48,14 +55,15 @@ class Coordinator:
             for consumer, handle in ((requests, self._handle), (cancels, self._cancel)):
                 group.create_task(serve(consumer, handle, context.shutdown, self._delivery.drain_s))
 
-    async def _consume(self, stream: str, durable: str, subject: str) -> Consumer:
-        return await self._context.bus.consume(
-            stream, durable, subject, CAPACITY, min(ACK_WAIT_S, self._delivery.ack_wait_s)
-        )
+    async def _consume(
+        self, stream: str, durable: str, subject: str, ack_wait_s: float
+    ) -> Consumer:
+        ack_wait_s = min(ack_wait_s, self._delivery.ack_wait_s)
+        return await self._context.bus.consume(stream, durable, subject, CAPACITY, ack_wait_s)
 
     async def _handle(self, delivery: Delivery) -> None:
-        job = self._stage.receive(delivery)
-        job.request_id = request_id_of(delivery.msg_id, delivery.data)
+        request_id = request_id_of(delivery.msg_id, delivery.data)
+        job = Job(delivery, self._context.bus.now_ms(), request_id)
         try:
             await self._accept_or_end(job)
         except asyncio.CancelledError:
@@ -88,13 +96,12 @@ class Coordinator:
             sequence=delivery.sequence,
             receipt=delivery.receipt,
         )
-        left_s = (accepted.deadline_ms - bus.now_ms()) / 1000
-        if left_s <= 0:
+        if bus.now_ms() >= accepted.deadline_ms:
             await self._expire(job, accepted)
             return
         job.accepted = accepted
         await self._hand_over(job, request, sampling)
-        await delivery.retry(left_s)
+        await delivery.retry((accepted.deadline_ms - bus.now_ms()) / 1000)
 
     async def _hand_over(
         self, job: Job, request: GenerateRequest, sampling: SamplingParams
@@ -128,20 +135,21 @@ class Coordinator:
         path = [self._stage.hop(job)]
         await end_request(self._context.bus, job.request_id, job.delivery.attempt, error, path)
         await self._context.bus.tell(subjects.ended(job.request_id))
+        # Perhaps nobody serves its model any more, and its work would lie in the queue for long.
+        await self._context.bus.purge(subjects.STAGES_STREAM, subjects.stages_of(job.request_id))
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
 
     async def _cancel(self, delivery: Delivery) -> None:
         """End a request that nobody wants any more, or that is yet to come."""
-        job = self._stage.receive(delivery)
-        assert job.request_id is not None
-        bus = self._context.bus
+        bus, request_id = self._context.bus, subjects.last_token(delivery.subject)
+        job = Job(delivery, bus.now_ms(), request_id)
         try:
             error = Cancelled("cancelled on request")
-            await end_request(bus, job.request_id, delivery.attempt, error, [])
-            await bus.tell(subjects.ended(job.request_id))
+            await end_request(bus, request_id, delivery.attempt, error, [])
+            await bus.tell(subjects.ended(request_id))
             await delivery.ack()
-            self._context.log.info("cancelled", request_id=job.request_id)
+            self._context.log.info("cancelled", request_id=request_id)
         except asyncio.CancelledError:
             await self._stage.hand_back(job)
             raise

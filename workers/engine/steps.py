@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from shared.errors import PagemillError
+from shared.errors import PagemillError, WorkerFailure
 from workers.engine.core import Core, Stats
 from workers.engine.sequence import EngineRequest, RequestOutput
+
+LAST_STEP_S = 1.0
 
 Owner = TypeVar("Owner")
 
@@ -47,8 +49,9 @@ class StepLoop(Generic[Owner]):
         self._commands.put(request_id)
 
     def stop(self) -> None:
+        """The thread ends after the step that it is in; one that hangs is left behind."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(LAST_STEP_S)
 
     def _run(self) -> None:
         try:
@@ -80,5 +83,9 @@ class StepLoop(Generic[Owner]):
             self._core.add(request)
         except PagemillError as error:
             return [(owner, RequestOutput(request.request_id, [], error=error))]
+        except Exception as error:
+            failure = WorkerFailure("the engine failed on this request")
+            failure.__cause__ = error
+            return [(owner, RequestOutput(request.request_id, [], error=failure))]
         self._owners[request.request_id] = owner
         return []

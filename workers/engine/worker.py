@@ -32,13 +32,13 @@ class Flow:
     job: Job
     task: EngineTask
     log: LogWriter
-    last_progress_s: float
-    """Loop time of the last step since which the broker has been told of progress."""
     pending: list[RequestOutput] = field(default_factory=list)
     """Outputs that are not in the log yet; several steps go into one record if the log is slow."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
     """No further record is to be written."""
+    settled: bool = False
+    """The writer has come to the end, and settles the job itself."""
     writer: asyncio.Task[None] | None = None
 
 
@@ -62,8 +62,6 @@ class EngineWorker:
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
         self._max_num_seqs = context.config.engine.max_num_seqs
-        # Progress is told a few times within the ack wait, and only by a step that has ended.
-        self._progress_s = context.config.delivery.ack_wait_s / 3
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._steps: StepLoop[Flow] = StepLoop(
@@ -115,17 +113,17 @@ class EngineWorker:
         await asyncio.gather(*(self._hand_back(flow) for flow in list(self._flows.values())))
 
     async def _hand_back(self, flow: Flow) -> None:
-        await self._stop(flow)
-        with contextlib.suppress(Exception):
-            # Without a broker there is nobody to give it to: it comes again after its ack wait.
-            await self._stage.hand_back(flow.job)
+        if await self._stop(flow):
+            with contextlib.suppress(Exception):
+                # Without a broker there is nobody to give it to: it comes again after its ack wait.
+                await self._stage.hand_back(flow.job)
 
     # -- in ---------------------------------------------------------------------------------
 
     async def _handle(self, delivery: Delivery) -> None:
-        if self._continue(delivery):
-            return
         job = self._stage.receive(delivery)
+        if job is None:
+            return
         try:
             await self._begin(job)
         except asyncio.CancelledError:
@@ -134,25 +132,11 @@ class EngineWorker:
         except Exception as error:
             await self._stage.fail(job, error)
 
-    def _continue(self, delivery: Delivery) -> bool:
-        """Whether it came back to the very worker that holds it: to be settled by this delivery.
-
-        The broker has restarted, or the last progress was told too late. A step loop that hangs
-        tells none of this delivery either, so it comes again, and in the end to somebody else.
-        """
-        held = self._flows.get(subjects.last_token(delivery.subject))
-        if held is None:
-            return False
-        held.job.delivery.abandon()
-        held.job.delivery = delivery
-        return True
-
     async def _begin(self, job: Job) -> None:
         task, data = codec.decode(job.delivery.data, EngineTask)
         job.identify(task)
         log = await self._stage.take(job)
-        # Another delivery of it may have been quicker.
-        if log is None or self._continue(job.delivery):
+        if log is None:
             return
         request = EngineRequest(
             request_id=task.request_id,
@@ -161,7 +145,7 @@ class EngineWorker:
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
         )
-        flow = Flow(job, task, log, asyncio.get_running_loop().time())
+        flow = Flow(job, task, log)
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
         self._steps.add(request, flow)
@@ -197,17 +181,15 @@ class EngineWorker:
         # While requests wait for blocks or slots, taking more would only keep them from others.
         for consumer in self._consumers:
             consumer.set_capacity(consumer.held if stats.num_waiting else self._max_num_seqs)
-        now = asyncio.get_running_loop().time()
-        for flow in self._flows.values():
-            if now - flow.last_progress_s > self._progress_s:
-                flow.last_progress_s = now
-                self._start(_tell_progress(flow.job.delivery))
+        # Never by a timer: a step that hangs tells nothing, and loses its requests.
+        self._stage.progressed(flow.job for flow in self._flows.values())
 
     async def _write(self, flow: Flow) -> None:
         try:
             while not await self._write_pending(flow):
                 if flow.stopped:
                     return
+            flow.settled = True
             await self._stage.finish(flow.job)
             self._context.log.info(
                 "finished",
@@ -218,6 +200,7 @@ class EngineWorker:
         except Exception as error:
             # Before anything else: it takes no further step.
             self._drop(flow)
+            flow.settled = True
             await self._stage.fail(flow.job, error)
         finally:
             self._drop(flow)
@@ -232,6 +215,8 @@ class EngineWorker:
         choices = merge_deltas(outputs)
         if choices:
             await flow.log.tokens(choices)
+            # Whatever killed the workers before us, it is not this request.
+            flow.job.suspect = False
         last = outputs[-1]
         if last.error is not None:
             raise last.error
@@ -251,18 +236,23 @@ class EngineWorker:
     async def _let_go(self, flow: Flow) -> None:
         """Somebody says that the request has ended: a hint, which only its log can confirm."""
         record = await last_record(self._context.bus, flow.task.request_id)
-        if record is not None and is_final(record) and not flow.stopped:
-            await self._stop(flow)
+        if record is not None and is_final(record) and await self._stop(flow):
             await self._stage.finish(flow.job)
 
-    async def _stop(self, flow: Flow) -> None:
-        """No more steps for it, and no more records; an append under way may come to its end."""
+    async def _stop(self, flow: Flow) -> bool:
+        """No more steps for it, and no more records; an append under way may come to its end.
+
+        Returns whether the job is left to be settled, and by the caller.
+        """
         self._drop(flow)
+        if flow.stopped or flow.settled:
+            return False
         flow.stopped = True
         flow.changed.set()
         if flow.writer is not None:
             await asyncio.wait([flow.writer], timeout=LAST_APPEND_S)
             flow.writer.cancel()
+        return not flow.settled
 
     def _drop(self, flow: Flow) -> None:
         """Forget the request here and in the step loop; does nothing the second time."""
@@ -275,9 +265,3 @@ class EngineWorker:
         task = asyncio.create_task(work)
         self._told.add(task)
         task.add_done_callback(self._told.discard)
-
-
-async def _tell_progress(delivery: Delivery) -> None:
-    # Without a connection there is nobody to tell; the delivery then comes again.
-    with contextlib.suppress(Exception):
-        await delivery.progress()

@@ -15,7 +15,7 @@ from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage, fetch_image
-from workers.renderer.processor import Processor
+from workers.renderer.processor import Processor, Rendered
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -76,13 +76,18 @@ class RendererWorker:
     async def _handle(self, delivery: Delivery) -> None:
         stage = self._context.stage
         job = stage.receive(delivery)
+        if job is None:
+            return
         try:
             task = _decode(delivery.data)
             job.identify(task)
             if await stage.take(job) is None:
                 return
             self._in_hand.add(task.request_id)
+            job.waiting = True
             data = await self._render(task, job)
+            # The threads are free for what waits in this worker.
+            stage.progressed(stage.waiting)
             if task.request_id in self._ended:
                 await stage.finish(job)
                 return
@@ -107,6 +112,10 @@ class RendererWorker:
         processor = self._processors[task.model]
         loop = asyncio.get_running_loop()
 
+        def render() -> Rendered:
+            job.waiting = False
+            return processor.render(task.messages, load_images())
+
         def load_images() -> Iterator[LoadedImage]:
             # One at a time, and dropped once it is processed: eight rasters of the largest size
             # would be a gigabyte.
@@ -114,7 +123,7 @@ class RendererWorker:
                 yield fetch_image(part.image_url.url, self._config.renderer, field)
                 asyncio.run_coroutine_threadsafe(job.delivery.progress(), loop)
 
-        rendered = await self._in_thread(processor.render, task.messages, load_images())
+        rendered = await self._in_thread(render)
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,

@@ -1,0 +1,348 @@
+"""The checker on histories that nobody has run: a clean one, and one wrong in each possible way."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from ops.chaos import fake
+from ops.chaos.checker import Bounds, Run, check
+from ops.chaos.expected import Expected, ExpectedChoice
+from ops.chaos.history import (
+    Accepted,
+    Asked,
+    AskedToCancel,
+    Broke,
+    Did,
+    Ended,
+    Fault,
+    Final,
+    Got,
+    Memory,
+    Ready,
+    Snapshot,
+)
+from ops.chaos.plan import Behaviour, Planned, Settings
+from shared.messages import (
+    ChoiceDelta,
+    DeadLetter,
+    ErrorInfo,
+    Failure,
+    Finish,
+    GenerateRequest,
+    Heartbeat,
+    LogRecord,
+    Message,
+    TokenChunk,
+    Usage,
+)
+from shared.sampling import SamplingParams
+
+edit = msgspec.structs.replace
+ID = "c1-0"
+CHUNKS: list[LogRecord] = [
+    TokenChunk(0, 1, [ChoiceDelta(0, 0, [11, 12], "ab")]),
+    TokenChunk(1, 1, [ChoiceDelta(0, 2, [13], "c", "length")]),
+]
+FINISH = Finish(2, 1, Usage(5, 3), 1, [])
+LOG: list[LogRecord] = [*CHUNKS, FINISH]
+BEAT = Heartbeat(
+    "engine",
+    "engine-1",
+    "1",
+    7,
+    ["demo"],
+    {"held": 0, "running": 0, "waiting": 0, "free_blocks": 8, "blocks": 8},
+)
+SNAPSHOT = Snapshot(0.0, "engine", 7, fds=9, memfds=0, threads=3, tasks=8, subscriptions=4)
+
+
+def failure(code: str, index: int = 2, message: str = "no") -> Failure:
+    return Failure(index, 1, ErrorInfo(code, message, None, "server", False), [])
+
+
+def planned(behaviour: Behaviour = "plain", timeout_s: float = 10.0, seed: int = 1) -> Planned:
+    sampling = SamplingParams(seed=seed)
+    request = GenerateRequest("demo", [Message("user", "?")], sampling, timeout_s=timeout_s)
+    return Planned(ID, request, behaviour, 0, timeout_s)
+
+
+def letter(request_id: str = ID) -> DeadLetter:
+    error = ErrorInfo("poison", "no", None, "server", False)
+    return DeadLetter("engine", "w", "1", "s", request_id, 2, error, "", [], b"", b"", 0, 0.0)
+
+
+def make_run(
+    log: list[LogRecord] = LOG, behaviour: Behaviour = "plain", ends_at: float = 1.4, **p: Any
+) -> Run:
+    """One request, asked for at 1.0 and accepted at 1.1, of which a client saw all of its log."""
+    times = [*(1.2 + 0.01 * i for i in range(len(log) - 1)), ends_at]
+    return Run(
+        settings=Settings(requests=1, max_deaths=2),
+        planned={ID: planned(behaviour, **p)},
+        expected={ID: Expected(5, [ExpectedChoice([11, 12, 13], "abc", "length")])},
+        clients=[
+            Asked(1.0, ID, 1, 0, True),
+            Accepted(1.1, ID, 1, False),
+            *(Got(t, ID, 1, record) for t, record in zip(times, log, strict=False)),
+        ],
+        pool=[],
+        workers=[],
+        final=Final(
+            settled=True,
+            logs={ID: log} if log else {},
+            letters=[],
+            messages={"REQUESTS": 0, "STAGES": 0},
+            left=[],
+            consumers={"STAGES": 4},
+            consumers_before={"STAGES": 4},
+            beats=[BEAT],
+            before=[SNAPSHOT],
+            after=[SNAPSHOT],
+            shm_before=["other"],
+            shm_after=["other"],
+        ),
+        bounds=Bounds(rss_mib={"engine": 100.0}),
+    )
+
+
+def with_final(run: Run, **changes: Any) -> Run:
+    return replace(run, final=edit(run.final, **changes))
+
+
+def with_clients(run: Run, *more: Any) -> Run:
+    return replace(run, clients=[*run.clients, *more])
+
+
+def with_pool(run: Run, *more: Any) -> Run:
+    return replace(run, pool=[*run.pool, *more])
+
+
+def with_workers(run: Run, *more: Any) -> Run:
+    return replace(run, workers=[*run.workers, *more])
+
+
+def harmful(log: list[LogRecord], deaths: int, seed: int = fake.KILLS_SEED) -> Run:
+    run = make_run(log, "harm", seed=seed)
+    return with_workers(run, *(Did(1.3, "harm", ID, seed) for _ in range(deaths)))
+
+
+def seen(log: list[LogRecord], session: int, start: int = 0, publishes: bool = True) -> list[Any]:
+    return [
+        Asked(2.0, ID, session, start, publishes),
+        *(Got(2.1, ID, session, record) for record in log),
+    ]
+
+
+EARLY = failure("deadline_exceeded")
+LATE_CHUNK = TokenChunk(1, 0, [ChoiceDelta(0, 2, [13], "c", "length")])
+
+CLEAN: dict[str, Run] = {
+    "a request that ends well": make_run(),
+    "cancelled on request": with_clients(
+        make_run([CHUNKS[0], failure("cancelled", 1)], "cancel"), AskedToCancel(1.3, ID)
+    ),
+    "finished before its cancellation": with_clients(
+        make_run(LOG, "cancel"), AskedToCancel(1.3, ID)
+    ),
+    "out of time": make_run([CHUNKS[0], failure("deadline_exceeded", 1)], "deadline", ends_at=11.2),
+    "late by an outage of the broker": with_pool(
+        make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=16.0),
+        Fault(10.0, "stop", "broker", 0, 3),
+        Ready(14.0, "broker", 0, 3, 0.2),
+    ),
+    "a second session from the middle": with_clients(make_run(), *seen(LOG[1:], 2, 1, False)),
+    "asked again after its end": with_clients(make_run(LOG, "ask_after"), *seen(LOG, 2)),
+    "a client that was killed in between": with_clients(
+        replace(make_run(), clients=make_run().clients[:3]), *seen(LOG, 2)
+    ),
+    "poison": with_final(harmful([failure("poison", 0)], 2), letters=[letter()]),
+    "refused at once, and never accepted": replace(
+        make_run([]),
+        clients=[Asked(1.0, ID, 1, 0, True), Broke(1.2, ID, 1, "overloaded", "full")],
+    ),
+    "recovered in time": with_pool(make_run(), Fault(0.9, "kill", "engine", 0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_history_has_no_violations(name: str) -> None:
+    assert check(CLEAN[name]).violations == []
+
+
+WRONG: dict[str, tuple[str, Run]] = {
+    "no end": ("I1", make_run(CHUNKS)),
+    "no client saw the end": ("I1", replace(make_run(), clients=make_run().clients[:-1])),
+    "no log at all": ("I1", make_run([])),
+    "ended late": (
+        "I1",
+        make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=13.2),
+    ),
+    "cancelled late": (
+        "I1",
+        with_clients(
+            make_run([failure("cancelled", 0)], "cancel", ends_at=3.5), AskedToCancel(1.3, ID)
+        ),
+    ),
+    "a gap in the log": ("I2", make_run([CHUNKS[0], edit(FINISH, index=2)])),
+    "a repeated record": ("I2", make_run([CHUNKS[0], CHUNKS[0], *LOG[1:]])),
+    "two ends": ("I2", make_run([*LOG, edit(FINISH, index=3)])),
+    "repeated tokens": (
+        "I2",
+        make_run(
+            [CHUNKS[0], TokenChunk(1, 1, [ChoiceDelta(0, 1, [13], "c", "length")]), FINISH],
+        ),
+    ),
+    "a session with a gap": ("I2", with_clients(make_run(), *seen([LOG[0], LOG[2]], 2))),
+    "a session that repeats": ("I2", with_clients(make_run(), *seen([LOG[0], *LOG], 2))),
+    "seen but not in the log": (
+        "I2",
+        with_clients(make_run(), *seen([edit(LOG[0], attempt=9)], 2)),
+    ),
+    "a wrong token": (
+        "I3",
+        make_run([TokenChunk(0, 1, [ChoiceDelta(0, 0, [11, 99], "ab")]), *LOG[1:]]),
+    ),
+    "a token too few": (
+        "I3",
+        make_run(
+            [TokenChunk(0, 1, [ChoiceDelta(0, 0, [11], "abc", "length")]), edit(FINISH, index=1)]
+        ),
+    ),
+    "wrong text": (
+        "I3",
+        make_run([TokenChunk(0, 1, [ChoiceDelta(0, 0, [11, 12], "aX")]), *LOG[1:]]),
+    ),
+    "wrong reason": (
+        "I3",
+        make_run([CHUNKS[0], TokenChunk(1, 1, [ChoiceDelta(0, 2, [13], "c", "stop")]), FINISH]),
+    ),
+    "wrong usage": ("I3", make_run([*CHUNKS, edit(FINISH, usage=Usage(5, 4))])),
+    "wrong tokens before an error": (
+        "I3",
+        make_run(
+            [
+                TokenChunk(0, 1, [ChoiceDelta(0, 0, [99], "a")]),
+                failure("deadline_exceeded", 1),
+            ],
+            "deadline",
+            ends_at=11.2,
+        ),
+    ),
+    "a choice too many": (
+        "I3",
+        make_run(
+            [edit(CHUNKS[0], choices=[*CHUNKS[0].choices, ChoiceDelta(1, 0, [1], "")]), *LOG[1:]]
+        ),  # type: ignore[union-attr]
+    ),
+    "an older attempt after a newer one": ("I4", make_run([CHUNKS[0], LATE_CHUNK, FINISH])),
+    "a request is left in its queue": (
+        "I5",
+        with_final(make_run(), messages={"REQUESTS": 1, "STAGES": 0}, left=[ID]),
+    ),
+    "work is left in its queue": (
+        "I5",
+        with_final(make_run(), messages={"REQUESTS": 0, "STAGES": 1}),
+    ),
+    "no rest": ("I5", with_final(make_run(), settled=False)),
+    "a log nobody asked for": ("I5", with_final(make_run(), logs={ID: LOG, "c1-9": LOG})),
+    "no dead letter": ("I5", harmful([failure("poison", 0)], 2)),
+    "a dead letter of an answer": ("I5", with_final(make_run(), letters=[letter()])),
+    "a block is missing": (
+        "I6",
+        with_final(make_run(), beats=[edit(BEAT, load=BEAT.load | {"free_blocks": 7})]),
+    ),
+    "a request is held": (
+        "I6",
+        with_final(make_run(), beats=[edit(BEAT, load=BEAT.load | {"held": 1})]),
+    ),
+    "blocks held between requests": ("I6", with_workers(make_run(), Did(1.0, "leak", at=2))),
+    "a segment is left": ("I7", with_final(make_run(), shm_after=["other", "psm_1"])),
+    "a memfd is left": ("I7", with_final(make_run(), after=[edit(SNAPSHOT, memfds=1)])),
+    "a file is open": ("I8", with_final(make_run(), after=[edit(SNAPSHOT, fds=10)])),
+    "a task is left": ("I8", with_final(make_run(), after=[edit(SNAPSHOT, tasks=9)])),
+    "a subscription is left": (
+        "I8",
+        with_final(make_run(), after=[edit(SNAPSHOT, subscriptions=5)]),
+    ),
+    "a consumer is left": ("I8", with_final(make_run(), consumers={"STAGES": 5})),
+    "a slow recovery": (
+        "I9",
+        with_pool(
+            make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=11.2),
+            Fault(0.9, "kill", "engine", 0, 3),
+        ),
+    ),
+    "an error nobody had to expect": ("I10", make_run([failure("unavailable", 0)])),
+    "cancelled for nobody": ("I10", make_run([failure("cancelled", 0)])),
+    "out of time too early": ("I10", make_run([EARLY], "deadline", ends_at=5.0)),
+    "out of plenty of time": (
+        "I10",
+        make_run([failure("deadline_exceeded", 0)], "plain", ends_at=11.2),
+    ),
+    "an error that tells of paths": (
+        "I10",
+        make_run([failure("x", 0, "no such file: /root/models/secret")], "harm"),
+    ),
+    "a killer of too many": (
+        "I11",
+        with_final(harmful([failure("poison", 0)], 3), letters=[letter()]),
+    ),
+    "a killer that is answered": ("I11", harmful(LOG, 2)),
+    "hung, and given up": (
+        "I11",
+        harmful([failure("deadline_exceeded", 0)], 1, fake.HANGS_SEED),
+    ),
+    "crashed by itself": ("I11", with_pool(make_run(), Ended(1.0, "engine", 0, 3, -11, False))),
+    "asked again in vain": ("I12", make_run(LOG, "ask_after")),
+    "told another story": (
+        "I12",
+        with_clients(make_run(), *seen([*CHUNKS, edit(FINISH, kv_blocks=9)], 2)),
+    ),
+    "too much memory": ("I13", with_pool(make_run(), Memory(1.0, "engine", 7, 101.0))),
+    "refused late": (
+        "I14",
+        with_clients(
+            make_run(), Asked(2.0, ID, 2, 0, True), Broke(4.0, ID, 2, "overloaded", "full")
+        ),
+    ),
+    "a log of what was refused": (
+        "I14",
+        replace(make_run(), clients=[e for e in make_run().clients if not isinstance(e, Accepted)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+    invariant, run = WRONG[name]
+    found = check(run).violations
+    assert invariant in {violation.invariant for violation in found}, found
+
+
+def test_every_invariant_has_a_wrong_history() -> None:
+    assert {invariant for invariant, _ in WRONG.values()} == {f"I{n}" for n in range(1, 15)}
+
+
+def test_figures() -> None:
+    figures = check(make_run()).figures
+    assert (figures["requests"], figures["accepted"], figures["ended"]) == (1, 1, 1)
+    assert figures["tokens"] == 3
+    assert figures["max_s"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "seconds"), [(0, 1, 0), (0, 3, 1), (2.5, 9, 2.5), (0, 20, 6)]
+)
+def test_overlapping_outages_count_once(start: float, stop: float, seconds: float) -> None:
+    run = with_pool(
+        replace(make_run(), bounds=Bounds(broker_recovery_s=1.0)),
+        Fault(2.0, "kill", "broker", 0, 3),
+        Ready(3.0, "broker", 0, 3, 0.1),
+        Fault(3.5, "kill", "broker", 0, 4),
+        Ready(4.0, "broker", 0, 4, 0.1),
+        Fault(10.0, "kill", "broker", 0, 5),
+        Ready(12.0, "broker", 0, 5, 0.1),
+    )
+    assert run.outage_within(start, stop) == pytest.approx(seconds)
