@@ -200,11 +200,12 @@ Written by `make docs` from the types in `shared/messages.py`; do not edit by ha
 | `pm.stage.<role>.<model>.<lane>.<request_id>` | {subjects.STAGES_STREAM}, work queue | \
 the stage before | workers of the role |
 | `pm.append.<request_id>` | {subjects.TOKENS_STREAM}, stored as `pm.tokens.<request_id>` | \
-whoever holds the request | nobody |
+whoever holds or ends the request | nobody |
 | `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
 | `pm.ended.<request_id>` | none | coordinators | whoever has the request in hand |
 | `pm.attempt.<request_id>` | {subjects.ATTEMPTS_STREAM}, in memory | workers | workers, operators |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
+| `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |
 
 A request stays in {subjects.REQUESTS_STREAM} until it has ended: a coordinator hands it on and puts
 it off to its deadline, and whoever writes the final record of its log acknowledges it there. The

@@ -25,7 +25,7 @@ BASE = Settings(
 )
 SCENARIOS = {
     "calm": BASE,
-    "kills": replace(BASE, fault_every_s=0.5, faults={"kill:engine": 1.0}, timeout_s=20.0),
+    "kills": replace(BASE, fault_every_s=0.8, faults={"kill:engine": 1.0}, timeout_s=20.0),
     "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
     "deadlines": replace(BASE, mix=replace(CALM, deadline=0.3), requests=60, rate=10.0),
@@ -39,6 +39,10 @@ SCENARIOS = {
         ack_wait_s=4.0,
     ),
     "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=2, requests=100),
+    # So many that whoever shares a batch with one is likely to share another.
+    "many raisers": replace(
+        BASE, mix=replace(CALM, raises=0.25), max_deliver=2, requests=100, step_ms=20.0
+    ),
     "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=10.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
@@ -265,7 +269,7 @@ def _block_lost_on_cancel() -> None:
     _put(Core, "cancel", leaky)
 
 
-@bug("engine", "raisers", "I10")
+@bug("engine", "many raisers", "I10")
 def _batch_fails_together() -> None:
     from shared.errors import WorkerFailure
     from workers.engine.core import Core

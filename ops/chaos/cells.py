@@ -497,11 +497,15 @@ async def clients_cut_from_the_leader(scene: Scene) -> None:
 async def rolling_members(scene: Scene) -> None:
     servers = _cluster(scene)
     await lead_in(scene)
-    for number in range(3):
-        with scene.outage("rolling"):
-            await servers.cluster.terminate(number)
-            await servers.cluster.restart(number)
-            await servers.cluster.wait_current()
+    servers.held = True
+    try:
+        for number in range(3):
+            with scene.outage("rolling"):
+                await servers.cluster.terminate(number)
+                await servers.cluster.restart(number)
+                await servers.cluster.wait_current()
+    finally:
+        servers.held = False
     await scene.probe("after_rolling", LEADER_S)
 
 
@@ -516,8 +520,9 @@ async def leader_disk_full(scene: Scene) -> None:
         await asyncio.sleep(10.0)
         scene.outcome.figures["leader_moved"] = float(await _leader(scene) != number)
         ballast.unlink()
+        pid = servers.cluster.pid(number)
         servers.cluster.kill(number)
-        while member.ended:  # noqa: ASYNC110
+        while servers.cluster.pid(number) == pid:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         await servers.cluster.wait_current()
     await scene.probe("after_space", LEADER_S)

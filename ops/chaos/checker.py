@@ -30,6 +30,10 @@ from shared.messages import Failure, LogRecord, TokenChunk
 from shared.tokenlog import is_final
 
 
+# A leader is the server of a cluster that has to agree to every write of a stream.
+BROKER_ROLES = ("broker", "leader")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Violation:
     invariant: str
@@ -131,7 +135,7 @@ class Run:
         found = []
         readies = [e.t for e in self.pool if isinstance(e, Ready) and e.role == "broker"]
         for event in self.pool:
-            if isinstance(event, Fault) and event.role == "broker":
+            if isinstance(event, Fault) and event.role in BROKER_ROLES:
                 back = next((t for t in readies if t > event.t), event.t)
                 found.append((event.t, back + self.bounds.broker_recovery_s))
         return found

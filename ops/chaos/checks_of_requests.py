@@ -41,6 +41,8 @@ def _end(run: Run, planned: Planned) -> LogRecord | None:
 def check_answered(run: Run, planned: Planned) -> Iterator[str]:
     accepted = run.accepted.get(planned.id)
     if accepted is None:
+        if not run.broken.get(planned.id):
+            yield "neither accepted nor refused: its client was never told anything"
         return
     if _end(run, planned) is None:
         yield f"accepted, but its log of {len(_log(run, planned))} records has no end"

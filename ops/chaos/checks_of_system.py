@@ -3,8 +3,8 @@
 import bisect
 from collections.abc import Iterator
 
-from ops.chaos.checker import Run, Violation
-from ops.chaos.history import Ended, Fault, Got, Memory, Snapshot
+from ops.chaos.checker import BROKER_ROLES, Run, Violation
+from ops.chaos.history import Ended, Fault, Memory, Snapshot
 from shared import subjects
 from shared.messages import Failure
 
@@ -148,7 +148,7 @@ def recoveries(run: Run) -> list[tuple[Fault, float]]:
 
 def check_recovery(run: Run) -> Iterator[tuple[str, str]]:
     for fault, took_s in recoveries(run):
-        is_broker = fault.role == "broker"
+        is_broker = fault.role in BROKER_ROLES
         bound_s = run.bounds.broker_recovery_s if is_broker else run.bounds.recovery_s
         took_s -= 0.0 if is_broker else run.outage_within(fault.t, fault.t + took_s)
         if took_s > bound_s:
@@ -173,10 +173,6 @@ def check_deaths(run: Run) -> Iterator[tuple[str, str]]:
 
 def _drains(run: Run) -> Iterator[Fault]:
     return (e for e in run.pool if isinstance(e, Fault) and e.kind == "drain")
-
-
-def first_records(run: Run) -> int:
-    return sum(isinstance(event, Got) and event.record.index == 0 for event in run.clients)
 
 
 CHECKS = (

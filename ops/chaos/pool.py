@@ -31,6 +31,8 @@ from shared.broker import Broker, end_with_parent
 READY_TIMEOUT_S = 60.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
+# One fault in so many may hit a process that is not ready yet.
+STARTING_TOO = 8
 # Beyond it a process has hung in its drain.
 EXIT_TIMEOUT_S = 30.0
 # The clients' process: not kept for ever but until it ends well, and begun on demand.
@@ -198,13 +200,16 @@ class Pool:
     def resume(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+            if pid not in {slot.pid for slot in self.slots}:
+                self.journal.write(Ready(now(), "broker", 0, pid, 0.0))
 
     def _pick(self, role: str, pick: int) -> Slot | None:
-        """The ready ones first: a process that is just starting has nothing to lose."""
+        """Mostly of those that are ready, for a process that is just starting has little to lose,
+        and on a slow machine none would ever come to work."""
         alive = [slot for slot in self.slots if slot.role == role and slot.alive]
-        ready = [slot for slot in alive if slot.ready]
-        chosen = ready or alive
-        return chosen[pick % len(chosen)] if chosen else None
+        ready = [slot for slot in alive if slot.up]
+        chosen = alive if pick % STARTING_TOO == 0 else ready
+        return chosen[pick // STARTING_TOO % len(chosen)] if chosen else None
 
     async def restart(self, slot: Slot) -> int:
         """Drain one worker and wait for its successor; the exit code of the first."""

@@ -212,7 +212,7 @@ async def test_a_second_signal_hands_back_at_once(cluster: Cluster, client: Bus)
                     second.send_signal(signal.SIGTERM)
                     break
             assert await asyncio.to_thread(second.wait, 10) == 0
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 6  # of the ten that the drain may take
         records += [record async for record in running]
     assert_gapless(records)
     assert isinstance(records[-1], Finish)
