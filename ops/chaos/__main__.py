@@ -3,12 +3,14 @@
 python -m ops.chaos quick            what CI runs
 python -m ops.chaos run kills        one of the runs of docs/reliability.md
 python -m ops.chaos bugs             every planted bug must be caught
+python -m ops.chaos check FOLDER     look again at a run that was kept
 python -m ops.chaos.matrix           the fault matrix
 """
 
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Literal
 
 import uvloop
@@ -17,10 +19,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ops.chaos import bugs as planted
-from ops.chaos.checker import Verdict
+from ops.chaos.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
-from ops.chaos.scenario import run_scenario
+from ops.chaos.scenario import read_run, run_scenario
 from shared import telemetry
 
 SHOWN = 20
@@ -80,6 +82,19 @@ def bugs(*names: str) -> int:
         missed += [] if caught else [name]
     console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
     return 1 if missed else 0
+
+
+@app.command(name="check")
+def check_again(folder: Path, /) -> int:
+    """Check what a run has left in its folder; it was kept because something was wrong."""
+    run = read_run(folder)
+    verdict = check(run)
+    for violation in verdict.violations:
+        console.print(f"  {violation}", markup=False)
+    console.print(
+        _row(folder.name, run.settings, verdict, verdict.figures["seconds"]), markup=False
+    )
+    return 0 if verdict.clean else 1
 
 
 def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:

@@ -38,7 +38,7 @@ SCENARIOS = {
         timeout_s=40.0,
         ack_wait_s=4.0,
     ),
-    "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=2, requests=100),
+    "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=1, requests=100),
     # So many that whoever shares a batch with one is likely to share another.
     "many raisers": replace(
         BASE, mix=replace(CALM, raises=0.25), max_deliver=2, requests=100, step_ms=20.0

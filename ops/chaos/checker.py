@@ -29,7 +29,12 @@ from ops.chaos.plan import Planned, Settings
 from shared.messages import Failure, LogRecord, TokenChunk
 from shared.tokenlog import is_final
 
-
+# From the announcement of a worker to its first work: the pool looks every 0.1 s, and what its
+# predecessor had in hand comes after the coordinators' ack wait of a second.
+TAKES_WORK_S = 1.2
+# What a stopped worker has asked for is sent to it, again and again after the ack wait, until its
+# pull requests have expired.
+STOPPED_PULLS_S = 6.0
 # A leader is the server of a cluster that has to agree to every write of a stream.
 BROKER_ROLES = ("broker", "leader")
 
@@ -130,8 +135,16 @@ class Run:
 
     @cached_property
     def outages(self) -> list[tuple[float, float]]:
-        """When nobody could write: from the fault of a broker to when it was there again, and what
-        clients need to find it."""
+        """When nobody could end a request: no broker to write to, or no coordinator to do it."""
+        stops = [
+            (event.t, event.t + STOPPED_PULLS_S)
+            for event in self.pool
+            if isinstance(event, Fault) and (event.kind, event.role) == ("stop", "coordinator")
+        ]
+        return sorted(self._broker_outages() + self._absences("coordinator") + stops)
+
+    def _broker_outages(self) -> list[tuple[float, float]]:
+        """From the fault to when it was there again, and what clients need to find it."""
         found = []
         readies = [e.t for e in self.pool if isinstance(e, Ready) and e.role == "broker"]
         for event in self.pool:
@@ -140,10 +153,28 @@ class Run:
                 found.append((event.t, back + self.bounds.broker_recovery_s))
         return found
 
+    def _absences(self, role: str) -> list[tuple[float, float]]:
+        """When none of a role was up; it takes work when it has announced itself."""
+        found = []
+        up: set[int] = set()
+        left = None
+        for event in self.pool:
+            if not isinstance(event, Ready | Fault | Ended) or event.role != role:
+                continue
+            if isinstance(event, Ready):
+                up.add(event.number)
+                if left is not None:
+                    found.append((left, event.t + TAKES_WORK_S))
+                    left = None
+            elif event.number in up:
+                up.discard(event.number)
+                left = event.t if not up else None
+        return found
+
     def outage_within(self, start: float, stop: float) -> float:
-        """Seconds of [start, stop] in which the broker was away; overlapping outages count once."""
+        """Seconds of [start, stop] that were outages; where they overlap they count once."""
         total, reached = 0.0, start
-        for began, back in sorted(self.outages):
+        for began, back in self.outages:
             total += max(0.0, min(stop, back) - max(reached, began))
             reached = max(reached, min(stop, back))
         return total

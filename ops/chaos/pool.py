@@ -200,8 +200,10 @@ class Pool:
     def resume(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-            if pid not in {slot.pid for slot in self.slots}:
-                self.journal.write(Ready(now(), "broker", 0, pid, 0.0))
+            slot = next((slot for slot in self.slots if slot.pid == pid), None)
+            role, number = (slot.role, slot.number) if slot is not None else ("broker", 0)
+            if slot is None or slot.ready:
+                self.journal.write(Ready(now(), role, number, pid, 0.0))
 
     def _pick(self, role: str, pick: int) -> Slot | None:
         """Mostly of those that are ready, for a process that is just starting has little to lose,

@@ -143,7 +143,8 @@ class Scenario:
             final = await self._run(shm_before)
         finally:
             await self.pool.stop()
-        return await asyncio.to_thread(self._recorded, final)
+        (self.folder / "final.msgpack").write_bytes(msgspec.msgpack.encode(final))
+        return await asyncio.to_thread(read_run, self.folder)
 
     async def _run(self, shm_before: list[str]) -> Final:
         store = await Store.connect(self.brokers.url)
@@ -224,23 +225,26 @@ class Scenario:
                 if slot.role != LOAD:
                     await self.pool.restart(slot)
 
-    def _recorded(self, final: Final) -> Run:
-        planned = make_requests(self.settings)
-        config = product_settings.load_config(self.config_file)
-        return Run(
-            settings=self.settings,
-            planned={one.id: one for one in planned},
-            expected=expect(self.settings, config, planned),
-            clients=list(read_events(self.folder / "clients.jsonl")),
-            pool=list(read_events(self.folder / "pool.jsonl")),
-            workers=[
-                event
-                for file in sorted((self.folder / "workers").glob("*.jsonl"))
-                for event in read_events(file)
-            ],
-            final=final,
-            bounds=bounds_of(self.settings),
-        )
+
+def read_run(folder: Path) -> Run:
+    """What a run has left in its folder."""
+    settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
+    planned = make_requests(settings)
+    config = product_settings.load_config(folder / "pagemill.yaml")
+    return Run(
+        settings=settings,
+        planned={one.id: one for one in planned},
+        expected=expect(settings, config, planned),
+        clients=list(read_events(folder / "clients.jsonl")),
+        pool=list(read_events(folder / "pool.jsonl")),
+        workers=[
+            event
+            for file in sorted((folder / "workers").glob("*.jsonl"))
+            for event in read_events(file)
+        ],
+        final=msgspec.msgpack.decode((folder / "final.msgpack").read_bytes(), type=Final),
+        bounds=bounds_of(settings),
+    )
 
 
 def bounds_of(settings: Settings) -> Bounds:

@@ -403,10 +403,10 @@ _SCENES: dict[str, Callable[[], Scene]] = {
     "single": Scene,
     "cluster": lambda: Scene(replace(BASE, brokers=3), servers=ThreeServers),
     # Two deaths are enough to be taken for poison; elsewhere the deaths come from outside.
-    "poison": lambda: Scene(replace(BASE, max_deaths=2)),
+    "poison": lambda: Scene(replace(BASE, max_deaths=2, max_deliver=5)),
     # Everything that has a limit is near it.
     "tight": lambda: Scene(
-        replace(BASE, max_queued=60, num_blocks=96),
+        replace(BASE, max_queued=60, num_blocks=136),
         delivery={"max_request_mib": 2, "max_stage_mib": 1},
     ),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),

@@ -252,7 +252,7 @@ OVERLOAD = [
     ),
     Cell(
         "overload: KV exhausted",
-        "96 blocks for 16 sequences",
+        "136 blocks for 16 sequences",
         "",
         cells.only_load,
         on="tight",

@@ -152,6 +152,15 @@ CLEAN: dict[str, Run] = {
         Fault(10.0, "stop", "broker", 0, 3),
         Ready(14.0, "broker", 0, 3, 0.2),
     ),
+    "late for want of coordinators": with_pool(
+        make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=16.0),
+        Ready(0.0, "coordinator", 0, 3, 0.2),
+        Ready(0.0, "coordinator", 1, 4, 0.2),
+        Fault(10.0, "kill", "coordinator", 0, 3),
+        Fault(10.5, "kill", "coordinator", 1, 4),
+        Ended(10.6, "coordinator", 1, 4, -9, True),
+        Ready(14.0, "coordinator", 0, 5, 0.2),
+    ),
     "a second session from the middle": with_clients(make_run(), *seen(LOG[1:], 2, 1, False)),
     "asked again after its end": with_clients(make_run(LOG, "ask_after"), *seen(LOG, 2)),
     "a client that was killed in between": with_clients(
@@ -171,6 +180,14 @@ def test_a_clean_history_has_no_violations(name: str) -> None:
     assert check(CLEAN[name]).violations == []
 
 
+ONE_COORDINATOR_LEFT = with_pool(
+    make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=16.0),
+    Ready(0.0, "coordinator", 0, 3, 0.2),
+    Ready(0.0, "coordinator", 1, 4, 0.2),
+    Fault(10.0, "kill", "coordinator", 0, 3),
+    Ready(14.0, "coordinator", 0, 5, 0.2),
+)
+
 WRONG: dict[str, tuple[str, Run]] = {
     "no end": ("I1", make_run(CHUNKS)),
     "no client saw the end": ("I1", replace(make_run(), clients=make_run().clients[:-1])),
@@ -179,6 +196,7 @@ WRONG: dict[str, tuple[str, Run]] = {
         "I1",
         make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=13.2),
     ),
+    "late though there was a coordinator": ("I1", ONE_COORDINATOR_LEFT),
     "cancelled late": (
         "I1",
         with_clients(

@@ -18,11 +18,11 @@ from shared.stage import Job, serve
 from shared.tokenlog import end_request, is_final, last_record
 from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
-CAPACITY = 16
-# What a coordinator does takes milliseconds and may be done twice: when one dies, another need not
-# wait as long for its share as for a renderer's or an engine's.
-REQUEST_ACK_WAIT_S = 3.0
-CANCEL_ACK_WAIT_S = 1.0
+# Few, for a request may have megabytes, and what waits here longer than the ack wait comes twice.
+CAPACITY = 8
+# What a coordinator does takes milliseconds and may be done twice: when one dies at a deadline or a
+# cancellation, the next must still be in time.
+ACK_WAIT_S = 1.0
 
 
 async def main(context: Context) -> None:
@@ -40,13 +40,11 @@ class Coordinator:
             subjects.REQUESTS_STREAM,
             subjects.REQUESTS_CONSUMER,
             subjects.REQUESTS_FILTER,
-            REQUEST_ACK_WAIT_S,
         )
         cancels = await self._consume(
             subjects.CANCELS_STREAM,
             subjects.CANCELS_CONSUMER,
             subjects.CANCELS_FILTER,
-            CANCEL_ACK_WAIT_S,
         )
         context = self._context
         models = sorted(context.config.models)
@@ -55,10 +53,8 @@ class Coordinator:
             for consumer, handle in ((requests, self._handle), (cancels, self._cancel)):
                 group.create_task(serve(consumer, handle, context.shutdown, self._delivery.drain_s))
 
-    async def _consume(
-        self, stream: str, durable: str, subject: str, ack_wait_s: float
-    ) -> Consumer:
-        ack_wait_s = min(ack_wait_s, self._delivery.ack_wait_s)
+    async def _consume(self, stream: str, durable: str, subject: str) -> Consumer:
+        ack_wait_s = min(ACK_WAIT_S, self._delivery.ack_wait_s)
         return await self._context.bus.consume(stream, durable, subject, CAPACITY, ack_wait_s)
 
     async def _handle(self, delivery: Delivery) -> None:
