@@ -7,6 +7,7 @@ written down; a process that takes over from a killed one goes on from what that
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ class Load:
     def __init__(self, url: str, settings: Settings, file: Path) -> None:
         self._url = url
         self._settings = settings
-        self._done, self._sessions, began = _read_past(file)
+        self._ends, self._sessions, began = _read_past(file)
         self._journal = Journal(file)
         self._next_index = 0
         self._began = began or now()
@@ -77,7 +78,8 @@ class Load:
         while self._next_index < self._settings.requests:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
-            if planned.id in self._done:
+            wanted = 2 if planned.behaviour == "ask_after" else 1
+            if self._ends[planned.id] >= wanted:
                 continue
             await asyncio.sleep(self._began + index / self._settings.rate - now())
             await self._be_client(planned)
@@ -136,18 +138,18 @@ class Load:
             beside.append(asyncio.create_task(self._session(planned, None, record.index)))
 
 
-def _read_past(file: Path) -> tuple[set[str], dict[str, int], float | None]:
-    """Of a killed predecessor: requests whose end it has seen, sessions of each, its beginning."""
+def _read_past(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
+    """Of killed predecessors: how often they saw each end, sessions of each, their beginning."""
     began: float | None = None
-    done: set[str] = set()
+    ends: Counter[str] = Counter()
     sessions: dict[str, int] = {}
     for event in read_events(file):
         began = event.t if began is None else began
         if isinstance(event, Asked):
             sessions[event.id] = event.session
         elif isinstance(event, Got) and is_final(event.record):
-            done.add(event.id)
-    return done, sessions, began
+            ends[event.id] += 1
+    return ends, sessions, began
 
 
 @app.default
