@@ -6,6 +6,7 @@ What it knows is delivery. What the bytes mean, and what a stage does with them,
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -463,16 +464,17 @@ class Bus:
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
         return [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
 
-    async def is_dead(self, worker: str, witness: str) -> bool:
-        """Whether `worker` has been silent while `witness`, who lives, has not.
+    async def silence_s(self, worker: str, witness: str) -> float:
+        """For how long `worker` has been silent while `witness`, who lives, has not.
 
-        While the broker is away nobody is heard, and that is no sign of death.
+        Infinite for one that is forgotten. While the broker is away nobody is heard, and that is no
+        sign of death.
         """
         its = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
         ours = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(witness))
-        if its is None or ours is None:
-            return its is None
-        return ours.stored_ms - its.stored_ms > 1000 * DEAD_AFTER_S
+        if its is None:
+            return math.inf
+        return 0.0 if ours is None else (ours.stored_ms - its.stored_ms) / 1000
 
 
 @dataclass(frozen=True, slots=True)

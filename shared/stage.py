@@ -15,7 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared import retry, subjects
-from shared.bus import Bus
+from shared.bus import DEAD_AFTER_S, Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
 from shared.errors import Fenced, PagemillError, WorkerFailure
@@ -38,6 +38,8 @@ _log = structlog.get_logger()
 MAX_TRACEBACK_LEN = 16_384
 MAX_LETTER_BYTES = 65_536
 
+# Of a worker whose heartbeat comes every second: it has just been heard.
+ALIVE_S = 1.5
 # How long a suspect waits for its turn to be alone in a worker.
 SUSPECT_PAUSE_S = 0.5
 
@@ -132,7 +134,7 @@ class Stage:
         """Take the job in hand: leave a record of that, and open its token log.
 
         None when there is nothing to do here and the job is settled: the request has ended, or it
-        is a suspect that has to wait. Raises Poisoned or WorkerFailure when it must not be tried
+        is a suspect that has to wait, or it is not known yet whether it is one. Raises Poisoned or WorkerFailure when it must not be tried
         again, LogTruncated when its log is not whole.
         """
         request_id = _known(job.request_id)
@@ -149,26 +151,32 @@ class Stage:
             await self.finish(job)
             return None
         if job.delivery.attempt > 1:
-            await self._weigh(job, len(log.records))
-            if job.history.suspect and not self._isolate(job):
+            known = await self._weigh(job, len(log.records))
+            if not known or (job.history.suspect and not self._isolate(job)):
                 self._release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
             await self._record(job, log_len=len(log.records))
         return log
 
-    async def _weigh(self, job: Job, log_len: int) -> None:
-        """Look at what became of earlier attempts. Raises when there must not be another."""
+    async def _weigh(self, job: Job, log_len: int) -> bool:
+        """Look at what became of earlier attempts. Raises when there must not be another.
+
+        False while it cannot be told yet whether a worker that had it is dead.
+        """
         request_id = _known(job.request_id)
         stored = await self.bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
         job.attempts = [decode_attempt(message.data) for message in stored]
         workers = {a.worker for a in job.attempts if a.role == self.role and a.outcome == "open"}
         others = sorted(workers - {self.worker})
-        are_dead = await asyncio.gather(*(self.bus.is_dead(w, self.worker) for w in others))
-        dead = {worker for worker, is_dead in zip(others, are_dead, strict=True) if is_dead}
+        silences = await asyncio.gather(*(self.bus.silence_s(w, self.worker) for w in others))
+        if any(ALIVE_S < silence_s <= DEAD_AFTER_S for silence_s in silences):
+            return False
+        dead = {w for w, silence_s in zip(others, silences, strict=True) if silence_s > ALIVE_S}
         job.history = retry.recount(job.attempts, self.role, log_len, dead)
         if (error := retry.verdict(job.history, self._policy)) is not None:
             raise error
+        return True
 
     def _isolate(self, job: Job) -> bool:
         """One suspect at a time: if this worker dies too, it is known of which request."""
