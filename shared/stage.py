@@ -133,9 +133,9 @@ class Stage:
     async def take(self, job: Job) -> LogWriter | None:
         """Take the job in hand: leave a record of that, and open its token log.
 
-        None when there is nothing to do here and the job is settled: the request has ended, or it
-        is a suspect that has to wait, or it is not known yet whether it is one. Raises Poisoned or WorkerFailure when it must not be tried
-        again, LogTruncated when its log is not whole.
+        None when there is nothing to do here and the job is settled: the request has ended, it is
+        a suspect that has to wait, or it is not known yet whether it is one. Raises Poisoned or
+        WorkerFailure when it must not be tried again, LogTruncated when its log is not whole.
         """
         request_id = _known(job.request_id)
         self._in_hand[request_id] = job

@@ -185,9 +185,9 @@ def _ack_before_the_end() -> None:
 
 @bug("engine", "kills", "I2", "I3")
 def _resume_off_by_one() -> None:
-    from workers.engine import worker
+    from workers.engine import outputs, worker
 
-    logged_choices = worker.logged_choices
+    logged_choices = outputs.logged_choices
 
     def short(records: Any, n: int) -> Any:
         found = logged_choices(records, n)

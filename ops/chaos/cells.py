@@ -644,7 +644,7 @@ async def reader_that_stops(scene: Scene) -> None:
 
 
 async def engine_slower_than_renderer(scene: Scene) -> None:
-    """Long prompts into engines that stand still: the queue of stages reaches its limit."""
+    """Long prompts into engines that stand still, and then all of them at once."""
     engines = [slot for slot in scene.pool.slots if slot.role == "engine"]
     async with scene.bus("slow") as bus:
         for slot in engines:
@@ -948,7 +948,40 @@ async def raises_in_render(scene: Scene) -> None:
 
 kills = poison(fake.KILLS_SEED, "poison")
 raises = poison(fake.RAISES_SEED, "worker_failure")
-hangs = poison(fake.HANGS_SEED, "poison", count=1)
+
+
+_HANGING_ENGINE = """
+import sys, time
+from ops.chaos import fake, worker
+def harm(self, sequence, *_):
+    if sequence.seed == fake.HANGS_SEED:
+        time.sleep(3600)
+fake.FakeRunner._harm = harm
+sys.exit(worker.app(sys.argv[1:], result_action="return_value"))
+"""
+
+
+async def hangs(scene: Scene) -> None:
+    """A request at which the step of every engine hangs for ever; it has 15 s of time."""
+    engines = [slot for slot in scene.pool.slots if slot.role == "engine"]
+    for slot in engines:
+        scene.dress(slot, program=_HANGING_ENGINE)
+    await redressed(scene, engines)
+    try:
+        async with scene.bus("poison") as bus:
+            sampling = SamplingParams(max_tokens=8, seed=fake.HANGS_SEED, temperature=1.0)
+            answer = _timed(scene.ask(bus, new_id("hang"), sampling, timeout_s=15.0))
+            records, took_s = await answer
+            end = records[-1]
+            code = end.error.code if isinstance(end, Failure) else "finish"
+            scene.outcome.figures["poison_s"] = took_s
+            if code not in ("poison", "deadline_exceeded"):
+                scene.note(f"I11: ended with {code}")
+            await scene.probe("after_hang", WORKER_S)
+    finally:
+        for slot in engines:
+            scene.dress(slot)
+        await redressed(scene, engines)
 
 
 # -- overload ---------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ Pure: it reads neither files nor clocks, and a run that nobody has run can be ch
 is how it is tested. The invariants I1 to I14 are those of the design's reliability page.
 """
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,15 +21,12 @@ from ops.chaos.history import (
     Fault,
     Final,
     Got,
-    Memory,
     Ready,
 )
 from ops.chaos.plan import Planned, Settings
-from shared.messages import Failure, LogRecord, TokenChunk
 from shared.tokenlog import is_final
 
-# From the announcement of a worker to its first work: the pool looks every 0.1 s, and what its
-# predecessor had in hand comes after the coordinators' ack wait of a second.
+# What a coordinator had in hand comes to another after their ack wait of a second.
 TAKES_WORK_S = 1.2
 # What a stopped worker has asked for is sent to it, again and again after the ack wait, until its
 # pull requests have expired.
@@ -135,13 +131,15 @@ class Run:
 
     @cached_property
     def outages(self) -> list[tuple[float, float]]:
-        """When nobody could end a request: no broker to write to, or no coordinator to do it."""
-        stops = [
-            (event.t, event.t + STOPPED_PULLS_S)
-            for event in self.pool
-            if isinstance(event, Fault) and (event.kind, event.role) == ("stop", "coordinator")
-        ]
-        return sorted(self._broker_outages() + self._absences("coordinator") + stops)
+        """When it could not be expected that a request ends: no broker to write to, no coordinator
+        to do it, or what is to be done is in the hand of one that is gone."""
+        found = self._broker_outages() + self._absences("coordinator")
+        for event in self.pool:
+            if isinstance(event, Ended) and event.role == "coordinator":
+                found.append((event.t, event.t + TAKES_WORK_S))
+            elif isinstance(event, Fault) and (event.kind, event.role) == ("stop", "coordinator"):
+                found.append((event.t, event.t + STOPPED_PULLS_S))
+        return sorted(found)
 
     def _broker_outages(self) -> list[tuple[float, float]]:
         """From the fault to when it was there again, and what clients need to find it."""
@@ -196,65 +194,7 @@ class Verdict:
 
 
 def check(run: Run) -> Verdict:
-    from ops.chaos import checks_of_requests, checks_of_system
+    from ops.chaos import checks_of_requests, checks_of_system, figures
 
     found = [*checks_of_requests.find(run), *checks_of_system.find(run)]
-    return Verdict(sorted(found), measure(run), count(run))
-
-
-# -- figures ----------------------------------------------------------------------------------
-
-
-def measure(run: Run) -> dict[str, float]:
-    first = {id: sessions[0].asked.t for id, sessions in run.sessions.items()}
-    took = sorted(t - first[id] for id, t in run.ended.items())
-    seen = sorted(event.t for event in run.clients if isinstance(event, Got))
-    gaps = [b - a for a, b in itertools.pairwise(seen)]
-    asked = [event.t for event in run.clients if isinstance(event, Asked)]
-    rss = [event.rss_mib for event in run.pool if isinstance(event, Memory)]
-    return {
-        "requests": len(run.planned),
-        "accepted": len(run.accepted),
-        "ended": len(run.ended),
-        "seconds": (max(seen) - min(asked)) if seen else 0.0,
-        "p50_s": percentile(took, 50),
-        "p99_s": percentile(took, 99),
-        "max_s": percentile(took, 100),
-        "longest_gap_s": max(gaps, default=0.0),
-        "tokens": sum(_num_tokens(run, id) for id in run.final.logs),
-        "resumed": sum(_is_resumed(log) for log in run.final.logs.values()),
-        "max_rss_mib": max(rss, default=0.0),
-    }
-
-
-def _num_tokens(run: Run, id: str) -> int:
-    chunks = [record for record in run.final.logs[id] if isinstance(record, TokenChunk)]
-    return sum(len(delta.token_ids) for chunk in chunks for delta in chunk.choices)
-
-
-def _is_resumed(log: Sequence[LogRecord]) -> bool:
-    """Tokens of more than one attempt are in it."""
-    return len({record.attempt for record in log if isinstance(record, TokenChunk)}) > 1
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Of sorted values; 0 of none."""
-    return values[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
-
-
-def count(run: Run) -> dict[str, Counter[str]]:
-    finals = [log[-1] for log in run.final.logs.values() if is_final(log[-1])]
-    return {
-        "faults": Counter(f"{e.kind} {e.role}" for e in run.pool if isinstance(e, Fault)),
-        "crashes": Counter(
-            e.what.removeprefix("crash ") for e in run.did if e.what.startswith("crash")
-        ),
-        "deaths": Counter(
-            f"{e.role} {e.code}" for e in run.pool if isinstance(e, Ended) and not e.meant
-        ),
-        "ends": Counter(
-            record.error.code if isinstance(record, Failure) else "finish" for record in finals
-        ),
-        "broken sessions": Counter(e.code for e in run.clients if isinstance(e, Broke)),
-        "behaviours": Counter(one.behaviour for one in run.planned.values()),
-    }
+    return Verdict(sorted(found), figures.measure(run), figures.count(run))

@@ -21,7 +21,7 @@ from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
 from shared.bus import Bus
 from shared.errors import PagemillError
-from shared.messages import GenerateRequest, Message
+from shared.messages import GenerateRequest, Heartbeat, Message
 from shared.sampling import SamplingParams
 from workers import settings as product_settings
 
@@ -173,7 +173,7 @@ class Scenario:
         finally:
             await store.close()
 
-    def _own(self, beats):
+    def _own(self, beats: list[Heartbeat]) -> list[Heartbeat]:
         """Of those that live: the last words of the dead stay for some seconds."""
         pids = {slot.pid for slot in self.pool.slots}
         return [beat for beat in beats if beat.pid in pids]

@@ -407,7 +407,7 @@ _SCENES: dict[str, Callable[[], Scene]] = {
     # Everything that has a limit is near it.
     "tight": lambda: Scene(
         replace(BASE, max_queued=60, num_blocks=136),
-        delivery={"max_request_mib": 2, "max_stage_mib": 1},
+        delivery={"max_request_mib": 2, "max_stage_mib": 8},
     ),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
 }

@@ -164,7 +164,7 @@ SLOW = [
     Cell("slow: gateway stalls", "", why_not=NO_GATEWAY),
     Cell(
         "slow: engine slower than renderer",
-        "engines stopped, stage queue of 1 MiB",
+        "engines stopped for 4 s, 40 long prompts",
         "",
         cells.engine_slower_than_renderer,
         on="tight",
@@ -228,11 +228,24 @@ PARTITION = [
 ]
 
 POISON = [
-    Cell("poison: raises in render", "", "dead letter", cells.raises_in_render, on="poison"),
+    Cell(
+        "poison: raises in render",
+        "at every attempt",
+        "dead letter",
+        cells.raises_in_render,
+        on="poison",
+    ),
     Cell("poison: raises in encode", "", why_not=NO_ENCODER),
-    Cell("poison: raises in a step", "", "dead letter", cells.raises, on="poison"),
+    Cell("poison: raises in a step", "at every attempt", "dead letter", cells.raises, on="poison"),
     Cell("poison: kills the worker", "SIGKILL from inside", "2 deaths", cells.kills, on="poison"),
-    Cell("poison: hangs the step", "", "dead letter", cells.hangs, on="poison", load_s=8),
+    Cell(
+        "poison: hangs the step",
+        "for ever, in every engine",
+        "its deadline",
+        cells.hangs,
+        on="poison",
+        load_s=8,
+    ),
 ]
 
 OVERLOAD = [
