@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -226,6 +227,8 @@ async def main(rounds: int) -> None:
     telemetry.setup("warning", role="bench")
     config = settings.load_config(None)
     prompts = Prompts(config)
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
     core = build_core(config.models[MODEL], config.engine)
     runs: dict[tuple[int, str], list[Run]] = {}
     async with contextlib.AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ from ops.chaos.plan import Mix, Settings
 DEMO = Settings(
     engine="demo",
     requests=2000,
-    rate=3.4,
+    rate=5.0,
     timeout_s=120.0,
     max_tokens=(32, 256),
     mix=Mix(pictures=0.5),
@@ -20,7 +20,7 @@ RUNS: dict[str, Settings] = {
     "kills": Settings(requests=10_000, rate=30.0, fault_every_s=2.0),
     "model": replace(
         DEMO,
-        fault_every_s=8.0,
+        fault_every_s=6.0,
         faults={"kill:engine": 5, "kill:renderer": 1, "kill:coordinator": 2, "kill:broker": 2},
     ),
     "leaders": Settings(

@@ -395,11 +395,11 @@ Disturb = Callable[[Scene], Awaitable[None]]
 
 
 def open_scene(name: str) -> Scene:
-    return _SCENES[name]()
+    return SCENES[name]()
 
 
 DISK_MIB = 24
-_SCENES: dict[str, Callable[[], Scene]] = {
+SCENES: dict[str, Callable[[], Scene]] = {
     "single": Scene,
     "cluster": lambda: Scene(replace(BASE, brokers=3), servers=ThreeServers),
     # Two deaths are enough to be taken for poison; elsewhere the deaths come from outside.

@@ -4,7 +4,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ops.chaos import cells, nets
+from ops.chaos import nets
+from ops.chaos.cells import (
+    common,
+    members,
+    memory,
+    networks,
+    overload,
+    poison,
+    processes,
+    servers,
+    workplaces,
+)
 from ops.chaos.plan import Mix
 from ops.chaos.pool import LOAD
 from ops.chaos.scene import Disturb
@@ -42,30 +53,34 @@ NO_ARENA = "payloads travel inside messages yet: no shared memory"
 def _process_cells() -> Iterator[Cell]:
     for role in ("coordinator", "renderer", "engine", LOAD):
         name = "client" if role == LOAD else role
-        yield Cell(f"{name}: SIGKILL", "kill -9, three times", "5 s", cells.sigkill(role), load_s=8)
+        yield Cell(
+            f"{name}: SIGKILL", "kill -9, three times", "5 s", processes.sigkill(role), load_s=8
+        )
         yield Cell(
             f"{name}: SIGSTOP",
-            f"kill -STOP, {cells.STOP_S:.0f} s, kill -CONT",
+            f"kill -STOP, {common.STOP_S:.0f} s, kill -CONT",
             "5 s beside it",
-            cells.sigstop(role),
+            processes.sigstop(role),
             load_s=22,
         )
-        yield Cell(f"{name}: SIGTERM", "kill -TERM under load", "30 s, exit 0", cells.drain(role))
         yield Cell(
-            f"{name}: rolling restart", "each in turn, twice", "no failure", cells.rolling(role)
+            f"{name}: SIGTERM", "kill -TERM under load", "30 s, exit 0", processes.drain(role)
+        )
+        yield Cell(
+            f"{name}: rolling restart", "each in turn, twice", "no failure", processes.rolling(role)
         )
         yield Cell(
             f"{name}: OOM",
             "memory cgroup, kernel's OOM killer, twice",
             "5 s",
-            cells.out_of_memory(role),
-            needs=cells.why_no_memory_limit,
+            processes.out_of_memory(role),
+            needs=memory.why_no_memory_limit,
         )
         yield Cell(
             f"{name}: bad network",
             "packet loss 30 % (iptables), 200 ms delay, cut mid-frame, half-open, reset (proxy)",
             "7 s",
-            cells.bad_network(role),
+            networks.bad_network(role),
             needs=nets.why_not,
             load_s=14,
         )
@@ -75,63 +90,63 @@ def _process_cells() -> Iterator[Cell]:
 
 
 BROKER = [
-    Cell("broker: SIGKILL", "kill -9", "3 s", cells.broker_killed(1, 1.5)),
-    Cell("broker: SIGSTOP 30 s", "kill -STOP", "3 s", cells.broker_stopped(30.0), load_s=20),
-    Cell("broker: SIGTERM", "kill -TERM", "3 s", cells.broker_terminated),
-    Cell("broker: killed every 2 s", "kill -9", "3 s", cells.broker_killed(8, 2.0), load_s=18),
+    Cell("broker: SIGKILL", "kill -9", "3 s", servers.broker_killed(1, 1.5)),
+    Cell("broker: SIGSTOP 30 s", "kill -STOP", "3 s", servers.broker_stopped(30.0), load_s=20),
+    Cell("broker: SIGTERM", "kill -TERM", "3 s", servers.broker_terminated),
+    Cell("broker: killed every 2 s", "kill -9", "3 s", servers.broker_killed(8, 2.0), load_s=18),
     Cell(
         "broker: OOM",
         "memory cgroup",
         "3 s",
-        cells.broker_out_of_memory,
-        needs=cells.why_no_memory_limit,
+        servers.broker_out_of_memory,
+        needs=memory.why_no_memory_limit,
     ),
     Cell(
         "broker: packet loss 30 %",
         "iptables on its port",
         "7 s",
-        cells.broker_lossy,
+        servers.broker_lossy,
         needs=nets.why_not,
         load_s=10,
     ),
-    Cell("broker: disk full", "tmpfs of 24 MiB", "3 s", cells.disk_full, on="disk", load_s=10),
+    Cell("broker: disk full", "tmpfs of 24 MiB", "3 s", servers.disk_full, on="disk", load_s=10),
     Cell(
         "broker: queue at its limit",
         "8 MB of requests, limit 2 MiB",
         "refused in 1 s",
-        cells.queue_at_its_limit,
+        servers.queue_at_its_limit,
         on="tight",
         change={"mix": Mix(deadline=0)},
     ),
 ]
 
 CLUSTER = [
-    Cell("cluster: kill leader", "kill -9, twice", "10 s", cells.member_killed(leader=True)),
-    Cell("cluster: kill follower", "kill -9, twice", "10 s", cells.member_killed(leader=False)),
-    Cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", cells.members_down(2)),
-    Cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", cells.members_down(3)),
-    Cell("cluster: SIGSTOP leader", "kill -STOP, 15 s", "10 s", cells.leader_stopped),
+    Cell("cluster: kill leader", "kill -9, twice", "10 s", members.member_killed(leader=True)),
+    Cell("cluster: kill follower", "kill -9, twice", "10 s", members.member_killed(leader=False)),
+    Cell("cluster: kill 2 of 3", "kill -9, down for 6 s", "10 s", members.members_down(2)),
+    Cell("cluster: kill all 3", "kill -9, down for 6 s", "10 s", members.members_down(3)),
+    Cell("cluster: SIGSTOP leader", "kill -STOP, 15 s", "10 s", members.leader_stopped),
     Cell(
         "cluster: leader isolated",
         "iptables by cgroup, 12 s",
         "10 s",
-        cells.member_isolated(leader=True),
+        members.member_isolated(leader=True),
         needs=nets.why_not,
     ),
     Cell(
         "cluster: clients cut from the leader",
         "iptables by port, 11 s",
         "10 s",
-        cells.clients_cut_from_the_leader,
+        members.clients_cut_from_the_leader,
         needs=nets.why_not,
     ),
-    Cell("cluster: rolling restart", "SIGTERM, one by one", "10 s", cells.rolling_members),
-    Cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s", cells.leader_disk_full),
+    Cell("cluster: rolling restart", "SIGTERM, one by one", "10 s", members.rolling_members),
+    Cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s", members.leader_disk_full),
     Cell(
         "cluster: follower corrupted",
         "one bit of its .blk files, then fail over",
         "detected",
-        cells.follower_corrupted,
+        members.follower_corrupted,
         known="a documented limit of nats-server (Jepsen, issue 7549)",
     ),
 ]
@@ -149,24 +164,28 @@ SHARED_MEMORY = [
 ]
 
 DISK = [
-    Cell("disk: log disk full", "stderr of workers on a full tmpfs", "5 s", cells.log_disk_full),
+    Cell(
+        "disk: log disk full", "stderr of workers on a full tmpfs", "5 s", workplaces.log_disk_full
+    ),
     Cell("disk: cache disk full", "", why_not="no worker keeps anything on a disk"),
     Cell(
         "disk: read-only root",
         "workers in a mount namespace without a writable path",
         "5 s",
-        cells.read_only_root,
+        workplaces.read_only_root,
     ),
 ]
 
 SLOW = [
-    Cell("slow: client stops reading", "proxy holds, 8 s", "", cells.reader_that_stops, load_s=9),
+    Cell(
+        "slow: client stops reading", "proxy holds, 8 s", "", networks.reader_that_stops, load_s=9
+    ),
     Cell("slow: gateway stalls", "", why_not=NO_GATEWAY),
     Cell(
         "slow: engine slower than renderer",
         "engines stopped for 4 s, 40 long prompts",
         "",
-        cells.engine_slower_than_renderer,
+        overload.engine_slower_than_renderer,
         on="tight",
         change={"mix": Mix(deadline=0)},
     ),
@@ -174,7 +193,7 @@ SLOW = [
         "slow: flood in the batch lane",
         "10x beside the load (there are no tenants yet)",
         "",
-        cells.batch_flood,
+        overload.batch_flood,
     ),
 ]
 
@@ -183,13 +202,13 @@ CLOCK = [
         f"clock: {what}",
         f"libfaketime {fake_time} on one worker of each role",
         "deadline + 2 s",
-        cells.clock(fake_time),
-        needs=cells.why_no_faketime,
+        workplaces.clock(fake_time),
+        needs=workplaces.why_no_faketime,
         load_s=10,
     )
     for what, fake_time in (("+1 h", "+1h"), ("-1 h", "-1h"), ("drift 2 s/s", "+0 x3"))
 ] + [
-    Cell("clock: none read", "a gate on the source", "", cells.no_wall_clock, load_s=1),
+    Cell("clock: none read", "a gate on the source", "", workplaces.no_wall_clock, load_s=1),
 ]
 
 PARTITION = [
@@ -197,32 +216,34 @@ PARTITION = [
         "partition: worker from broker",
         "proxy holds, one of each role, 10 s",
         "7 s",
-        cells.all_workers_blackholed,
+        networks.all_workers_blackholed,
         load_s=14,
     ),
-    Cell("partition: one way", "proxy holds one direction", "7 s", cells.one_way, load_s=20),
+    Cell("partition: one way", "proxy holds one direction", "7 s", networks.one_way, load_s=20),
     Cell(
         "partition: client from broker",
         "proxy holds, 10 s (in the gateway's place)",
         "7 s",
-        cells.blackholed(LOAD),
+        networks.blackholed(LOAD),
         load_s=14,
     ),
     Cell(
         "partition: minority of brokers",
         "iptables by cgroup, 12 s",
         "10 s",
-        cells.member_isolated(leader=False),
+        members.member_isolated(leader=False),
         needs=nets.why_not,
         on="cluster",
         load_s=20,
     ),
-    Cell("partition: flapping", "proxy, 1 s on, 1 s off, 20 s", "7 s", cells.flapping, load_s=22),
+    Cell(
+        "partition: flapping", "proxy, 1 s on, 1 s off, 20 s", "7 s", networks.flapping, load_s=22
+    ),
     Cell(
         "partition: healed after the deadline",
         "proxy holds both engines",
         "deadline + 2 s",
-        cells.healed_after_the_deadline,
+        networks.healed_after_the_deadline,
         load_s=8,
     ),
 ]
@@ -232,17 +253,17 @@ POISON = [
         "poison: raises in render",
         "at every attempt",
         "dead letter",
-        cells.raises_in_render,
+        poison.raises_in_render,
         on="poison",
     ),
     Cell("poison: raises in encode", "", why_not=NO_ENCODER),
-    Cell("poison: raises in a step", "at every attempt", "dead letter", cells.raises, on="poison"),
-    Cell("poison: kills the worker", "SIGKILL from inside", "2 deaths", cells.kills, on="poison"),
+    Cell("poison: raises in a step", "at every attempt", "dead letter", poison.raises, on="poison"),
+    Cell("poison: kills the worker", "SIGKILL from inside", "2 deaths", poison.kills, on="poison"),
     Cell(
         "poison: hangs the step",
         "for ever, in every engine",
         "its deadline",
-        cells.hangs,
+        poison.hangs,
         on="poison",
         load_s=8,
     ),
@@ -253,7 +274,7 @@ OVERLOAD = [
         "overload: 10x rate",
         "100 requests a second into a queue of 60",
         "refused in 1 s",
-        cells.only_load,
+        overload.only_load,
         on="tight",
         change={
             "rate": 100.0,
@@ -267,12 +288,17 @@ OVERLOAD = [
         "overload: KV exhausted",
         "136 blocks for 16 sequences",
         "",
-        cells.only_load,
+        overload.only_load,
         on="tight",
         change={"mix": Mix(deadline=0), "rate": 20.0, "requests": 120},
     ),
-    Cell("overload: 1,000 queued, then cancelled", "", "30 s", cells.queued_then_cancelled),
-    Cell("overload: max_ack_pending", "has none", "", cells.no_common_credit, load_s=1),
+    Cell(
+        "overload: 1,000 queued, then cancelled",
+        "engines stopped meanwhile",
+        "30 s",
+        overload.queued_then_cancelled,
+    ),
+    Cell("overload: max_ack_pending", "has none", "", overload.no_common_credit, load_s=1),
 ]
 
 CELLS = [

@@ -1,0 +1,16 @@
+"""The table of the fault matrix is whole: every cell runs, or says why it does not."""
+
+from ops.chaos.scene import SCENES
+from ops.chaos.table import CELLS
+
+
+def test_every_cell_of_the_design_is_there_once() -> None:
+    assert len(CELLS) == 86
+    assert len({cell.name for cell in CELLS}) == 86
+
+
+def test_a_cell_runs_or_says_why_not() -> None:
+    for cell in CELLS:
+        assert (cell.run is None) == bool(cell.why_not), cell.name
+        assert cell.on in SCENES, cell.name
+        assert cell.run is None or cell.how, cell.name
