@@ -24,7 +24,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import EngineTask, ImagePart, ImageURL, Message, SamplingParams, TextPart
+from shared.messages import Acceptance, EngineTask, ImagePart, ImageURL, Message, SamplingParams, TextPart
 from shared.tensors import to_torch
 from workers.renderer.images import LoadedImage
 from workers.renderer.processor import Processor
@@ -279,9 +279,8 @@ def test_every_picture_fills_its_own_placeholder(processor):
 
 def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
     rendered = processor.render([user(image())], [loaded((56, 84))])
-    task = EngineTask(
-        "r", "m", "batch", rendered.prompt_token_ids, rendered.items, SamplingParams(), 0.0, []
-    )
+    ids, accepted = rendered.prompt_token_ids, Acceptance(0.0, 1.0, 1, "receipt")
+    task = EngineTask("r", "m", "batch", ids, rendered.items, SamplingParams(), accepted, [])
     received, tensors = decode(encode(task, rendered.tensors), EngineTask)
     assert received == task
     assert tensors == rendered.tensors
