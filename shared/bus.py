@@ -24,7 +24,7 @@ from nats.js.errors import (
 
 from shared import streams, subjects
 from shared.config import DeliveryConfig, NatsConfig
-from shared.consumer import ACK_ATTEMPTS, ACK_PAUSE_S, Consumer
+from shared.consumer import Consumer, acknowledge
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
@@ -249,12 +249,7 @@ class Bus:
 
     async def acknowledge(self, receipt: str) -> bool:
         """Acknowledge somebody else's delivery; returns whether the server has confirmed it."""
-        for _ in range(ACK_ATTEMPTS):
-            with contextlib.suppress(NatsError):
-                await self._nc.request(receipt, b"+ACK", timeout=ANSWER_TIMEOUT_S)
-                return True
-            await asyncio.sleep(ACK_PAUSE_S)
-        return False
+        return await acknowledge(self._nc, receipt)
 
     async def _publish(
         self, subject: str, data: bytes, headers: dict[str, str]

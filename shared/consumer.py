@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0
 ACK_ATTEMPTS = 3
 # During an election the server says at once that nobody is there.
@@ -56,12 +57,8 @@ class Delivery:
             return
         self._settled = True
         try:
-            for _ in range(ACK_ATTEMPTS):
-                with contextlib.suppress(NatsError):
-                    await self._msg.ack_sync(timeout=ACK_TIMEOUT_S)
-                    return
-                await asyncio.sleep(ACK_PAUSE_S)
-            _log.warning("ack_unconfirmed", subject=self.subject)
+            if not await self._consumer.acks.send(self.receipt):
+                _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
             self._consumer.settled()
 
@@ -95,6 +92,60 @@ class Delivery:
             self._consumer.settled()
 
 
+async def acknowledge(nc: NatsClient, receipt: str) -> bool:
+    """Returns whether the server has confirmed it."""
+    for _ in range(ACK_ATTEMPTS):
+        with contextlib.suppress(NatsError):
+            await nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
+            return True
+        await asyncio.sleep(ACK_PAUSE_S)
+    return False
+
+
+class Acks:
+    """Acknowledges in groups, one group after another: the answer to the last confirms them all.
+
+    For one consumer, whose acknowledgements the server takes in the order of the connection. Those
+    of a group that was not confirmed are sent again one by one; to do so twice does no harm.
+    """
+
+    def __init__(self, nc: NatsClient) -> None:
+        self._nc = nc
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._sender: asyncio.Task[None] | None = None
+
+    async def send(self, receipt: str) -> bool:
+        """Returns whether the server has confirmed it."""
+        in_group: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[receipt] = in_group
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_groups())
+        # A server that was killed may not know any more that it has delivered one of the group, and
+        # then says nothing.
+        return await in_group or await acknowledge(self._nc, receipt)
+
+    async def _send_groups(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting, {}
+                confirmed = await self._confirm(list(group))
+                for in_group in group.values():
+                    if not in_group.done():
+                        in_group.set_result(confirmed)
+        finally:
+            self._sender = None
+
+    async def _confirm(self, group: list[str]) -> bool:
+        reconnects = self._nc.stats["reconnects"]
+        try:
+            for receipt in group[:-1]:
+                await self._nc.publish(receipt, ACK)
+            await self._nc.request(group[-1], ACK, timeout=ACK_TIMEOUT_S)
+        except NatsError:
+            return False
+        return bool(self._nc.stats["reconnects"] == reconnects)
+
+
 class Consumer:
     """Pulls from a durable consumer with credit: `capacity` bounds what is in hand or asked for.
 
@@ -104,6 +155,7 @@ class Consumer:
 
     def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
         self.capacity = capacity
+        self.acks = Acks(nc)
         self._nc = nc
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = nc.new_inbox()

@@ -24,7 +24,15 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import Acceptance, EngineTask, ImagePart, ImageURL, Message, SamplingParams, TextPart
+from shared.messages import (
+    Acceptance,
+    EngineTask,
+    ImagePart,
+    ImageURL,
+    Message,
+    SamplingParams,
+    TextPart,
+)
 from shared.tensors import to_torch
 from workers.renderer.images import LoadedImage
 from workers.renderer.processor import Processor

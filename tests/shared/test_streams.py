@@ -1,5 +1,6 @@
 """What a server must have, and how it is told when it has not."""
 
+import asyncio
 import math
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shared import subjects
 from shared.broker import Broker, find_binary, free_port
 from shared.bus import Bus
 from shared.client import ask
@@ -122,4 +124,26 @@ async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Brok
     assert await bus.silence_s("engine-1", witness="engine-1") == 0
     assert await bus.silence_s("engine-2", witness="engine-1") == math.inf
     assert await bus.heartbeats() == [b"{}"]
+    await bus.close()
+
+
+async def test_acknowledgements_in_groups_reach_a_server_that_was_away(own_broker: Broker) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    queue = subjects.stage_filter("renderer", "m", "batch")
+    consumer = await bus.consume(subjects.STAGES_STREAM, "test", queue, 64, 30.0)
+    names = [str(number) for number in range(64)]
+    await asyncio.gather(
+        *(bus.publish(subjects.stage("renderer", "m", "batch", n), b"", n) for n in names)
+    )
+    deliveries = [await consumer.next() for _ in names]
+    await asyncio.sleep(0.5)  # until the server has on disk what it has delivered
+    first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]
+    await asyncio.sleep(0.001)  # some have left, some wait for their turn
+    own_broker.kill()
+    second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
+    own_broker.start()
+    await asyncio.gather(*first, *second)
+    backlog = await bus.backlog(subjects.STAGES_STREAM, "test")
+    assert (backlog.waiting, backlog.in_hand) == (0, 0)
     await bus.close()
