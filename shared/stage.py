@@ -194,8 +194,7 @@ class Stage:
     async def hand_over(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
         """Publish `data` for the next stage, then acknowledge the input."""
         await self.publish(job, role, model, lane, data)
-        await job.delivery.ack()
-        self._release(job)
+        await self._acknowledge(job)
 
     async def publish(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
         """Publish `data` for the next stage, once for each acceptance of the request."""
@@ -209,7 +208,12 @@ class Stage:
         if receipt == job.delivery.receipt or await self.bus.acknowledge(receipt):
             # The job last: if the request could not be acknowledged, or we die here, the job comes
             # again to somebody who finds that the request has ended, and tries this once more.
-            await job.delivery.ack()
+            await self._acknowledge(job)
+        else:
+            self.abandon(job)
+
+    async def _acknowledge(self, job: Job) -> None:
+        await job.delivery.ack()
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
 

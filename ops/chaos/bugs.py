@@ -26,6 +26,13 @@ BASE = Settings(
 SCENARIOS = {
     "calm": BASE,
     "kills": replace(BASE, fault_every_s=0.8, faults={"kill:engine": 1.0}, timeout_s=20.0),
+    # Deaths in mid-answer, so many that some fall where a stop string has begun.
+    "resumes": replace(
+        BASE,
+        crash="mid_tokens:4=0.1,mid_tokens:8=0.1",
+        max_tokens=(16, 48),
+        timeout_s=60.0,
+    ),
     "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
     "deadlines": replace(BASE, mix=replace(CALM, deadline=0.3), requests=60, rate=10.0),
@@ -183,7 +190,7 @@ def _ack_before_the_end() -> None:
 # -- a resume ---------------------------------------------------------------------------------
 
 
-@bug("engine", "kills", "I2", "I3")
+@bug("engine", "resumes", "I2", "I3")
 def _resume_off_by_one() -> None:
     from workers.engine import outputs, worker
 
@@ -199,14 +206,14 @@ def _resume_off_by_one() -> None:
     _put(worker, "logged_choices", short)
 
 
-@bug("engine", "kills", "I2", "I3")
+@bug("engine", "resumes", "I2", "I3")
 def _resume_from_scratch() -> None:
     from workers.engine import worker
 
     _put(worker, "logged_choices", lambda records, n: [])
 
 
-@bug("engine", "kills", "I3")
+@bug("engine", "resumes", "I3")
 def _other_seed_on_resume() -> None:
     from workers.engine import core
 
@@ -214,7 +221,7 @@ def _other_seed_on_resume() -> None:
     _put(core, "_seed", lambda request: seed_of(request) + bool(request.logged))
 
 
-@bug("engine", "kills", "I3")
+@bug("engine", "resumes", "I3")
 def _stop_strings_not_replayed() -> None:
     from workers.engine.core import Core
     from workers.engine.detokenizer import Detokenizer

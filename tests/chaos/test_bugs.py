@@ -22,7 +22,7 @@ async def test_a_planted_bug_is_found(name: str) -> None:
 
 @pytest.mark.timeout(180)
 async def test_the_same_without_a_bug_is_clean() -> None:
-    verdict, folder = await run_scenario(bugs.SCENARIOS["kills"])
+    verdict, folder = await run_scenario(bugs.SCENARIOS["resumes"])
     assert verdict.clean, f"{verdict.violations[:5]}; see {folder}"
     assert verdict.figures["resumed"] > 0
 

@@ -100,6 +100,33 @@ async def attempts(bus: Bus, request_id: str) -> list[Attempt]:
     return [decode_attempt(message.data) for message in stored]
 
 
+async def test_what_comes_again_during_its_acknowledgement_is_let_go(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    assert await stage.take(job) is not None
+    again = await asyncio.wait_for(inbox.next(), 5)
+    acknowledging = asyncio.Event()
+    ack = job.delivery.ack
+
+    async def slow_ack() -> None:
+        acknowledging.set()
+        await asyncio.sleep(0.05)
+        await ack()
+
+    job.delivery.ack = slow_ack  # type: ignore[method-assign]
+    handing_over = asyncio.create_task(
+        stage.hand_over(job, "engine", model, "interactive", b"engine task")
+    )
+    await acknowledging.wait()
+    assert stage.receive(again) is None
+    await handing_over
+    assert inbox.held == 0
+
+
 async def test_a_crash_between_publish_and_ack_hands_over_once(
     bus: Bus, model: str, request_id: str
 ) -> None:
