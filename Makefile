@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,11 @@ check: .venv/installed
 bench: .venv/installed  ## engine against transformers, hand-over latency, KV waste
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
+
+bench-durability: .venv/installed  ## what the token log costs, jobs a second; 15 minutes
+	$(BIN)/python -m ops.bench.durability
+	$(BIN)/python -m ops.bench.durability --model random-135m --rounds 3
+	$(BIN)/python -m ops.bench.jobs
 
 chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
