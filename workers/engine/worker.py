@@ -102,11 +102,12 @@ class EngineWorker:
 
     async def _watch_steps(self) -> None:
         """A step that never ends would keep this engine taking work that it never does."""
-        while self._steps.step_s < self._context.config.engine.step_timeout_s:
+        while True:
             await asyncio.sleep(WATCH_S)
-        self._context.log.error("step_hangs", requests=list(self._flows)[:MAX_TOLD])
-        # Nothing stops a thread. What is in hand comes to another worker after the ack wait.
-        os._exit(1)
+            if self._steps.step_s > self._context.config.engine.step_timeout_s:
+                self._context.log.error("step_hangs", requests=list(self._flows)[:MAX_TOLD])
+                # Nothing stops a thread. What is in hand comes to another worker.
+                os._exit(1)
 
     def _load(self) -> dict[str, float]:
         stats = self._stats
