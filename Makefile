@@ -34,10 +34,10 @@ bench-durability: .venv/installed  ## what the token log costs, jobs a second; 1
 chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
-chaos-bugs: .venv/installed  ## every planted bug must be caught; 8 minutes
+chaos-bugs: .venv/installed  ## every planted bug must be caught; 10 minutes
 	$(BIN)/python -m ops.chaos bugs
 
-chaos: .venv/installed  ## the long runs of docs/reliability.md; 40 minutes
+chaos: .venv/installed  ## the long runs of docs/reliability.md; 50 minutes
 	$(BIN)/python -m ops.chaos run kills
 	$(BIN)/python -m ops.chaos run model
 	$(BIN)/python -m ops.chaos run leaders
