@@ -6,8 +6,8 @@ with the settings that we ship, the same job and the same window; the rounds alt
 
 The others are measured when they are installed in a folder of their own:
 
-    pip install --target /tmp/pagemill-peers taskiq-nats 'faststream[nats]'
-    python -m ops.bench.jobs --peers /tmp/pagemill-peers
+    pip install --target FOLDER taskiq-nats 'faststream[nats]'
+    python -m ops.bench.jobs --peers FOLDER
 """
 
 import argparse
