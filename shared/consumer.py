@@ -106,7 +106,9 @@ class Acks:
     """Acknowledges in groups, one group after another: the answer to the last confirms them all.
 
     For one consumer, whose acknowledgements the server takes in the order of the connection. Those
-    of a group that was not confirmed are sent again one by one; to do so twice does no harm.
+    of a group that was not confirmed are sent again one by one; to do so twice does no harm. When
+    the consumer's leader changes amid a group its first ones may be lost all the same: their jobs
+    come again after the ack wait, to somebody who finds them done.
     """
 
     def __init__(self, nc: NatsClient) -> None:

@@ -25,7 +25,6 @@ BASE = Settings(
 )
 SCENARIOS = {
     "calm": BASE,
-    "kills": replace(BASE, fault_every_s=0.8, faults={"kill:engine": 1.0}, timeout_s=20.0),
     # Deaths in mid-answer, so many that some fall where a stop string has begun.
     "resumes": replace(
         BASE,
