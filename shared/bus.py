@@ -16,6 +16,7 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
 from nats.js.errors import (
     APIError,
@@ -429,6 +430,25 @@ class Bus:
 
         async def receive(msg: Msg) -> None:
             notice(msg.subject)
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
+    async def ask(self, subject: str, question: bytes, timeout_s: float) -> bytes:
+        """The answer of whoever serves `subject`. Raises TimeoutError, or Unavailable at once when
+        nobody does."""
+        try:
+            return bytes((await self._nc.request(subject, question, timeout=timeout_s)).data)
+        except NatsTimeoutError as error:
+            raise TimeoutError from error
+        except NatsError as error:
+            raise Unavailable(f"nobody answers on {subject}") from error
+
+    async def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
+        """Answer every question on `subject` from now on."""
+
+        async def receive(msg: Msg) -> None:
+            await msg.respond(answer(msg.data))
 
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()

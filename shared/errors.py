@@ -14,6 +14,7 @@ PagemillError
 ├── ServerError             our fault; another attempt may succeed
 │   ├── Unavailable         the broker or the storage does not answer
 │   ├── Overloaded          a work queue is at its limit; try again later
+│   ├── BlobLost            a payload is gone with its owner; the stage that makes it runs again
 │   ├── DeadlineExceeded    the request's time is over; not retried here, but the client may
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            a token log has lost its beginning, so nobody can go on with it
@@ -105,6 +106,10 @@ class Unavailable(ServerError):
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
+
+
+class BlobLost(ServerError):
+    code = "blob_lost"
 
 
 class DeadlineExceeded(ServerError):
