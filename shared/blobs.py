@@ -20,12 +20,12 @@ from shared import blobwire as wire
 from shared import subjects
 from shared.arena import Buffer
 from shared.blobserver import BlobServer
-from shared.blobwire import BlobRef
 from shared.buffers import BufferPool
 from shared.bus import Bus
 from shared.config import BlobsConfig
 from shared.errors import BlobLost, Unavailable
 from shared.messages import BlobAddress, Heartbeat
+from shared.multimodal import BlobRef
 from shared.roads import Blob, BrokerRoad, LocalRoad, Road, TcpRoad
 
 # Workers come and go; roads to those that are gone must not be kept for ever.

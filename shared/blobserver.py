@@ -20,8 +20,8 @@ import structlog
 
 from shared import blobwire as wire
 from shared.arena import Arena, Buffer
-from shared.blobwire import BlobRef
 from shared.messages import BlobAddress
+from shared.multimodal import BlobRef
 from shared.slots import Slot
 
 BACKLOG = 128

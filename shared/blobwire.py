@@ -12,17 +12,6 @@ import socket
 import struct
 from typing import Literal, NamedTuple
 
-import msgspec
-
-
-class BlobRef(msgspec.Struct, frozen=True, array_like=True):
-    """Whoever has it may read the blob: the key is the permission."""
-
-    worker: str
-    key: bytes
-    num_bytes: int
-
-
 HELLO = b"PMB1"
 KEY_BYTES = 32
 

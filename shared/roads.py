@@ -12,10 +12,10 @@ from typing import Protocol, Self
 from shared import blobwire as wire
 from shared import subjects
 from shared.arena import MappedArena
-from shared.blobwire import BlobRef
 from shared.buffers import BufferPool
 from shared.bus import Bus
 from shared.errors import BlobLost
+from shared.multimodal import BlobRef
 
 CONNECT_TIMEOUT_S = 1.0
 ANSWER_TIMEOUT_S = 2.0

@@ -15,12 +15,12 @@ import pytest
 
 from shared import subjects
 from shared.blobs import Blobs
-from shared.blobwire import BlobRef
 from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.messages import BlobAddress, Heartbeat, to_json
+from shared.multimodal import BlobRef
 
 MIB = 2**20
 CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
@@ -227,7 +227,7 @@ async def test_a_killed_reader_frees_what_it_was_reading(start: Callable, broker
     script = f"""
 import asyncio, sys, msgspec
 from shared.roads import LocalRoad
-from shared.blobwire import BlobRef
+from shared.multimodal import BlobRef
 async def main():
     blob = await LocalRoad({owner.address.local!r}).get(BlobRef("", {ref.key!r}, {ref.num_bytes}))
     print(blob.data.nbytes, flush=True)
