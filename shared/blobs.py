@@ -94,6 +94,10 @@ class Blobs:
         self._server.arena.slots.unpin_all(reader)
         return bytes(view)
 
+    def forget(self, ref: BlobRef) -> None:
+        """Take back what has not been given to anybody."""
+        self._server.release(ref.key)
+
     # -- having -------------------------------------------------------------------------------
 
     async def get(self, ref: BlobRef) -> Blob:
@@ -116,7 +120,7 @@ class Blobs:
         """Nobody will ask for it by this reference again. If the owner does not hear of it, the
         reference lasts until its time is over."""
         if ref.worker == self._worker:
-            self._server.release(ref.key)
+            self.forget(ref)
             return
         for road in await self._roads_to(ref.worker):
             try:

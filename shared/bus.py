@@ -64,6 +64,7 @@ class Stored:
     subject: str
     data: bytes
     stored_ms: float
+    msg_id: str | None = None
 
 
 class Bus:
@@ -554,5 +555,9 @@ def _stored(msg: Msg) -> Stored:
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
     return Stored(
-        int(headers["Nats-Sequence"]), headers.get("Nats-Subject", ""), bytes(msg.data), stored_ms
+        int(headers["Nats-Sequence"]),
+        headers.get("Nats-Subject", ""),
+        bytes(msg.data),
+        stored_ms,
+        headers.get("Nats-Msg-Id"),
     )

@@ -99,6 +99,8 @@ class RenderTask(Struct, frozen=True):
     sampling_params: SamplingParams
     accepted: Acceptance
     path: list[Hop]
+    round: int = 0
+    """How often its items have been lost on the way and were made again."""
 
 
 class EngineTask(Struct, frozen=True):
@@ -112,6 +114,7 @@ class EngineTask(Struct, frozen=True):
     sampling_params: SamplingParams
     accepted: Acceptance
     path: list[Hop]
+    round: int = 0
 
 
 # ---------------------------------------------------------------------------------------------

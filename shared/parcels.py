@@ -9,7 +9,7 @@ from shared import codec
 from shared.blobs import Blobs
 from shared.codec import TensorData
 from shared.errors import DecodeError
-from shared.multimodal import MultiModalKwargsItem
+from shared.multimodal import BlobRef, MultiModalKwargsItem
 from shared.roads import Blob
 
 
@@ -20,16 +20,26 @@ class _Fields(Struct, frozen=True):
 
 
 def detach(
-    blobs: Blobs, item: MultiModalKwargsItem, tensors: Sequence[TensorData], ttl_s: float
-) -> MultiModalKwargsItem | None:
-    """The item without tensors of its own: they are put into a blob. None if there is no room.
+    blobs: Blobs,
+    items: Sequence[MultiModalKwargsItem],
+    tensors: Sequence[TensorData],
+    ttl_s: float,
+) -> list[MultiModalKwargsItem] | None:
+    """The items without tensors in the message: each has a blob. None if there is no room.
 
-    `tensors` are those of the whole message, to which the item's fields point.
+    `tensors` are those of the whole message, to which the items' fields point.
     """
-    fields = {name: number for number, name in enumerate(item.fields)}
-    own = [tensors[index] for index in item.fields.values()]
-    ref = blobs.put(item.mm_hash, codec.encode_parts(_Fields(fields), own), ttl_s)
-    return None if ref is None else replace(item, fields={}, blob=ref)
+    refs: list[BlobRef] = []
+    for item in items:
+        fields = {name: number for number, name in enumerate(item.fields)}
+        own = [tensors[index] for index in item.fields.values()]
+        ref = blobs.put(item.mm_hash, codec.encode_parts(_Fields(fields), own), ttl_s)
+        if ref is None:
+            for earlier in refs:
+                blobs.forget(earlier)
+            return None
+        refs.append(ref)
+    return [replace(i, fields={}, blob=ref) for i, ref in zip(items, refs, strict=True)]
 
 
 async def open_item(

@@ -97,7 +97,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             limits = context.config.engine
             core = fake.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
             _watch_blocks(core, journal)
-            await EngineWorker(context, MODEL, core, no_tensors).serve()
+            await EngineWorker(context, MODEL, core, await context.open_blobs(), no_tensors).serve()
 
         return engine
     if role == "renderer":

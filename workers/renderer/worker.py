@@ -7,10 +7,13 @@ from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
-from shared import codec, subjects
+from shared import codec, parcels, subjects
+from shared.blobs import Blobs
+from shared.codec import TensorData
 from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
+from shared.multimodal import MultiModalKwargsItem
 from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
@@ -24,7 +27,7 @@ _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 
 
 async def main(context: Context) -> None:
-    worker = RendererWorker(context)
+    worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
     await worker.serve()
 
@@ -32,13 +35,14 @@ async def main(context: Context) -> None:
 class RendererWorker:
     """Owns the processors of all models and the threads in which they work."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, blobs: Blobs) -> None:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
+        self._blobs = blobs
         self._threads = ThreadPoolExecutor(self._config.renderer.threads, "render")
 
     async def load(self) -> None:
@@ -91,7 +95,7 @@ class RendererWorker:
             if task.request_id in self._ended:
                 await stage.finish(job)
                 return
-            await stage.hand_over(job, "engine", task.model, task.lane, data)
+            await stage.hand_over(job, "engine", task.model, task.lane, data, task.round)
             self._context.log.info(
                 "rendered",
                 request_id=task.request_id,
@@ -124,17 +128,33 @@ class RendererWorker:
                 asyncio.run_coroutine_threadsafe(job.delivery.progress(), loop)
 
         rendered = await self._in_thread(render)
+        items, tensors = self._detach(task, rendered)
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
             prompt_token_ids=rendered.prompt_token_ids,
-            items=rendered.items,
+            items=items,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self._context.stage.hop(job)],
+            round=task.round,
         )
-        return codec.encode(engine_task, rendered.tensors)
+        return codec.encode(engine_task, tensors)
+
+    def _detach(
+        self, task: RenderTask, rendered: Rendered
+    ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
+        """What is large goes beside the message. If there is no room it goes inside after all."""
+        num_bytes = sum(tensor.data.nbytes for tensor in rendered.tensors)
+        if num_bytes <= self._config.blobs.inline_kib * 2**10:
+            return rendered.items, rendered.tensors
+        ttl_s = (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000
+        detached = parcels.detach(self._blobs, rendered.items, rendered.tensors, ttl_s)
+        if detached is None:
+            self._context.log.warning("arena_full", request_id=task.request_id, bytes=num_bytes)
+            return rendered.items, rendered.tensors
+        return detached, []
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
