@@ -96,8 +96,11 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_image_bytes: Positive = 32 * 2**20
     max_image_pixels: Positive = 33_554_432
     max_image_side: Positive = 16_384
-    allow_http: bool = False
-    """Whether pictures may be fetched by URL; without it only `data:` URLs are read."""
+    media_hosts: list[str] = []
+    """Hosts from which pictures may be fetched by URL, `*` for any part of a name; none by default.
+    Addresses that are not on the internet are refused even so."""
+    media_networks: list[str] = []
+    """Networks of one's own from which they may be fetched all the same, such as `10.1.0.0/16`."""
     fetch_timeout_s: Seconds = 5.0
     concurrency: Positive = 8
     threads: Positive = 2

@@ -6,6 +6,7 @@ PagemillError
 │   ├── UnknownModel        no such model is configured here
 │   ├── UnsupportedContent  a content part that the model has no stage for
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
+│   ├── MediaBlocked        a picture from a place that pictures are not fetched from
 │   ├── MediaTooLarge       a picture over the byte, pixel or count limit
 │   ├── ContextTooLong      prompt and answer do not fit the model's context
 │   ├── PayloadTooLarge     a message over the broker's limit
@@ -72,6 +73,10 @@ class UnsupportedContent(RequestError):
 
 class InvalidMedia(RequestError):
     code = "invalid_media"
+
+
+class MediaBlocked(RequestError):
+    code = "media_url_blocked"
 
 
 class MediaTooLarge(RequestError):
