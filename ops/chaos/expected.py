@@ -40,10 +40,10 @@ class Expected(Struct):
 
 
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
-    file = CACHE / f"{_digest(settings, planned)}.msgpack"
+    model = config.models[next(iter(config.models))]
+    file = CACHE / f"{_digest(settings, planned, model.dtype)}.msgpack"
     if file.exists():
         return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
-    model = config.models[next(iter(config.models))]
     processor: Any
     if settings.renderer == "fake":
         processor = fake.FakeProcessor(model)
@@ -127,9 +127,9 @@ def _images(request: Any, config: Config) -> Iterator[Any]:
             yield fetch_image(part.image_url.url, config.renderer, field)
 
 
-def _digest(settings: Settings, planned: Sequence[Planned]) -> str:
+def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:
     digest = hashlib.sha256()
-    digest.update(settings.engine.encode() + settings.renderer.encode())
+    digest.update(settings.engine.encode() + settings.renderer.encode() + dtype.encode())
     digest.update(msgspec.json.encode(planned))
     if settings.engine == "demo":
         for file in sorted((ROOT / "ops" / "demo_model").iterdir()):

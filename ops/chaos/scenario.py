@@ -46,6 +46,8 @@ def write_config(settings: Settings, folder: Path) -> Path:
         "models": {
             MODEL: {
                 "path": str(ROOT / "ops" / "demo_model"),
+                # A sampled token is to depend on its own request alone, to the last bit.
+                "dtype": "float64",
                 "max_model_len": MAX_MODEL_LEN,
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
             }

@@ -52,7 +52,8 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 def _sample_one(logits: Tensor, sequence: Sequence) -> int:
     params = sequence.request.sampling
-    logits = logits.float()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     if _has_penalties(params):
         logits = penalize(logits, sequence)
     if params.temperature == 0:
