@@ -103,6 +103,8 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     media_networks: list[str] = []
     """Networks of one's own from which they may be fetched all the same, such as `10.1.0.0/16`."""
     fetch_timeout_s: Seconds = 5.0
+    url_cache_mib: Positive = 64
+    """Of fetched files, kept by URL."""
     concurrency: Positive = 8
     threads: Positive = 2
 

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge, RequestError
 from workers.renderer import fetch
 from workers.renderer.fetch import Fetcher, parse_url
+from workers.renderer.media import MediaLoader
 
 FIELD = "messages[0].content[0].image_url"
 LOOPBACK = ["127.0.0.0/8"]
@@ -42,7 +44,7 @@ class Canary:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def url(self, path: str = "/a.png", host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.port}{path}"
@@ -70,16 +72,23 @@ def canary() -> Iterator[Canary]:
     server.close()
 
 
-def fetcher(networks: list[str] | None = None, **config: object) -> Fetcher:
-    given = {"media_hosts": ["*"], "fetch_timeout_s": 1.0} | config
-    return Fetcher(RendererConfig(media_networks=networks or [], **given))  # type: ignore[arg-type]
+def config(networks: list[str] | None = None, **given: object) -> RendererConfig:
+    given = {"media_hosts": ["*"], "fetch_timeout_s": 1.0} | given
+    return RendererConfig(media_networks=networks or [], **given)  # type: ignore[arg-type]
+
+
+def fetcher(networks: list[str] | None = None, **given: object) -> Fetcher:
+    return Fetcher(config(networks, **given))
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
     """Names resolve to each of `answers` in turn; returns the names that were asked for."""
     asked: list[str] = []
+    really = socket.getaddrinfo
 
-    def getaddrinfo(host: str, port: int, **_: object) -> list:
+    def getaddrinfo(host: str, port: int, *args: object, **options: object) -> list:
+        if host.endswith(tuple("0123456789")):  # the dial itself
+            return really(host, port, *args, **options)  # type: ignore[arg-type]
         asked.append(host)
         found = answers[min(len(asked), len(answers)) - 1]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
@@ -279,3 +288,46 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_such_name(*_: object, **__: object) -> None:
     raise socket.gaierror(-2, "Name or service not known")
+
+
+def test_many_at_once_fetch_once(canary: Canary) -> None:
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.2)
+        send(b"picture")(handler)
+
+    canary.answers["/a.png"] = slow
+    media = MediaLoader(config(LOOPBACK))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: media.read(canary.url(), FIELD), range(8)))
+    assert found == [b"picture"] * 8
+    assert media.read(canary.url(), FIELD) == b"picture"
+    assert len(canary.paths) == 1
+
+
+def test_a_failure_is_everybodys_and_is_not_kept(canary: Canary) -> None:
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.2)
+        send(b"", 503)(handler)
+
+    canary.answers["/a.png"] = slow
+    media = MediaLoader(config(LOOPBACK))
+
+    def read(field: str) -> str | None:
+        with pytest.raises(InvalidMedia, match="503") as caught:
+            media.read(canary.url(), field)
+        return caught.value.field
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(read, ["a", "b"])) == ["a", "b"]
+    canary.answers.clear()
+    assert media.read(canary.url(), FIELD) == b"picture"
+
+
+def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
+    half = 2**19 + 1
+    for name in "ab":
+        canary.answers[f"/{name}"] = send(bytes(half))
+    media = MediaLoader(config(LOOPBACK, url_cache_mib=1))
+    for name in "aabbba":
+        media.read(canary.url(f"/{name}"), FIELD)
+    assert canary.paths == ["/a", "/b", "/a"]

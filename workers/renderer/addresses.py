@@ -56,8 +56,7 @@ def _is_public(address: Address) -> bool:
         address.ipv4_mapped is not None or address in _NAT64
     )
     return wrapped or (
-        address.is_global
-        and not any(address in n for n in _DENIED if n.version == address.version)
+        address.is_global and not any(address in n for n in _DENIED if n.version == address.version)
     )
 
 

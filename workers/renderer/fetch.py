@@ -1,8 +1,8 @@
 """Pictures from other people's servers, without becoming their way into our network.
 
 A URL is taken apart once, strictly, and what was found is what is dialled. A name is resolved once;
-all of its addresses must be ones that may be dialled, and the connection is made to one of these, not
-to the name. Every hop of a redirect goes the same way. All functions block.
+all of its addresses must be ones that may be dialled, and the connection is made to one of these,
+not to the name. Every hop of a redirect goes the same way. All functions block.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The URL of a content part, and the RGB picture behind it.
+"""The bytes of a picture, and the RGB raster in them.
 
 Every byte here is a stranger's. Nothing of Pillow's own messages reaches a client (they hold memory
 addresses), and no raster is allocated before the header's sizes are within the limits. All
@@ -7,14 +7,9 @@ functions block; the worker calls them in its thread pool.
 
 import base64
 import binascii
-import http.client
 import io
-import time
-import urllib.error
-import urllib.request
 import warnings
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -23,7 +18,6 @@ from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-FETCH_CHUNK_BYTES = 64 * 1024
 
 # Only to say what was sent instead; what is read is decided by Pillow's own three readers.
 _MAGIC = (
@@ -58,26 +52,6 @@ class LoadedImage:
     """RGB, upright."""
     source_mode: str
     """Pillow's mode before conversion; equal pixels from another mode are another picture."""
-
-
-def fetch_image(url: str, limits: RendererConfig, field: str) -> LoadedImage:
-    """Read a `data:` URL, or fetch http(s) where that is switched on, and decode it.
-
-    Raises InvalidMedia or MediaTooLarge, naming `field`.
-    """
-    scheme = url[:8].lower()
-    if scheme.startswith("data:"):
-        data = decode_data_url(url, limits, field)
-    elif scheme.startswith(("http://", "https://")):
-        if not limits.allow_http:
-            raise InvalidMedia(
-                "fetching by URL is switched off (renderer.allow_http); send a data: URL",
-                field=field,
-            )
-        data = _fetch(url, limits, field)
-    else:
-        raise InvalidMedia("a picture's URL must begin with data:, http: or https:", field=field)
-    return decode_image(data, limits, field)
 
 
 def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
@@ -170,51 +144,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
     return Image.alpha_composite(white, rgba).convert("RGB")
-
-
-class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> None:
-        raise urllib.error.HTTPError(req.full_url, code, "redirect", headers, fp)
-
-
-# Without proxies from the environment, without file:, ftp: and data: handlers.
-_opener = urllib.request.OpenerDirector()
-for _handler in (
-    urllib.request.HTTPHandler(),
-    urllib.request.HTTPSHandler(),
-    urllib.request.HTTPErrorProcessor(),
-    urllib.request.HTTPDefaultErrorHandler(),
-    _RefuseRedirects(),
-):
-    _opener.add_handler(_handler)
-
-
-def _fetch(url: str, limits: RendererConfig, field: str) -> bytes:
-    """The body of a 200 answer, no longer than the byte limit; redirects are refused.
-
-    The timeout bounds each wait on the socket and the body as a whole. Which hosts may be reached
-    is for the network that the renderer runs in to say: whoever sets `allow_http` answers for it.
-    """
-    deadline = time.monotonic() + limits.fetch_timeout_s
-    body = bytearray()
-    try:
-        with _opener.open(url, timeout=limits.fetch_timeout_s) as response:
-            while chunk := response.read1(FETCH_CHUNK_BYTES):
-                body += chunk
-                _check_num_bytes(len(body), limits, field)
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise InvalidMedia(f"the picture's server answered {error.code}", field=field) from None
-    except (OSError, ValueError, http.client.HTTPException):
-        raise InvalidMedia("the picture could not be fetched in time", field=field) from None
-    return bytes(body)

@@ -17,7 +17,8 @@ from shared.multimodal import MultiModalKwargsItem
 from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
-from workers.renderer.images import LoadedImage, fetch_image
+from workers.renderer.images import LoadedImage
+from workers.renderer.media import MediaLoader
 from workers.renderer.processor import Processor, Rendered
 
 Result = TypeVar("Result")
@@ -39,6 +40,7 @@ class RendererWorker:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
+        self._media = MediaLoader(self._config.renderer)
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
@@ -124,7 +126,7 @@ class RendererWorker:
             # One at a time, and dropped once it is processed: eight rasters of the largest size
             # would be a gigabyte.
             for field, part in prompt.image_parts(task.messages):
-                yield fetch_image(part.image_url.url, self._config.renderer, field)
+                yield self._media.load(part.image_url.url, field)
                 asyncio.run_coroutine_threadsafe(job.delivery.progress(), loop)
 
         rendered = await self._in_thread(render)
