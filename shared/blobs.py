@@ -10,6 +10,7 @@ it runs again.
 
 import functools
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ from shared.roads import Blob, BrokerRoad, LocalRoad, Road, TcpRoad
 
 # Workers come and go; roads to those that are gone must not be kept for ever.
 MAX_OWNERS = 64
+# How long a list of neighbours is good for.
+NEIGHBOURS_S = 2.0
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -38,14 +41,17 @@ _heartbeat = msgspec.json.Decoder(Heartbeat)
 class Blobs:
     """One worker's blobs, and its roads to those of all others."""
 
-    def __init__(self, bus: Bus, worker: str, config: BlobsConfig) -> None:
+    def __init__(self, bus: Bus, role: str, worker: str, config: BlobsConfig) -> None:
         self._bus = bus
+        self._role = role
         self._worker = worker
         self._config = config
         self._server = BlobServer(worker, config.arena_mib * 2**20)
         self._pool = BufferPool(config.arena_mib * 2**20)
         self._roads: OrderedDict[str, list[Road]] = OrderedDict()
         """By owner, the fastest first."""
+        self._near: dict[str, BlobAddress] = {}
+        self._look_again_s = 0.0
 
     async def start(self) -> None:
         config = self._config
@@ -74,9 +80,40 @@ class Blobs:
         """
         return self._server.put(name, parts, ttl_s)
 
-    def find(self, name: str, ttl_s: float) -> BlobRef | None:
-        """A reference to what has been put under this name, if it is still here."""
-        return self._server.find(name, ttl_s)
+    async def find(self, name: str, ttl_s: float) -> BlobRef | None:
+        """A reference to what has been put under this name, by us or by another worker of our role
+        on this machine, if it is still there."""
+        if (ours := self._server.find(name, ttl_s)) is not None:
+            return ours
+        for worker, address in (await self._neighbours()).items():
+            road = self._local_road(worker, address)
+            try:
+                if (found := await road.find(name, ttl_s)) is not None:
+                    return BlobRef(worker, *found)
+            except (OSError, TimeoutError, ValueError):
+                continue
+        return None
+
+    async def _neighbours(self) -> dict[str, BlobAddress]:
+        """Other workers of our role whose memory we can map, as of a moment ago."""
+        now_s = time.monotonic()
+        if now_s > self._look_again_s:
+            self._look_again_s = now_s + NEIGHBOURS_S
+            beats = [_heartbeat.decode(data) for data in await self._bus.heartbeats()]
+            self._near = {
+                beat.worker: beat.blobs
+                for beat in beats
+                if beat.role == self._role
+                and beat.worker != self._worker
+                and beat.blobs is not None
+                and beat.blobs.host == self.address.host
+            }
+        return self._near
+
+    def _local_road(self, worker: str, address: BlobAddress) -> LocalRoad:
+        roads = self._keep_roads(worker, address)
+        assert isinstance(roads[0], LocalRoad)
+        return roads[0]
 
     def _answer(self, question: bytes) -> bytes:
         """To a piece of a blob over the broker; empty if there is none."""
@@ -143,8 +180,14 @@ class Blobs:
             if address is None:
                 # It may live all the same, when the broker has just forgotten all heartbeats.
                 return [BrokerRoad(self._bus, owner, self._pool)]
-            # Somebody else may have asked meanwhile.
-            self._roads.setdefault(owner, self._make_roads(owner, address))
+            return self._keep_roads(owner, address)
+        self._roads.move_to_end(owner)
+        return self._roads[owner]
+
+    def _keep_roads(self, owner: str, address: BlobAddress) -> list[Road]:
+        # Somebody else may have asked meanwhile.
+        if owner not in self._roads:
+            self._roads[owner] = self._make_roads(owner, address)
             if len(self._roads) > MAX_OWNERS:
                 _, oldest = self._roads.popitem(last=False)
                 for road in oldest:

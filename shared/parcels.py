@@ -1,9 +1,8 @@
 """Multimodal items between stages: small ones in the message, large ones as blobs beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from shared import codec
 from shared.blobs import Blobs
@@ -13,33 +12,27 @@ from shared.multimodal import BlobRef, MultiModalKwargsItem
 from shared.roads import Blob
 
 
-class _Fields(Struct, frozen=True):
+class Contents(Struct, frozen=True):
     """Head of an item's blob."""
 
     fields: dict[str, int]
+    num_tokens: int
+    """Length of the placeholder that it fills."""
 
 
-def detach(
-    blobs: Blobs,
-    items: Sequence[MultiModalKwargsItem],
-    tensors: Sequence[TensorData],
-    ttl_s: float,
-) -> list[MultiModalKwargsItem] | None:
-    """The items without tensors in the message: each has a blob. None if there is no room.
+def put(
+    blobs: Blobs, mm_hash: str, num_tokens: int, fields: Mapping[str, TensorData], ttl_s: float
+) -> BlobRef | None:
+    """A blob of the item's tensors; None if there is no room for it."""
+    contents = Contents({name: number for number, name in enumerate(fields)}, num_tokens)
+    parts = codec.encode_parts(contents, list(fields.values()))
+    return blobs.put(mm_hash, parts, ttl_s)
 
-    `tensors` are those of the whole message, to which the items' fields point.
-    """
-    refs: list[BlobRef] = []
-    for item in items:
-        fields = {name: number for number, name in enumerate(item.fields)}
-        own = [tensors[index] for index in item.fields.values()]
-        ref = blobs.put(item.mm_hash, codec.encode_parts(_Fields(fields), own), ttl_s)
-        if ref is None:
-            for earlier in refs:
-                blobs.forget(earlier)
-            return None
-        refs.append(ref)
-    return [replace(i, fields={}, blob=ref) for i, ref in zip(items, refs, strict=True)]
+
+def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
+    """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
+    contents, tensors = codec.decode(blob.data, Contents)
+    return _named(contents.fields, tensors), contents.num_tokens
 
 
 async def open_item(
@@ -53,8 +46,12 @@ async def open_item(
         return _named(item.fields, tensors), None
     blob = await blobs.get(item.blob)
     try:
-        head, own = codec.decode(blob.data, _Fields)
-        return _named(head.fields, own), blob
+        fields, num_tokens = read(blob)
+        if num_tokens != item.placeholder.length:
+            raise DecodeError(
+                f"an item of {num_tokens} tokens has a placeholder of {item.placeholder.length}"
+            )
+        return fields, blob
     except BaseException:
         blob.close()
         raise

@@ -58,7 +58,7 @@ class Context:
 
     async def open_blobs(self) -> Blobs:
         """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
-        self._blobs = Blobs(self.bus, self.worker, self.config.blobs)
+        self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
         return self._blobs
 

@@ -102,7 +102,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
         return engine
     if role == "renderer":
         stand_in: Any = ModuleType("workers.renderer.processor")
-        stand_in.Processor, stand_in.Rendered = fake.FakeProcessor, fake.FakeRendered
+        stand_in.Processor, stand_in.Picture = fake.FakeProcessor, object
         sys.modules[stand_in.__name__] = stand_in
     return _real_main(role)
 

@@ -37,7 +37,7 @@ async def start(bus: Bus) -> AsyncIterator[Callable]:
         told: Callable[[BlobAddress], BlobAddress] = lambda address: address,
     ) -> Blobs:
         worker = f"test-{secrets.token_hex(4)}"
-        blobs = Blobs(bus, worker, config)
+        blobs = Blobs(bus, "test", worker, config)
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
@@ -152,11 +152,11 @@ async def test_two_references_to_one_content_keep_it_once(start: Callable) -> No
     with await reader.get(second) as blob:
         assert blob.data.nbytes == MIB
     await reader.release(second)
-    found = owner.find(NAME, 60)
+    found = await owner.find(NAME, 60)
     assert found is not None, "it is kept until its room is needed"
     await reader.release(found)
     put(owner, b"b", name="cd" * 32)
-    assert owner.find(NAME, 60) is None
+    assert await owner.find(NAME, 60) is None
 
 
 async def test_many_readers_at_once(start: Callable) -> None:
@@ -193,7 +193,7 @@ from shared.messages import Heartbeat, to_json, to_msgpack
 
 async def main():
     bus = await Bus.connect(sys.argv[1], "owner")
-    blobs = Blobs(bus, "owner", BlobsConfig(arena_mib=16))
+    blobs = Blobs(bus, "test", "owner", BlobsConfig(arena_mib=16))
     await blobs.start()
     beat = Heartbeat("test", "owner", "0", 0, [], {}, blobs.address)
     await bus.put_heartbeat("owner", to_json(beat))

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
+from shared.multimodal import content_hash
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 
@@ -50,8 +51,16 @@ warnings.filterwarnings("error", module=r"PIL\.")
 class LoadedImage:
     image: Image.Image
     """RGB, upright."""
-    source_mode: str
-    """Pillow's mode before conversion; equal pixels from another mode are another picture."""
+    source_hash: str
+    """Of the file that it was decoded from."""
+
+
+def hash_source(data: bytes) -> str:
+    """Names a file by its bytes: so a picture is known before it is decoded.
+
+    Whatever changes the raster changes the file: mode, size, palette, orientation, transparency.
+    """
+    return content_hash(data)
 
 
 def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
@@ -84,9 +93,8 @@ def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage
             raise InvalidMedia(
                 "animated pictures are not accepted; send a single frame", field=field
             )
-        source_mode = image.mode
         ImageOps.exif_transpose(image, in_place=True)
-        return LoadedImage(_to_rgb(image), source_mode)
+        return LoadedImage(_to_rgb(image), hash_source(data))
     except InvalidMedia:
         raise
     except Exception:  # the decoders raise nearly every type there is on hostile bytes
