@@ -55,8 +55,11 @@ class Arena:
         return self._view[slot.offset : slot.offset + slot.num_bytes].toreadonly()
 
     def close(self) -> None:
-        """The memory goes with the last view of it, here or in a reader."""
+        """The memory goes with the last view of it; a second call does nothing."""
+        if self.fd < 0:
+            return
         os.close(self.fd)
+        self.fd = -1
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
