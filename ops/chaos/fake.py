@@ -151,6 +151,9 @@ class FakeProcessor:
     def check(self, messages: Sequence[Message]) -> None:
         pass
 
+    def warm_up(self) -> None:
+        pass
+
     def tokenize(self, messages: Sequence[Message]) -> list[int]:
         text = " ".join(part for message in messages for part in _texts(message))
         return [1 + byte for byte in text.encode()]

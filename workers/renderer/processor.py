@@ -31,7 +31,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import Message
+from shared.messages import ImagePart, ImageURL, Message, TextPart
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from shared.tensors import from_numpy
 from workers.renderer import prompt
@@ -43,6 +43,7 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
 MAX_BYTES_PER_TOKEN = 16
+WARM_UP_SIZE = (448, 448)
 # Of Qwen2-VL's processor, which raises ValueError beyond it.
 MAX_ASPECT_RATIO = 200
 
@@ -95,6 +96,18 @@ class Processor:
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
+
+    def warm_up(self) -> None:
+        """Render a picture and a text once, so that no client waits for what happens only once.
+
+        Nothing of it is kept.
+        """
+        parts: list[TextPart | ImagePart] = [TextPart("What is it?")]
+        images = []
+        if self._pictures is not None and self._max_images:
+            parts.insert(0, ImagePart(ImageURL("")))
+            images.append(LoadedImage(Image.new("RGB", WARM_UP_SIZE), ""))
+        self.render([Message("user", parts)], images)
 
     def check(self, messages: Sequence[Message]) -> None:
         """What can be refused before a picture is loaded or a token is made.

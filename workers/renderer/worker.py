@@ -51,7 +51,16 @@ class RendererWorker:
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
-            self._processors[name] = await self._in_thread(Processor, model)
+            processor = self._processors[name] = await self._in_thread(Processor, model)
+            began_ms = self._context.bus.now_ms()
+            try:
+                await self._in_thread(processor.warm_up)
+            except Exception:
+                # The first request will be slow, and no worse.
+                self._context.log.warning("warm_up_failed", model=name, exc_info=True)
+                continue
+            took_ms = round(self._context.bus.now_ms() - began_ms)
+            self._context.log.info("warmed_up", model=name, ms=took_ms)
 
     async def serve(self) -> None:
         """One consumer per model and lane; all draw on the same threads."""
