@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -26,13 +26,18 @@ bench: .venv/installed  ## engine against transformers, hand-over latency, KV wa
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
 
+bench-durability: .venv/installed  ## what the token log costs, jobs a second; 15 minutes
+	$(BIN)/python -m ops.bench.durability
+	$(BIN)/python -m ops.bench.durability --model random-135m --rounds 3
+	$(BIN)/python -m ops.bench.jobs
+
 chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
-chaos-bugs: .venv/installed  ## every planted bug must be caught; 8 minutes
+chaos-bugs: .venv/installed  ## every planted bug must be caught; 10 minutes
 	$(BIN)/python -m ops.chaos bugs
 
-chaos: .venv/installed  ## the long runs of docs/reliability.md; 40 minutes
+chaos: .venv/installed  ## the long runs of docs/reliability.md; 50 minutes
 	$(BIN)/python -m ops.chaos run kills
 	$(BIN)/python -m ops.chaos run model
 	$(BIN)/python -m ops.chaos run leaders

@@ -118,6 +118,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
     max_num_seqs: Positive = 64
+    step_timeout_s: Seconds = 120.0
+    """A step that takes longer is taken to hang for ever, and ends the process."""
     max_num_batched_tokens: Positive = 2048
 
 

@@ -241,13 +241,26 @@ class Stage:
 
     async def finish(self, job: Job) -> None:
         """The request has ended: its log has the final record. Nothing of it is to come again."""
-        receipt = job.delivery.receipt if job.accepted is None else job.accepted.receipt
-        if receipt == job.delivery.receipt or await self.bus.acknowledge(receipt):
+        if await self._request_is_settled(job):
             # The job last: if the request could not be acknowledged, or we die here, the job comes
             # again to somebody who finds that the request has ended, and tries this once more.
             await self._acknowledge(job)
         else:
             self.abandon(job)
+
+    async def _request_is_settled(self, job: Job) -> bool:
+        """Whether the request has left its queue, by its receipt if need be."""
+        accepted = job.accepted
+        if accepted is None or accepted.receipt == job.delivery.receipt:
+            return True
+        if await self.bus.acknowledge(accepted.receipt):
+            return True
+        # A server that was cut off may have given out a receipt that its successor has never heard
+        # of. What is still in the queue then comes to a coordinator again, and leaves it there.
+        try:
+            return not await self.bus.queued_request(accepted.sequence)
+        except Unavailable:
+            return False
 
     async def _acknowledge(self, job: Job) -> None:
         await job.delivery.ack()

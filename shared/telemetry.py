@@ -1,6 +1,8 @@
 """Logs: JSON lines for machines, colours for a terminal. One event a line, facts as fields."""
 
+import contextlib
 import logging
+import os
 import sys
 from typing import Any, Literal
 
@@ -9,6 +11,7 @@ import structlog
 # A field of a client's own making (an id, a subject) must not fill a log.
 MAX_FIELD_LEN = 256
 MAX_TRACEBACK_LEN = 16_384
+STDERR = 2
 
 Level = Literal["debug", "info", "warning", "error"]
 Logger = structlog.typing.FilteringBoundLogger
@@ -33,12 +36,23 @@ def setup(level: Level, **context: str) -> Logger:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=_Stderr()),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**context)
     logger: Logger = structlog.get_logger()
     return logger
+
+
+class _Stderr:
+    """Unbuffered. A log that cannot be written, for its disk is full, must not stop the work."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(STDERR, text.encode(errors="replace"))
+
+    def flush(self) -> None:
+        pass
 
 
 def _cap_fields(

@@ -44,6 +44,7 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     steps.add(EngineRequest("cancel", [4, 5, 6], [], sampling), "cancel")
     steps.start()
     runner.begun.acquire()
+    assert steps.step_s > 0
     steps.cancel("cancel")
     runner.go_on.release()
     runner.begun.acquire()
@@ -61,4 +62,5 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     while told[-1][1].num_free_blocks != 64:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert steps.step_s == 0
     steps.stop()

@@ -353,3 +353,25 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
     again = await asyncio.wait_for(other.next(), 5)
     assert (subjects.last_token(again.subject), again.attempt) == (slow, 2)
     await again.ack()
+
+
+async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """As after a leader was cut off: its delivery is unknown; the request has left its queue."""
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model, ack_wait_s=30)
+    accepted, _ = await accept(bus, model, request_id)
+    assert await bus.acknowledge(accepted.receipt)
+    parts = accepted.receipt.split(".")
+    # …<deliveries>.<sequence in the stream>.<in the consumer>.<time>.<pending>
+    parts[-4], parts[-3] = str(10**9), str(10**9)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, msgspec.structs.replace(accepted, receipt=".".join(parts)))
+    assert await stage.take(job) is not None
+    await end_request(bus, request_id, 1, Cancelled("no"), [])
+    await stage.finish(job)
+    assert inbox.held == 0
+    queue = subjects.stage_consumer("renderer", model, "interactive")
+    backlog = await bus.backlog(subjects.STAGES_STREAM, queue)
+    assert (backlog.waiting, backlog.in_hand) == (0, 0)

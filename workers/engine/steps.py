@@ -5,6 +5,7 @@ Between it and asyncio there are only queues of plain objects; neither side wait
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -36,6 +37,7 @@ class StepLoop(Generic[Owner]):
         self._owners: dict[str, Owner] = {}
         self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | str | None]
         self._commands = queue.SimpleQueue()
+        self._step_began_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
@@ -52,6 +54,12 @@ class StepLoop(Generic[Owner]):
         """The thread ends after the step that it is in; one that hangs is left behind."""
         self._commands.put(None)
         self._thread.join(LAST_STEP_S)
+
+    @property
+    def step_s(self) -> float:
+        """For how long the step has been going on; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     def _run(self) -> None:
         try:
@@ -74,7 +82,10 @@ class StepLoop(Generic[Owner]):
                         self._on_step([], self._core.stats())
                 else:
                     told += self._add(*command)
-            told += [(self._owners[output.request_id], output) for output in self._core.step()]
+            self._step_began_s = time.monotonic()
+            outputs = self._core.step()
+            self._step_began_s = None
+            told += [(self._owners[output.request_id], output) for output in outputs]
             self._on_step(told, self._core.stats())
 
     def _add(self, request: EngineRequest, owner: Owner) -> list[tuple[Owner, RequestOutput]]:

@@ -5,6 +5,7 @@ Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`
 
 import asyncio
 import contextlib
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from workers.engine.steps import StepLoop
 
 # How long an append that is under way may take when its request is to be given up.
 LAST_APPEND_S = 1.0
+WATCH_S = 0.5
+MAX_TOLD = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +97,7 @@ class EngineWorker:
         # A crash of the step loop ends the process: what is in hand comes to another worker after
         # the ack wait.
         self._crash.add_done_callback(lambda _: context.shutdown.asked.set())
+        self._start(self._watch_steps())
         await asyncio.gather(
             *(serve(consumer, self._handle, context.shutdown, 0.0) for consumer in self._consumers)
         )
@@ -101,6 +105,15 @@ class EngineWorker:
             self._crash.result()
         await self._drain(delivery.drain_s)
         self._steps.stop()
+
+    async def _watch_steps(self) -> None:
+        """A step that never ends would keep this engine taking work that it never does."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._steps.step_s > self._context.config.engine.step_timeout_s:
+                self._context.log.error("step_hangs", requests=list(self._flows)[:MAX_TOLD])
+                # Nothing stops a thread. What is in hand comes to another worker.
+                os._exit(1)
 
     def _load(self) -> dict[str, float]:
         stats = self._stats

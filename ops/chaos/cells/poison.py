@@ -115,7 +115,8 @@ raises = poison(fake.RAISES_SEED, "worker_failure")
 
 
 _HANGING_ENGINE = """
-import sys, time
+import os, sys, time
+os.environ["PAGEMILL_ENGINE__STEP_TIMEOUT_S"] = "3"
 from ops.chaos import fake, worker
 def harm(self, sequence, *_):
     if sequence.seed == fake.HANGS_SEED:
