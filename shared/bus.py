@@ -16,6 +16,7 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
 from nats.js.errors import (
     APIError,
@@ -63,6 +64,7 @@ class Stored:
     subject: str
     data: bytes
     stored_ms: float
+    msg_id: str | None = None
 
 
 class Bus:
@@ -433,6 +435,25 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
+    async def ask(self, subject: str, question: bytes, timeout_s: float) -> bytes:
+        """The answer of whoever serves `subject`. Raises TimeoutError, or Unavailable at once when
+        nobody does."""
+        try:
+            return bytes((await self._nc.request(subject, question, timeout=timeout_s)).data)
+        except NatsTimeoutError as error:
+            raise TimeoutError from error
+        except NatsError as error:
+            raise Unavailable(f"nobody answers on {subject}") from error
+
+    async def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
+        """Answer every question on `subject` from now on."""
+
+        async def receive(msg: Msg) -> None:
+            await msg.respond(answer(msg.data))
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
     async def _flush(self) -> None:
         """Returns once the server knows all that was sent. Raises Unavailable."""
         loop = asyncio.get_running_loop()
@@ -534,5 +555,9 @@ def _stored(msg: Msg) -> Stored:
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
     return Stored(
-        int(headers["Nats-Sequence"]), headers.get("Nats-Subject", ""), bytes(msg.data), stored_ms
+        int(headers["Nats-Sequence"]),
+        headers.get("Nats-Subject", ""),
+        bytes(msg.data),
+        stored_ms,
+        headers.get("Nats-Msg-Id"),
     )

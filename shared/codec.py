@@ -96,6 +96,14 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 def encode(head: Struct, tensors: Sequence[TensorData]) -> bytes:
     """One allocation of the final size; every buffer is copied once, into its place.
 
+    Raises what `encode_parts` raises.
+    """
+    return b"".join(encode_parts(head, tensors))
+
+
+def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | memoryview]:
+    """The envelope in pieces, one after the other; the tensors' buffers are not copied.
+
     Raises PayloadTooLarge for a head over MAX_HEADER_BYTES or more than MAX_TENSORS tensors, and
     ValueError for a tensor whose dtype is unknown or whose buffer does not fit its shape.
     """
@@ -116,7 +124,7 @@ def encode(head: Struct, tensors: Sequence[TensorData]) -> bytes:
         parts += bytes(start - end), tensor.data
         end = next_end
     parts.append(bytes(_align(end) - end))
-    return b"".join(parts)
+    return parts
 
 
 def decode(data: bytes | bytearray | memoryview, head_type: type[T]) -> tuple[T, list[TensorData]]:

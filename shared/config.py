@@ -78,13 +78,33 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: Seconds = 20.0
 
 
+class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Large payloads, which travel beside the messages."""
+
+    inline_kib: Positive = 64
+    """Tensors up to this size together travel in the message itself."""
+    arena_mib: Positive = 512
+    """What a worker keeps for others, and as much again to receive into."""
+    listen: str | None = None
+    """Address on which other machines may have them; without one they go over the broker."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0 takes a free one."""
+    advertise: str | None = None
+    """Name or address of this machine for the others; by default `listen`."""
+
+
 class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_image_bytes: Positive = 32 * 2**20
     max_image_pixels: Positive = 33_554_432
     max_image_side: Positive = 16_384
-    allow_http: bool = False
-    """Whether pictures may be fetched by URL; without it only `data:` URLs are read."""
+    media_hosts: list[str] = []
+    """Hosts from which pictures may be fetched by URL, `*` for any part of a name; none by default.
+    Addresses that are not on the internet are refused even so."""
+    media_networks: list[str] = []
+    """Networks of one's own from which they may be fetched all the same, such as `10.1.0.0/16`."""
     fetch_timeout_s: Seconds = 5.0
+    url_cache_mib: Positive = 64
+    """Of fetched files, kept by URL."""
     concurrency: Positive = 8
     threads: Positive = 2
 
@@ -107,6 +127,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
     nats: NatsConfig = NatsConfig()
     delivery: DeliveryConfig = DeliveryConfig()
+    blobs: BlobsConfig = BlobsConfig()
     renderer: RendererConfig = RendererConfig()
     engine: EngineConfig = EngineConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -6,6 +6,7 @@ PagemillError
 │   ├── UnknownModel        no such model is configured here
 │   ├── UnsupportedContent  a content part that the model has no stage for
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
+│   ├── MediaBlocked        a picture from a place that pictures are not fetched from
 │   ├── MediaTooLarge       a picture over the byte, pixel or count limit
 │   ├── ContextTooLong      prompt and answer do not fit the model's context
 │   ├── PayloadTooLarge     a message over the broker's limit
@@ -14,6 +15,7 @@ PagemillError
 ├── ServerError             our fault; another attempt may succeed
 │   ├── Unavailable         the broker or the storage does not answer
 │   ├── Overloaded          a work queue is at its limit; try again later
+│   ├── BlobLost            a payload is gone with its owner; the stage that makes it runs again
 │   ├── DeadlineExceeded    the request's time is over; not retried here, but the client may
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            a token log has lost its beginning, so nobody can go on with it
@@ -73,6 +75,10 @@ class InvalidMedia(RequestError):
     code = "invalid_media"
 
 
+class MediaBlocked(RequestError):
+    code = "media_url_blocked"
+
+
 class MediaTooLarge(RequestError):
     code = "media_too_large"
 
@@ -105,6 +111,10 @@ class Unavailable(ServerError):
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
+
+
+class BlobLost(ServerError):
+    code = "blob_lost"
 
 
 class DeadlineExceeded(ServerError):

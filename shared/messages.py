@@ -99,6 +99,8 @@ class RenderTask(Struct, frozen=True):
     sampling_params: SamplingParams
     accepted: Acceptance
     path: list[Hop]
+    round: int = 0
+    """How often its items have been lost on the way and were made again."""
 
 
 class EngineTask(Struct, frozen=True):
@@ -112,6 +114,7 @@ class EngineTask(Struct, frozen=True):
     sampling_params: SamplingParams
     accepted: Acceptance
     path: list[Hop]
+    round: int = 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -216,13 +219,25 @@ class Attempt(Struct, frozen=True):
     outcome: Literal["open", "handed_back", "failed"] = "open"
 
 
-class Heartbeat(Struct, frozen=True):
+class BlobAddress(Struct, frozen=True):
+    """Where a worker's large payloads can be had, beside the broker."""
+
+    host: str
+    """The machine and its network namespace: where the local socket can be reached at all."""
+    local: str
+    """Name of an abstract Unix socket."""
+    tcp: tuple[str, int] | None = None
+    """Address and port."""
+
+
+class Heartbeat(Struct, frozen=True, omit_defaults=True):
     role: str
     worker: str
     version: str
     pid: int
     models: list[str]
     load: dict[str, float]
+    blobs: BlobAddress | None = None
 
 
 # ---------------------------------------------------------------------------------------------

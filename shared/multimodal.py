@@ -13,16 +13,26 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class MultiModalKwargsItem(msgspec.Struct, frozen=True):
-    """One picture as the model takes it; tensors travel beside the message, not inside it.
+class BlobRef(msgspec.Struct, frozen=True, array_like=True):
+    """A large payload that a worker keeps; the key is the permission to read it."""
 
-    `fields` maps a field name to the index of its tensor in the envelope's tensor table.
+    worker: str
+    key: bytes
+    num_bytes: int
+
+
+class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One picture as the model takes it.
+
+    Small tensors are in the same message: `fields` maps a field name to the index of its tensor in
+    the envelope's tensor table. Large ones are a blob, itself an envelope, whose head has the map.
     """
 
     modality: str
     mm_hash: str
     placeholder: PlaceholderRange
-    fields: dict[str, int]
+    fields: dict[str, int] = {}
+    blob: BlobRef | None = None
 
 
 HashPart = str | bytes | memoryview | int | Sequence["HashPart"]

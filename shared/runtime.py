@@ -15,6 +15,7 @@ from importlib.metadata import version
 import uvloop
 
 from shared import telemetry
+from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError
@@ -52,7 +53,20 @@ class Context:
         self.worker = worker
         self.stage = Stage(bus, role, self.worker, VERSION, config.delivery)
         self.shutdown = Shutdown()
+        self._blobs: Blobs | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+
+    async def open_blobs(self) -> Blobs:
+        """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
+        self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
+        await self._blobs.start()
+        return self._blobs
+
+    async def close(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._blobs is not None:
+            await self._blobs.close()
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on `load` is told with every heartbeat."""
@@ -61,7 +75,8 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, load())
+            address = None if self._blobs is None else self._blobs.address
+            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, load(), address)
             try:
                 await self.bus.put_heartbeat(self.worker, to_json(beat))
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
@@ -70,10 +85,6 @@ class Context:
                 # The broker is away: the worker waits for it like everybody else.
                 self.log.warning("heartbeat_failed", error=str(error))
             await asyncio.sleep(HEARTBEAT_S)
-
-    def stop_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
 
 
 Main = Callable[[Context], Awaitable[None]]
@@ -101,8 +112,8 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
         log.error("stopped", code=error.code, reason=error.message)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     finally:
-        context.stop_heartbeat()
         with contextlib.suppress(Exception):
+            await context.close()
             await bus.close()
     log.info("drained")
     return 0

@@ -18,13 +18,16 @@ from shared import retry, subjects
 from shared.bus import DEAD_AFTER_S, Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import Fenced, PagemillError, Unavailable, WorkerFailure
+from shared.errors import BlobLost, Fenced, PagemillError, Unavailable, WorkerFailure
 from shared.messages import (
     Acceptance,
     Attempt,
     DeadLetter,
+    EngineTask,
     Hop,
+    RenderTask,
     decode_attempt,
+    decode_request,
     error_info,
     to_json,
     to_msgpack,
@@ -191,16 +194,50 @@ class Stage:
 
     # -- settling ---------------------------------------------------------------------------
 
-    async def hand_over(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
+    async def hand_over(
+        self, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
+    ) -> None:
         """Publish `data` for the next stage, then acknowledge the input."""
-        await self.publish(job, role, model, lane, data)
+        await self.publish(job, role, model, lane, data, round)
         await self._acknowledge(job)
 
-    async def publish(self, job: Job, role: str, model: str, lane: str, data: bytes) -> None:
-        """Publish `data` for the next stage, once for each acceptance of the request."""
+    async def publish(
+        self, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
+    ) -> None:
+        """Publish `data` for the next stage, once for each acceptance of the request and round.
+
+        Raises Unavailable while the next stage's queue still has what it was given a round ago.
+        """
         request_id, accepted = _known(job.request_id), _known(job.accepted)
-        msg_id = f"{request_id}:{accepted.sequence}:{role}"
-        await self.bus.publish(subjects.stage(role, model, lane, request_id), data, msg_id)
+        msg_id = f"{request_id}:{accepted.sequence}:{role}:{round}"
+        subject = subjects.stage(role, model, lane, request_id)
+        was_there = await self.bus.publish(subject, data, msg_id)
+        if was_there and round > 0:
+            stored = await self.bus.last(subjects.STAGES_STREAM, subject)
+            if stored is not None and stored.msg_id != msg_id:
+                raise Unavailable("what was lost is still in the queue")
+
+    async def send_back(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
+        """Have what is lost made again, from the request as it was accepted.
+
+        Raises `lost` when that cannot be done, or has been done too often.
+        """
+        request = await self.bus.queued_request(task.accepted.sequence)
+        if not request or task.round >= self._policy.max_deliver:
+            raise lost
+        again = RenderTask(
+            request_id=task.request_id,
+            model=task.model,
+            lane=task.lane,
+            messages=decode_request(request).messages,
+            sampling_params=task.sampling_params,
+            accepted=task.accepted,
+            path=[*task.path, self.hop(job)],
+            round=task.round + 1,
+        )
+        _log.warning("sent_back", request_id=task.request_id, round=again.round)
+        data = to_msgpack(again)
+        await self.hand_over(job, "renderer", task.model, task.lane, data, again.round)
 
     async def finish(self, job: Job) -> None:
         """The request has ended: its log has the final record. Nothing of it is to come again."""

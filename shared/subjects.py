@@ -108,6 +108,11 @@ def attempts(request_id: str) -> str:
     return f"pm.attempt.{request_id}"
 
 
+def blob(worker: str) -> str:
+    """Where a worker gives its large payloads away in pieces, to those who cannot reach it else."""
+    return f"pm.blob.{worker}"
+
+
 def heartbeat(worker: str) -> str:
     return f"$KV.pm_workers.{worker}"
 

@@ -121,10 +121,11 @@ def _rendered(planned: Planned, processor: Any, config: Config) -> EngineRequest
 def _images(request: Any, config: Config) -> Iterator[Any]:
     parts = list(prompt.image_parts(request.messages))
     if parts:
-        from workers.renderer.images import fetch_image
+        from workers.renderer.media import MediaLoader
 
+        media = MediaLoader(config.renderer)
         for field, part in parts:
-            yield fetch_image(part.image_url.url, config.renderer, field)
+            yield media.load(part.image_url.url, field)
 
 
 def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:

@@ -151,9 +151,19 @@ class FakeProcessor:
     def check(self, messages: Sequence[Message]) -> None:
         pass
 
-    def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
+    def warm_up(self) -> None:
+        pass
+
+    def tokenize(self, messages: Sequence[Message]) -> list[int]:
         text = " ".join(part for message in messages for part in _texts(message))
-        return FakeRendered([1 + byte for byte in text.encode()], [], [])
+        return [1 + byte for byte in text.encode()]
+
+    def expand(self, token_ids: list[int], counts: Sequence[int]) -> tuple[list[int], list[Any]]:
+        assert not counts
+        return token_ids, []
+
+    def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
+        return FakeRendered(self.tokenize(messages), [], [])
 
 
 def _texts(message: Message) -> list[str]:

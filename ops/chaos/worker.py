@@ -97,12 +97,12 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             limits = context.config.engine
             core = fake.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
             _watch_blocks(core, journal)
-            await EngineWorker(context, MODEL, core, no_tensors).serve()
+            await EngineWorker(context, MODEL, core, await context.open_blobs(), no_tensors).serve()
 
         return engine
     if role == "renderer":
         stand_in: Any = ModuleType("workers.renderer.processor")
-        stand_in.Processor, stand_in.Rendered = fake.FakeProcessor, fake.FakeRendered
+        stand_in.Processor, stand_in.Picture = fake.FakeProcessor, object
         sys.modules[stand_in.__name__] = stand_in
     return _real_main(role)
 

@@ -28,6 +28,7 @@ models:
     sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
 renderer: {{max_image_pixels: 4000000}}
+blobs: {{inline_kib: 1}}  # every picture goes beside the message
 """
 
 

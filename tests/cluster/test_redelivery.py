@@ -83,6 +83,25 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     ]
 
 
+async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
+    cluster: Cluster, client: Bus
+) -> None:
+    renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
+    os.kill(engine, signal.SIGSTOP)
+    question = Question("demo", "What color is this image?", [PICTURES / "red.png"], {})
+    running = asyncio.create_task(answer(client, build_request(question)))
+    await _wait_until_in_hand(cluster.url, "engine")
+    os.kill(renderer, signal.SIGKILL)
+    os.kill(engine, signal.SIGCONT)
+    records = await running
+    assert_gapless(records)
+    final = records[-1]
+    assert isinstance(final, Finish)
+    assert "red" in text_of(records).lower()
+    roles = [hop.role for hop in final.path]
+    assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
+
+
 async def test_the_broker_killed_mid_answer(cluster: Cluster, client: Bus) -> None:
     request = request_text("What can you do?", temperature=0.0, **LONG)
     broker = int((cluster.config.parent / "data" / "nats" / "nats-server.pid").read_text())

@@ -177,7 +177,7 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
     ),
     "a URL where none is allowed": (
         body([image("http://127.0.0.1:1/a.png")]),
-        "invalid_media",
+        "media_url_blocked",
         "messages[0].content[0].image_url.url",
     ),
     "a prompt over the context": (body("word " * 4000), "context_length_exceeded", "messages"),

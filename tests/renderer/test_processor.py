@@ -1,3 +1,4 @@
+import io
 import json
 import random
 import shutil
@@ -15,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from shared.codec import decode, encode
-from shared.config import ModelConfig
+from shared.config import ModelConfig, RendererConfig
 from shared.errors import (
     ConfigError,
     ContextTooLong,
@@ -34,7 +35,7 @@ from shared.messages import (
     TextPart,
 )
 from shared.tensors import to_torch
-from workers.renderer.images import LoadedImage
+from workers.renderer.images import LoadedImage, decode_image, hash_source
 from workers.renderer.processor import Processor
 
 SPECIALS = ["<|end|>", "<|start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
@@ -105,7 +106,7 @@ def reference(folder):
 def loaded(size=(60, 40), seed=0, mode="RGB"):
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return LoadedImage(Image.fromarray(pixels), mode)
+    return LoadedImage(Image.fromarray(pixels), f"{size} {seed} {mode}")
 
 
 def image():
@@ -311,28 +312,53 @@ def test_settings_of_the_processor_are_honoured(tmp_path):
     assert np.array_equal(next(restored(rendered, rendered.tensors))[0], expected)
 
 
+def file_of(image, fmt="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def upside_down():
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    return exif
+
+
+def other_palette(image):
+    image = image.copy()
+    image.putpalette([255 - value for value in image.getpalette()])
+    return image
+
+
 def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
     stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
-    pictures = [
-        loaded(),
-        loaded(seed=1),
-        loaded(mode="L"),
-        loaded(mode="CMYK"),
-        LoadedImage(Image.fromarray(stripes.reshape(30, 150, 3)), "RGB"),
-        LoadedImage(Image.fromarray(stripes.reshape(150, 30, 3)), "RGB"),
-        LoadedImage(loaded().image.transpose(Image.Transpose.ROTATE_90), "RGB"),
+    picture, paletted = loaded().image, loaded().image.quantize(16)
+    files = [
+        file_of(picture),
+        file_of(loaded(seed=1).image),
+        file_of(picture.convert("L")),
+        file_of(picture, "JPEG"),
+        file_of(picture, "JPEG", exif=upside_down()),
+        file_of(picture.convert("CMYK"), "JPEG"),
+        file_of(Image.fromarray(stripes.reshape(30, 150, 3))),
+        file_of(Image.fromarray(stripes.reshape(150, 30, 3))),
+        file_of(picture.transpose(Image.Transpose.ROTATE_90)),
+        file_of(paletted),
+        file_of(other_palette(paletted)),
+        file_of(paletted, transparency=0),
     ]
-    messages = [user(*[image()] * len(pictures))]
-    hashes = [item.mm_hash for item in processor.render(messages, pictures).items]
-    assert len(set(hashes)) == len(pictures)
+    images = [decode_image(data, RendererConfig(), "field") for data in files]
+    hashes = [processor.process(image, "field").mm_hash for image in images]
+    assert len(set(hashes)) == len(files)
     assert all(len(h) == 64 for h in hashes)
-    again = processor.render([user("other", image())], [loaded()])
-    assert again.items[0].mm_hash == hashes[0]
+    again = decode_image(files[0], RendererConfig(), "field")
+    assert processor.process(again, "field").mm_hash == hashes[0]
+    assert processor.hash_picture(hash_source(files[0])) == hashes[0], "known before it is decoded"
     write_model(tmp_path, VISION, TEMPLATE)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(path.read_text().replace(str(MAX_PIXELS), str(MAX_PIXELS * 2)))
-    other = Processor(ModelConfig(str(tmp_path))).render([user(image())], [loaded()])
-    assert other.items[0].mm_hash != hashes[0]
+    other = Processor(ModelConfig(str(tmp_path)))
+    assert other.hash_picture(hash_source(files[0])) != hashes[0]
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])

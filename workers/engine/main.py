@@ -22,7 +22,7 @@ async def main(context: Context) -> None:
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     core = await asyncio.to_thread(build_core, config.models[name], config.engine)
-    await EngineWorker(context, name, core, to_torch).serve()
+    await EngineWorker(context, name, core, await context.open_blobs(), to_torch).serve()
 
 
 def build_core(model: ModelConfig, engine: EngineConfig) -> Core:

@@ -21,9 +21,12 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Item:
-    """A multimodal item as the runner encodes it; `fields` are torch tensors, or a fake's own."""
+    """A multimodal item as the runner encodes it; `fields` are torch tensors, or a fake's own.
+
+    They may be views of somebody else's memory, which is given back when the item is collected.
+    """
 
     modality: str
     mm_hash: str

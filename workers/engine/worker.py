@@ -6,14 +6,18 @@ Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared import codec, subjects
+from shared import codec, parcels, subjects
+from shared.blobs import Blobs
 from shared.consumer import Consumer, Delivery
-from shared.errors import DecodeError
+from shared.errors import BlobLost
 from shared.messages import EngineTask
+from shared.multimodal import MultiModalKwargsItem
+from shared.roads import Blob
 from shared.runtime import Context
 from shared.stage import Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
@@ -53,12 +57,14 @@ class EngineWorker:
         context: Context,
         model: str,
         core: Core,
+        blobs: Blobs,
         restore: Callable[[codec.TensorData], Any] = lambda data: data,
     ) -> None:
         """`restore` makes of a tensor's bytes what the runner takes."""
         self._context = context
         self._stage = context.stage
         self._model = model
+        self._blobs = blobs
         self._restore = restore
         self._flows: dict[str, Flow] = {}
         self._consumers: list[Consumer] = []
@@ -151,10 +157,15 @@ class EngineWorker:
         log = await self._stage.take(job)
         if log is None:
             return
+        try:
+            items = [await self._open(item, data) for item in task.items]
+        except BlobLost as lost:
+            await self._stage.send_back(job, task, lost)
+            return
         request = EngineRequest(
             request_id=task.request_id,
             prompt_token_ids=task.prompt_token_ids,
-            items=self._items(task, data),
+            items=items,
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
         )
@@ -170,19 +181,15 @@ class EngineWorker:
             resumed_records=len(log.records),
         )
 
-    def _items(self, task: EngineTask, data: list[codec.TensorData]) -> list[Item]:
-        indexes = [i for item in task.items for i in item.fields.values()]
-        if any(not 0 <= i < len(data) for i in indexes):
-            raise DecodeError("an item names a tensor that its envelope does not have")
-        return [
-            Item(
-                modality=item.modality,
-                mm_hash=item.mm_hash,
-                placeholder=item.placeholder,
-                fields={name: self._restore(data[i]) for name, i in item.fields.items()},
-            )
-            for item in task.items
-        ]
+    async def _open(self, item: MultiModalKwargsItem, data: list[codec.TensorData]) -> Item:
+        fields, blob = await parcels.open_item(self._blobs, item, data)
+        restored = {name: self._restore(tensor) for name, tensor in fields.items()}
+        opened = Item(item.modality, item.mm_hash, item.placeholder, restored)
+        if blob is not None:
+            # The step thread may look at it longer than the request is in hand.
+            loop = asyncio.get_running_loop()
+            weakref.finalize(opened, _close_soon, loop, blob).atexit = False
+        return opened
 
     # -- out --------------------------------------------------------------------------------
 
@@ -204,6 +211,7 @@ class EngineWorker:
                     return
             flow.settled = True
             await self._stage.finish(flow.job)
+            self._start(self._release(flow.task))
             self._context.log.info(
                 "finished",
                 request_id=flow.task.request_id,
@@ -273,8 +281,20 @@ class EngineWorker:
             del self._flows[flow.task.request_id]
             self._steps.cancel(flow.task.request_id)
 
+    async def _release(self, task: EngineTask) -> None:
+        """Nobody will want the request's payloads again."""
+        for item in task.items:
+            if item.blob is not None:
+                await self._blobs.release(item.blob)
+
     def _start(self, work: Any) -> None:
         """Run `work` beside; the loop alone would not keep it alive."""
         task = asyncio.create_task(work)
         self._told.add(task)
         task.add_done_callback(self._told.discard)
+
+
+def _close_soon(loop: asyncio.AbstractEventLoop, blob: Blob) -> None:
+    """In whichever thread the last reference was given up."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process is about to
+        loop.call_soon_threadsafe(blob.close)

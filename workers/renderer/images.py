@@ -1,4 +1,4 @@
-"""The URL of a content part, and the RGB picture behind it.
+"""The bytes of a picture, and the RGB raster in them.
 
 Every byte here is a stranger's. Nothing of Pillow's own messages reaches a client (they hold memory
 addresses), and no raster is allocated before the header's sizes are within the limits. All
@@ -7,23 +7,18 @@ functions block; the worker calls them in its thread pool.
 
 import base64
 import binascii
-import http.client
 import io
-import time
-import urllib.error
-import urllib.request
 import warnings
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
+from shared.multimodal import content_hash
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-FETCH_CHUNK_BYTES = 64 * 1024
 
 # Only to say what was sent instead; what is read is decided by Pillow's own three readers.
 _MAGIC = (
@@ -56,28 +51,16 @@ warnings.filterwarnings("error", module=r"PIL\.")
 class LoadedImage:
     image: Image.Image
     """RGB, upright."""
-    source_mode: str
-    """Pillow's mode before conversion; equal pixels from another mode are another picture."""
+    source_hash: str
+    """Of the file that it was decoded from."""
 
 
-def fetch_image(url: str, limits: RendererConfig, field: str) -> LoadedImage:
-    """Read a `data:` URL, or fetch http(s) where that is switched on, and decode it.
+def hash_source(data: bytes) -> str:
+    """Names a file by its bytes: so a picture is known before it is decoded.
 
-    Raises InvalidMedia or MediaTooLarge, naming `field`.
+    Whatever changes the raster changes the file: mode, size, palette, orientation, transparency.
     """
-    scheme = url[:8].lower()
-    if scheme.startswith("data:"):
-        data = decode_data_url(url, limits, field)
-    elif scheme.startswith(("http://", "https://")):
-        if not limits.allow_http:
-            raise InvalidMedia(
-                "fetching by URL is switched off (renderer.allow_http); send a data: URL",
-                field=field,
-            )
-        data = _fetch(url, limits, field)
-    else:
-        raise InvalidMedia("a picture's URL must begin with data:, http: or https:", field=field)
-    return decode_image(data, limits, field)
+    return content_hash(data)
 
 
 def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
@@ -110,9 +93,8 @@ def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage
             raise InvalidMedia(
                 "animated pictures are not accepted; send a single frame", field=field
             )
-        source_mode = image.mode
         ImageOps.exif_transpose(image, in_place=True)
-        return LoadedImage(_to_rgb(image), source_mode)
+        return LoadedImage(_to_rgb(image), hash_source(data))
     except InvalidMedia:
         raise
     except Exception:  # the decoders raise nearly every type there is on hostile bytes
@@ -170,51 +152,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     rgba = image.convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
     return Image.alpha_composite(white, rgba).convert("RGB")
-
-
-class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> None:
-        raise urllib.error.HTTPError(req.full_url, code, "redirect", headers, fp)
-
-
-# Without proxies from the environment, without file:, ftp: and data: handlers.
-_opener = urllib.request.OpenerDirector()
-for _handler in (
-    urllib.request.HTTPHandler(),
-    urllib.request.HTTPSHandler(),
-    urllib.request.HTTPErrorProcessor(),
-    urllib.request.HTTPDefaultErrorHandler(),
-    _RefuseRedirects(),
-):
-    _opener.add_handler(_handler)
-
-
-def _fetch(url: str, limits: RendererConfig, field: str) -> bytes:
-    """The body of a 200 answer, no longer than the byte limit; redirects are refused.
-
-    The timeout bounds each wait on the socket and the body as a whole. Which hosts may be reached
-    is for the network that the renderer runs in to say: whoever sets `allow_http` answers for it.
-    """
-    deadline = time.monotonic() + limits.fetch_timeout_s
-    body = bytearray()
-    try:
-        with _opener.open(url, timeout=limits.fetch_timeout_s) as response:
-            while chunk := response.read1(FETCH_CHUNK_BYTES):
-                body += chunk
-                _check_num_bytes(len(body), limits, field)
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise InvalidMedia(f"the picture's server answered {error.code}", field=field) from None
-    except (OSError, ValueError, http.client.HTTPException):
-        raise InvalidMedia("the picture could not be fetched in time", field=field) from None
-    return bytes(body)

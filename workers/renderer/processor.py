@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -30,8 +31,8 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import Message
-from shared.multimodal import MultiModalKwargsItem, content_hash
+from shared.messages import ImagePart, ImageURL, Message, TextPart
+from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from shared.tensors import from_numpy
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage
@@ -42,6 +43,7 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
 MAX_BYTES_PER_TOKEN = 16
+WARM_UP_SIZE = (448, 448)
 # Of Qwen2-VL's processor, which raises ValueError beyond it.
 MAX_ASPECT_RATIO = 200
 
@@ -51,6 +53,15 @@ class Rendered:
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
     tensors: list[TensorData]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture as the engine takes it."""
+
+    mm_hash: str
+    num_tokens: int
+    fields: dict[str, TensorData]
 
 
 class Processor:
@@ -86,6 +97,18 @@ class Processor:
         self._encoder.no_truncation()
         self._encoder.no_padding()
 
+    def warm_up(self) -> None:
+        """Render a picture and a text once, so that no client waits for what happens only once.
+
+        Nothing of it is kept.
+        """
+        parts: list[TextPart | ImagePart] = [TextPart("What is it?")]
+        images = []
+        if self._pictures is not None and self._max_images:
+            parts.insert(0, ImagePart(ImageURL("")))
+            images.append(LoadedImage(Image.new("RGB", WARM_UP_SIZE), ""))
+        self.render([Message("user", parts)], images)
+
     def check(self, messages: Sequence[Message]) -> None:
         """What can be refused before a picture is loaded or a token is made.
 
@@ -114,19 +137,11 @@ class Processor:
         Raises a RequestError: besides those of `check`, InvalidRequest for text with control
         tokens or messages that the template refuses, InvalidMedia, ContextTooLong.
         """
-        self.check(messages)
-        token_ids = self._tokenize(messages)
-        if self._pictures is None or self._image_token_id is None:
-            self._check_len(token_ids)
-            return Rendered(token_ids, [], [])
+        token_ids = self.tokenize(messages)
         fields = [field for field, _ in prompt.image_parts(messages)]
-        processed = [
-            self._pictures.process(image, field)
-            for image, field in zip(images, fields, strict=True)
-        ]
+        processed = [self.process(i, field) for i, field in zip(images, fields, strict=True)]
         counts = [picture.num_tokens for picture in processed]
-        token_ids, ranges = prompt.expand(token_ids, self._image_token_id, counts)
-        self._check_len(token_ids)
+        token_ids, ranges = self.expand(token_ids, counts)
         tensors: list[TensorData] = []
         items = []
         for picture, placeholder in zip(processed, ranges, strict=True):
@@ -134,6 +149,39 @@ class Processor:
             items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
             tensors += picture.fields.values()
         return Rendered(token_ids, items, tensors)
+
+    def hash_picture(self, source_hash: str) -> str:
+        """The mm_hash of what `process` makes of the picture in this file."""
+        assert self._pictures is not None
+        return content_hash(source_hash, self._pictures.fingerprint)
+
+    def process(self, image: LoadedImage, field: str) -> Picture:
+        """Raises InvalidMedia for a picture that the model cannot take."""
+        assert self._pictures is not None
+        fields, num_tokens = self._pictures.process(image.image, field)
+        return Picture(self.hash_picture(image.source_hash), num_tokens, fields)
+
+    def expand(
+        self, token_ids: list[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        """The prompt with room for pictures of so many tokens, and where that is.
+
+        Raises ContextTooLong.
+        """
+        ranges: list[PlaceholderRange] = []
+        if self._image_token_id is not None:
+            token_ids, ranges = prompt.expand(token_ids, self._image_token_id, counts)
+        self._check_len(token_ids)
+        return token_ids, ranges
+
+    def tokenize(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the templated messages, one for each picture.
+
+        Raises a RequestError: those of `check`, and InvalidRequest for text with control tokens or
+        messages that the template refuses.
+        """
+        self.check(messages)
+        return self._tokenize(messages)
 
     def _tokenize(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the templated messages, in which no text of a user made a control token.
@@ -196,13 +244,6 @@ def _neutral(text: str) -> str:
     return "x" if text.strip() else text
 
 
-@dataclass(frozen=True, slots=True)
-class _Picture:
-    fields: dict[str, TensorData]
-    num_tokens: int
-    mm_hash: str
-
-
 class _Pictures:
     """Qwen2-VL's picture processor, and the only place that knows its layout."""
 
@@ -221,10 +262,10 @@ class _Pictures:
         self._processor: Any = loaded
         self._table = from_numpy(_value_table(loaded))
         settings = json.dumps(loaded.to_dict(), sort_keys=True, default=str)
-        self._fingerprint = content_hash(type(loaded).__qualname__, settings)
+        self.fingerprint = content_hash(type(loaded).__qualname__, settings)
 
-    def process(self, loaded: LoadedImage, field: str) -> _Picture:
-        """Fields of one still picture:
+    def process(self, image: Image.Image, field: str) -> tuple[dict[str, TensorData], int]:
+        """Fields of one still picture, and how many tokens it fills:
 
         pixel_patches  uint8 [num_patches, channels, patch_h * patch_w], one temporal frame
         pixel_table    float32 [channels, 256], the normalised value of every pixel value
@@ -232,7 +273,7 @@ class _Pictures:
 
         Raises InvalidMedia for a picture too narrow for the model.
         """
-        width, height = loaded.image.size
+        width, height = image.size
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise InvalidMedia(
                 f"a picture of {width} x {height} is more than {MAX_ASPECT_RATIO} times as long as"
@@ -240,7 +281,7 @@ class _Pictures:
                 field=field,
             )
         output = self._processor(
-            images=[loaded.image], do_rescale=False, do_normalize=False, return_tensors="np"
+            images=[image], do_rescale=False, do_normalize=False, return_tensors="np"
         )
         grid = output["image_grid_thw"][0]
         fields = {
@@ -249,7 +290,7 @@ class _Pictures:
             "image_grid_thw": from_numpy(grid),
         }
         num_tokens = int(grid.prod()) // self._processor.merge_size**2
-        return _Picture(fields, num_tokens, self._hash(loaded))
+        return fields, num_tokens
 
     def _first_frame(self, pixel_values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """float [num_patches, channels * frames * patch_h * patch_w] of whole numbers, as uint8.
@@ -259,16 +300,6 @@ class _Pictures:
         frames, patch_len = self._processor.temporal_patch_size, self._processor.patch_size**2
         rows = pixel_values.reshape(len(pixel_values), -1, frames, patch_len)
         return rows[:, :, 0].astype(np.uint8)
-
-    def _hash(self, loaded: LoadedImage) -> str:
-        pixels = np.asarray(loaded.image)
-        return content_hash(
-            loaded.source_mode,
-            list(loaded.image.size),
-            pixels.dtype.name,
-            pixels.reshape(-1).data,
-            self._fingerprint,
-        )
 
 
 def _value_table(processor: Any) -> np.ndarray[Any, Any]:

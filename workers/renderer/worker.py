@@ -1,21 +1,26 @@
 """Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
-from shared import codec, subjects
+from shared import codec, parcels, subjects
+from shared.blobs import Blobs
+from shared.codec import TensorData
 from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
+from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
-from workers.renderer.images import LoadedImage, fetch_image
-from workers.renderer.processor import Processor, Rendered
+from workers.renderer.media import MediaLoader
+from workers.renderer.pictures import Pictures, Prepared
+from workers.renderer.processor import Processor
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -24,7 +29,7 @@ _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 
 
 async def main(context: Context) -> None:
-    worker = RendererWorker(context)
+    worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
     await worker.serve()
 
@@ -32,18 +37,30 @@ async def main(context: Context) -> None:
 class RendererWorker:
     """Owns the processors of all models and the threads in which they work."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, blobs: Blobs) -> None:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
-        self._threads = ThreadPoolExecutor(self._config.renderer.threads, "render")
+        self._blobs = blobs
+        limits = self._config.renderer
+        self._threads = ThreadPoolExecutor(limits.threads, "render")
+        self._pictures = Pictures(blobs, MediaLoader(limits), limits, self._in_thread)
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
-            self._processors[name] = await self._in_thread(Processor, model)
+            processor = self._processors[name] = await self._in_thread(Processor, model)
+            began_ms = self._context.bus.now_ms()
+            try:
+                await self._in_thread(processor.warm_up)
+            except Exception:
+                # The first request will be slow, and no worse.
+                self._context.log.warning("warm_up_failed", model=name, exc_info=True)
+                continue
+            took_ms = round(self._context.bus.now_ms() - began_ms)
+            self._context.log.info("warmed_up", model=name, ms=took_ms)
 
     async def serve(self) -> None:
         """One consumer per model and lane; all draw on the same threads."""
@@ -60,7 +77,15 @@ class RendererWorker:
             for lane in subjects.LANES
         ]
         await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
-        context.ready(sorted(self._processors), lambda: {"held": sum(c.held for c in consumers)})
+        counters = self._pictures.counters
+        context.ready(
+            sorted(self._processors),
+            lambda: {
+                "held": sum(c.held for c in consumers),
+                "mm_cache_hits": counters.hits,
+                "pictures_processed": counters.processed,
+            },
+        )
         async with asyncio.TaskGroup() as group:
             for consumer in consumers:
                 group.create_task(
@@ -91,7 +116,7 @@ class RendererWorker:
             if task.request_id in self._ended:
                 await stage.finish(job)
                 return
-            await stage.hand_over(job, "engine", task.model, task.lane, data)
+            await stage.hand_over(job, "engine", task.model, task.lane, data, task.round)
             self._context.log.info(
                 "rendered",
                 request_id=task.request_id,
@@ -110,31 +135,67 @@ class RendererWorker:
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
         processor = self._processors[task.model]
-        loop = asyncio.get_running_loop()
-
-        def render() -> Rendered:
-            job.waiting = False
-            return processor.render(task.messages, load_images())
-
-        def load_images() -> Iterator[LoadedImage]:
-            # One at a time, and dropped once it is processed: eight rasters of the largest size
-            # would be a gigabyte.
-            for field, part in prompt.image_parts(task.messages):
-                yield fetch_image(part.image_url.url, self._config.renderer, field)
-                asyncio.run_coroutine_threadsafe(job.delivery.progress(), loop)
-
-        rendered = await self._in_thread(render)
+        token_ids = await self._in_thread(self._begin, processor, task, job)
+        ttl_s = (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000
+        prepared = []
+        # One at a time, and dropped once it is processed: eight rasters of the largest size would
+        # be a gigabyte.
+        for field, part in prompt.image_parts(task.messages):
+            prepared.append(
+                await self._pictures.prepare(processor, part.image_url.url, field, ttl_s)
+            )
+            await job.delivery.progress()
+        counts = [picture.num_tokens for picture in prepared]
+        token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
+        items, tensors = await self._pack(prepared, ranges)
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
-            prompt_token_ids=rendered.prompt_token_ids,
-            items=rendered.items,
+            prompt_token_ids=token_ids,
+            items=items,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self._context.stage.hop(job)],
+            round=task.round,
         )
-        return codec.encode(engine_task, rendered.tensors)
+        return codec.encode(engine_task, tensors)
+
+    @staticmethod
+    def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
+        job.waiting = False
+        return processor.tokenize(task.messages)
+
+    async def _pack(
+        self, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
+    ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
+        """Large pictures stay where they are, small ones go into the message."""
+        items: list[MultiModalKwargsItem] = []
+        tensors: list[TensorData] = []
+        num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)
+        inline = num_bytes <= self._config.blobs.inline_kib * 2**10
+        for picture, placeholder in zip(prepared, ranges, strict=True):
+            ref, fields = picture.ref, picture.fields
+            if ref is not None and inline:
+                fields = fields or await self._copy(ref)
+                await self._blobs.release(ref)
+                ref = None
+            if ref is not None:
+                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, blob=ref)
+            else:
+                indexes = {name: len(tensors) + i for i, name in enumerate(fields)}
+                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes)
+                tensors += fields.values()
+            items.append(item)
+        return items, tensors
+
+    async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
+        with await self._blobs.get(ref) as blob:
+            fields, _ = parcels.read(blob)
+            return {
+                name: replace(tensor, data=memoryview(bytes(tensor.data)))
+                for name, tensor in fields.items()
+            }
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,100 @@
+"""What a reader of blobs and their owner say to each other over a socket.
+
+The owner begins, with `HELLO`; on a local socket the file descriptor of the arena comes with it.
+Then the reader asks, one question after the other: an operation, 32 bytes that are a key or a name,
+and a time. Each is answered by a status, the blob's place in the arena, and a key. Over TCP the
+bytes follow the answer to `GET`; a local reader has them in its mapping, pinned until it says
+`DONE` or the connection ends.
+"""
+
+import asyncio
+import socket
+import struct
+from typing import Literal, NamedTuple
+
+HELLO = b"PMB1"
+KEY_BYTES = 32
+
+Operation = Literal[b"G", b"D", b"R", b"F"]
+GET: Operation = b"G"
+"""Have the blob of this key."""
+DONE: Operation = b"D"
+"""It has been read."""
+RELEASE: Operation = b"R"
+"""Nobody will ask for this key again."""
+FIND: Operation = b"F"
+"""A key, good for so many seconds, to the blob of this name, and its size."""
+
+_question = struct.Struct(f"<c{KEY_BYTES}sf")
+_answer = struct.Struct(f"<BQQ{KEY_BYTES}s")
+NO_KEY = bytes(KEY_BYTES)
+
+
+class Answer(NamedTuple):
+    found: bool
+    offset: int = 0
+    num_bytes: int = 0
+    key: bytes = NO_KEY
+
+
+class Question(NamedTuple):
+    operation: bytes
+    key: bytes
+    """Or a name, of which these are the bytes of its hexadecimal digits."""
+    ttl_s: float = 0.0
+
+
+async def send_question(sock: socket.socket, question: Question) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _question.pack(*question))
+
+
+async def read_question(sock: socket.socket) -> Question:
+    """Raises ConnectionError at the end of the connection."""
+    return Question(*_question.unpack(await _read(sock, _question.size)))
+
+
+async def send_answer(sock: socket.socket, answer: Answer) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _answer.pack(*answer))
+
+
+async def read_answer(sock: socket.socket) -> Answer:
+    found, *rest = _answer.unpack(await _read(sock, _answer.size))
+    return Answer(bool(found), *rest)
+
+
+async def read_into(sock: socket.socket, buffer: memoryview) -> None:
+    """Raises ConnectionError when the connection ends before `buffer` is full."""
+    loop = asyncio.get_running_loop()
+    filled = 0
+    while filled < buffer.nbytes:
+        count = await loop.sock_recv_into(sock, buffer[filled:])
+        if count == 0:
+            raise ConnectionResetError("the other side has closed the connection")
+        filled += count
+
+
+async def _read(sock: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    await read_into(sock, memoryview(buffer))
+    return bytes(buffer)
+
+
+# -- over the broker, where a message is a whole question -----------------------------------------
+
+_piece = struct.Struct(f"<c{KEY_BYTES}sQQ")
+
+
+class Piece(NamedTuple):
+    operation: bytes
+    key: bytes
+    offset: int = 0
+    num_bytes: int = 0
+
+
+def pack_piece(piece: Piece) -> bytes:
+    return _piece.pack(*piece)
+
+
+def unpack_piece(data: bytes) -> Piece | None:
+    """None for what is no question."""
+    return Piece(*_piece.unpack(data)) if len(data) == _piece.size else None

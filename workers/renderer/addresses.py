@@ -1,0 +1,70 @@
+"""Which addresses a picture may be fetched from. Pure.
+
+The test is on the address that will be dialled, never on a name, and an address that carries
+another one inside (mapped, translated, tunnelled) is judged by both.
+"""
+
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+# `is_global` of Python 3.11 lets these through: addresses of a protocol's own machinery, of local
+# services, and of clouds' metadata.
+_DENIED: tuple[Network, ...] = tuple(
+    ip_network(network)
+    for network in (
+        "0.0.0.0/8",
+        "100.64.0.0/10",  # between a provider and its customers
+        "168.63.129.16/32",  # Azure's host
+        "192.0.0.0/24",
+        "192.88.99.0/24",  # 6to4 relays
+        "224.0.0.0/4",
+        "240.0.0.0/4",
+        "::/96",  # IPv4-compatible, long deprecated
+        "64:ff9b:1::/48",  # NAT64 of a network's own choice
+        "100::/64",
+        "fec0::/10",  # site-local, deprecated
+        "ff00::/8",
+    )
+)
+_NAT64 = IPv6Network("64:ff9b::/96")
+
+
+def may_dial(address: Address, allowed: Sequence[Network] = ()) -> bool:
+    """Whether `address` is on the public internet, or in a network that is `allowed`."""
+    if any(address in network for network in allowed if network.version == address.version):
+        return True
+    inner = _inside(address)
+    return _is_public(address) and all(may_dial(i, allowed) for i in inner)
+
+
+def parse_network(text: str) -> Network:
+    """Raises ValueError."""
+    return ip_network(text)
+
+
+def parse_address(text: str) -> Address:
+    """Without a zone. Raises ValueError."""
+    return ip_address(text.partition("%")[0])
+
+
+def _is_public(address: Address) -> bool:
+    # A mapped or translated address is as public as the one inside, which is judged on its own.
+    wrapped = isinstance(address, IPv6Address) and (
+        address.ipv4_mapped is not None or address in _NAT64
+    )
+    return wrapped or (
+        address.is_global and not any(address in n for n in _DENIED if n.version == address.version)
+    )
+
+
+def _inside(address: Address) -> list[IPv4Address]:
+    """The IPv4 addresses that packets to `address` may end at."""
+    if isinstance(address, IPv4Address):
+        return []
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if address in _NAT64:
+        found.append(IPv4Address(int(address) & 0xFFFFFFFF))
+    return [inner for inner in found if inner is not None]

@@ -1,0 +1,68 @@
+"""From a content part's URL to a picture: from the request itself, or from the internet, once.
+
+Fetched bytes are kept for a while by URL, and while one thread fetches a URL all others that want
+it wait for that. All functions block, and may be called from many threads.
+"""
+
+import threading
+from concurrent.futures import Future
+
+from shared.config import RendererConfig
+from shared.errors import InvalidMedia, RequestError
+from shared.lru import ByteLRU
+from workers.renderer.fetch import Fetcher
+from workers.renderer.images import LoadedImage, decode_data_url, decode_image
+
+
+class MediaLoader:
+    def __init__(self, config: RendererConfig) -> None:
+        """Raises ValueError for a network in the configuration that is none."""
+        self._config = config
+        self._fetcher = Fetcher(config)
+        self._lock = threading.Lock()
+        self._fetched: ByteLRU[str, bytes] = ByteLRU(config.url_cache_mib * 2**20)
+        self._flights: dict[str, Future[bytes]] = {}
+
+    def load(self, url: str, field: str) -> LoadedImage:
+        """Raises a RequestError that names `field`."""
+        return decode_image(self.read(url, field), self._config, field)
+
+    def read(self, url: str, field: str) -> bytes:
+        """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
+        scheme = url[:8].lower()
+        if scheme.startswith("data:"):
+            return decode_data_url(url, self._config, field)
+        if not scheme.startswith(("http://", "https://")):
+            raise InvalidMedia(
+                "a picture's URL must begin with data:, http: or https:", field=field
+            )
+        with self._lock:
+            if (kept := self._fetched.get(url)) is not None:
+                return kept
+            flight = self._flights.get(url)
+            if flight is None:
+                ours = self._flights[url] = Future()
+        if flight is None:
+            return self._fetch(url, field, ours)
+        try:
+            return flight.result()
+        except RequestError as error:
+            # The same answer, to another request's field.
+            raise type(error)(error.message, field=field) from None
+
+    def _fetch(self, url: str, field: str, flight: "Future[bytes]") -> bytes:
+        try:
+            data = self._fetcher.fetch(url, field)
+        except BaseException as error:
+            self._land(url)
+            flight.set_exception(error)
+            raise
+        self._land(url, data)
+        flight.set_result(data)
+        return data
+
+    def _land(self, url: str, data: bytes | None = None) -> None:
+        with self._lock:
+            del self._flights[url]
+            if data is not None:
+                self._fetched.put(url, data, len(data))
