@@ -150,6 +150,11 @@ class Processor:
             tensors += picture.fields.values()
         return Rendered(token_ids, items, tensors)
 
+    @property
+    def metadata(self) -> tuple[str, ...]:
+        """Fields of a picture that the language model needs, whoever encodes the picture."""
+        return () if self._pictures is None else self._pictures.metadata
+
     def hash_picture(self, source_hash: str) -> str:
         """The mm_hash of what `process` makes of the picture in this file."""
         assert self._pictures is not None
@@ -263,6 +268,8 @@ class _Pictures:
         self._table = from_numpy(_value_table(loaded))
         settings = json.dumps(loaded.to_dict(), sort_keys=True, default=str)
         self.fingerprint = content_hash(type(loaded).__qualname__, settings)
+
+    metadata = ("image_grid_thw",)
 
     def process(self, image: Image.Image, field: str) -> tuple[dict[str, TensorData], int]:
         """Fields of one still picture, and how many tokens it fills:
