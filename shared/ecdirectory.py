@@ -36,8 +36,9 @@ class EmbeddingDirectory:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         try:
+            # Whoever comes first makes it.
+            folder.mkdir(parents=True, exist_ok=True)
             if role != "consumer":
-                folder.mkdir(parents=True, exist_ok=True)
                 probe = folder / f".{secrets.token_hex(8)}"
                 probe.touch()
                 probe.unlink()

@@ -45,14 +45,14 @@ class Cluster:
         return beat.pid
 
 
-def start_cluster(folder: Path) -> Cluster:
+def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     config, log = folder / "pagemill.yaml", folder / "up.log"
-    config.write_text(CONFIG)
+    config.write_text(text)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | {"PAGEMILL_NATS__PORT": str(port)}
-    with log.open("wb") as stderr:
+    with log.open("ab") as stderr:
         process = subprocess.Popen(
             [*PAGEMILL, "up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
         )

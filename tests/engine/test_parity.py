@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -32,10 +33,12 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from shared import codec
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.multimodal import PlaceholderRange
 from shared.sampling import SamplingParams
+from shared.tensors import from_torch, to_torch
 from shared.towers import QwenVision, Tower
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
@@ -412,6 +415,42 @@ def test_core_gives_the_tokens_of_generate(twins: Twins, budget: int, steps_betw
     assert answers == answers_of(twins, cases)
     assert max(runner.batch_sizes) > 1
     assert set(runner.num_starts.values()) == {1}
+
+
+def from_afar(case: Case, tower: Tower) -> Case:
+    """As the engine has it when an encoder has made the embeddings, which came in an envelope."""
+    items = []
+    for item in case.request.items:
+        (embedding,) = tower.encode([item.fields])
+        _, (sent,) = codec.decode(codec.encode(_Nothing(), [from_torch(embedding)]), _Nothing)
+        metadata = {name: item.fields[name] for name in tower.vision.metadata}
+        items.append(replace(item, fields=metadata, embedding=to_torch(sent)))
+    return Case(replace(case.request, items=items), case.images)
+
+
+class _Nothing(msgspec.Struct):
+    """The head of an envelope that holds a tensor."""
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_a_remote_tower_gives_the_tokens_of_generate(twins: Twins, budget: int):
+    if twins.tower is None:
+        pytest.skip("a model that does not see")
+    cases = make_cases(True)
+    remote = [from_afar(case, twins.tower) for case in cases]
+    answers, _ = run_core(
+        replace(twins, tower=None), remote, num_blocks=64, budget=budget, steps_between=2
+    )
+    assert answers == answers_of(twins, cases)
+
+
+def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
+    case = make_case("blind", [(56, 56)], 4, 4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4)
+    with pytest.raises(InvalidRequest, match="tower"):
+        runner.encode(case.request)
+    assert seeing.tower is not None
+    runner.encode(from_afar(case, seeing.tower).request)
 
 
 @pytest.mark.parametrize("budget", [7, 64])

@@ -1,0 +1,241 @@
+"""Engines without a tower: encoders make the embeddings, once each, and may die at any moment."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from PIL import Image
+
+from ops.demo import PICTURES
+from shared import subjects
+from shared.broker import Broker
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import Failure, Finish, GenerateRequest, LogRecord
+from shared.runtime import EXIT_CONFIG
+from tests.cluster.conftest import (
+    CONFIG,
+    PAGEMILL,
+    Cluster,
+    answer,
+    living,
+    start_cluster,
+    stop_cluster,
+)
+from tests.cluster.streams import assert_gapless, text_of
+from tests.cluster.test_request import CASES
+from workers.asking import Question, build_request
+
+WITH_ENCODERS = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    tower: encoder")
+
+
+def start_with_encoders(folder: Path, text: str, num_more: int) -> Iterator[Cluster]:
+    running = start_cluster(folder, text)
+    more = []
+    for _ in range(num_more):
+        with running.log.open("ab") as stderr:
+            command = [*PAGEMILL, "worker", "encoder", "--config", str(running.config)]
+            more.append(
+                subprocess.Popen([*command, "--nats", running.url], cwd=folder, stderr=stderr)
+            )
+    yield running
+    for process in more:
+        process.terminate()
+        process.wait(10)
+    stop_cluster(running)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Everything once, and three encoders."""
+    yield from start_with_encoders(tmp_path_factory.mktemp("encoders"), WITH_ENCODERS, 2)
+
+
+@pytest.fixture
+async def client(three: Cluster) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(three.url, "test")
+    # `pagemill up` keeps one of them alive.
+    await until(lambda: encoders_live(bus, 1))
+    yield bus
+    await bus.close()
+
+
+async def encoders_live(bus: Bus, wanted: int) -> bool:
+    return len(await living(bus, "encoder")) >= wanted
+
+
+async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def about(picture: str, text: str = "What color is this image?") -> GenerateRequest:
+    return build_request(Question("demo", text, [PICTURES / picture], {}))
+
+
+def about_a_new_picture(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
+    Image.new("RGB", size, colour).save(folder / "new.png")
+    return about(str(folder / "new.png"))
+
+
+def events(cluster: Cluster, event: str) -> list[dict[str, object]]:
+    lines = cluster.log.read_text().splitlines()
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    return [entry for entry in logged if entry["event"] == event]
+
+
+@contextlib.contextmanager
+def frozen(pids: list[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+async def test_answers_are_right_and_every_picture_went_through_an_encoder(
+    three: Cluster, client: Bus
+) -> None:
+    await until(lambda: encoders_live(client, 3))
+    requests = [
+        build_request(Question("demo", case.question, [PICTURES / i for i in case.images], {}))
+        for case in CASES
+    ]
+    answers = await asyncio.gather(*(answer(client, request) for request in requests))
+    for case, records in zip(CASES, answers, strict=True):
+        assert_gapless(records)
+        assert case.expect.lower() in text_of(records).lower()
+    assert len(events(three, "encoded")) == len({i for case in CASES for i in case.images})
+
+
+async def test_a_hundred_requests_with_one_picture_make_one_encode(
+    three: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    request = about_a_new_picture(tmp_path, (200, 120), "red")
+    before = len(events(three, "encoded"))
+    answers = await asyncio.gather(*(answer(client, request) for _ in range(100)))
+    for records in answers:
+        assert_gapless(records)
+        assert "red" in text_of(records).lower()
+    assert len(events(three, "encoded")) - before == 1
+
+
+async def test_an_encoder_killed_with_a_picture_in_hand(
+    three: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    request = about_a_new_picture(tmp_path, (120, 200), "blue")
+    before = len(events(three, "encoded"))
+    pids = [beat.pid for beat in await living(client, "encoder")]
+    with frozen(pids):
+        running = [asyncio.create_task(answer(client, request)) for _ in range(10)]
+        await until(lambda: _in_hand(client))
+        # Whoever of them has it dies with it; the one that is left does it.
+        for pid in pids[:2]:
+            os.kill(pid, signal.SIGKILL)
+    for records in await asyncio.gather(*running):
+        assert_gapless(records)
+        assert isinstance(records[-1], Finish)
+        assert "blue" in text_of(records).lower()
+    assert len(events(three, "encoded")) - before == 1
+
+
+async def _in_hand(bus: Bus) -> bool:
+    durable = subjects.stage_consumer("encoder", "demo", "interactive")
+    return (await bus.backlog(subjects.STAGES_STREAM, durable)).in_hand > 0
+
+
+async def test_embeddings_that_are_lost_are_made_again(
+    three: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    request = about_a_new_picture(tmp_path, (90, 90), "yellow")
+    before = len(events(three, "encoded"))
+    await client.purge(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER)
+    with frozen([await three.pid(client, "engine")]):
+        running = asyncio.create_task(answer(client, request))
+        await until(lambda: _told(client))
+        for beat in await living(client, "encoder"):
+            os.kill(beat.pid, signal.SIGKILL)
+    records = await running
+    assert_gapless(records)
+    final = records[-1]
+    assert isinstance(final, Finish)
+    assert "yellow" in text_of(records).lower()
+    roles = [hop.role for hop in final.path]
+    assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
+    assert len(events(three, "encoded")) - before == 2
+
+
+async def _told(bus: Bus) -> bool:
+    return await bus.last(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER) is not None
+
+
+async def test_without_encoders_the_deadline_holds_and_text_goes_on(
+    three: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    request = about_a_new_picture(tmp_path, (64, 200), "green")
+    request = msgspec.structs.replace(request, timeout_s=3.0)
+    with frozen([beat.pid for beat in await living(client, "encoder")]):
+        running = asyncio.create_task(_collect(client, request))
+        text = await answer(client, build_request(Question("demo", "What can you do?", [], {})))
+        assert isinstance(text[-1], Finish)
+        records = await running
+    final = records[-1]
+    assert isinstance(final, Failure)
+    assert final.error.code == "deadline_exceeded"
+
+    async def let_go() -> bool:
+        (engine,) = await living(client, "engine")
+        return not engine.load["opening"] and not engine.load["held"]
+
+    await until(let_go)
+
+
+async def _collect(bus: Bus, request: GenerateRequest) -> list[LogRecord]:
+    return [record async for record in ask(bus, request, new_request_id())]
+
+
+async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
+    store = tmp_path / "embeddings"
+    text = WITH_ENCODERS + f"embeddings: {{storage: directory, path: {store}}}\n"
+    for cluster in start_with_encoders(tmp_path, text, 0):
+        bus = await Bus.connect(cluster.url, "test")
+        for question in ("What color is this image?", "What color is it?"):
+            records = await answer(bus, about("red.png", question))
+            assert "red" in text_of(records).lower()
+        (file,) = store.glob("demo/*/encoder_cache.safetensors")
+        assert (file.parent / "acknowledged").exists()
+        # Nobody remembers where they are, and nobody who made them is left.
+        await bus.purge(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER)
+        os.kill(await cluster.pid(bus, "encoder"), signal.SIGKILL)
+        records = await answer(bus, about("red.png"))
+        assert isinstance(records[-1], Finish)
+        assert "red" in text_of(records).lower()
+        assert len(events(cluster, "encoded")) == 1
+        await bus.close()
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
+    broker: Broker, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    config = tmp_path / "pagemill.yaml"
+    text = f"embeddings: {{storage: directory, path: {tmp_path / 'file'}}}\n"
+    config.write_text(WITH_ENCODERS + text)
+    command = [*PAGEMILL, "worker", "encoder", "--config", str(config), "--nats", broker.url]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CONFIG
+    assert "embeddings.path" in done.stderr
+    assert "Traceback" not in done.stderr

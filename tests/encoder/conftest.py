@@ -1,0 +1,10 @@
+import pytest
+import torch
+
+from shared.towers import Tower, load_tower
+from workers.settings import DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def demo_tower() -> Tower:
+    return load_tower(DEMO_MODEL, torch.float32, "cpu")

@@ -1,0 +1,109 @@
+"""The tower's thread: who shares a batch, and who pays for what goes wrong in one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from shared.errors import InvalidRequest
+from shared.towers import Fields, Tower, vision_of
+from workers.encoder.tower import TowerThread
+from workers.settings import DEMO_MODEL
+
+
+def picture(seed: int, side: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_patches": torch.randint(
+            0, 256, (side**2, 3, 196), generator=generator, dtype=torch.uint8
+        ),
+        "pixel_table": torch.linspace(-1, 1, 256).expand(3, 256).contiguous(),
+        "image_grid_thw": torch.tensor([1, side, side]),
+    }
+
+
+class Watched:
+    """The demo model's tower; it stumbles over a picture whose first pixel is 255."""
+
+    def __init__(self, tower: Tower) -> None:
+        self.vision = tower.vision
+        self._tower = tower
+        self.batches: list[int] = []
+
+    def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
+        self.batches.append(len(batch))
+        if any(fields["pixel_patches"].flatten()[0] == 255 for fields in batch):
+            raise ArithmeticError
+        return self._tower.encode(batch)
+
+
+@pytest.fixture
+async def watched(demo_tower: Tower) -> AsyncIterator[tuple[TowerThread, Watched]]:
+    inner: Any = Watched(demo_tower)
+    thread = TowerThread(inner, max_batch_tokens=48)
+    working = asyncio.create_task(thread.work())
+    yield thread, inner
+    working.cancel()
+    thread.close()
+
+
+async def test_what_arrives_together_is_encoded_together(
+    watched: tuple[TowerThread, Watched], demo_tower: Tower
+) -> None:
+    thread, inner = watched
+    pictures = [picture(seed) for seed in range(7)]
+    embeddings = await asyncio.gather(*(thread.encode(fields) for fields in pictures))
+    # 16 tokens each, 48 in a batch.
+    assert inner.batches == [3, 3, 1]
+    assert (thread.num_encoded, thread.num_batches) == (7, 3)
+    for fields, embedding in zip(pictures, embeddings, strict=True):
+        (alone,) = demo_tower.encode([fields])
+        assert torch.allclose(embedding, alone, atol=1e-4)
+
+
+async def test_one_bad_picture_fails_alone(watched: tuple[TowerThread, Watched]) -> None:
+    thread, inner = watched
+    bad = picture(1)
+    bad["pixel_patches"].view(-1)[0] = 255
+    results = await asyncio.gather(
+        *(thread.encode(fields) for fields in (picture(2), bad, picture(3))),
+        return_exceptions=True,
+    )
+    assert isinstance(results[1], ArithmeticError)
+    assert isinstance(results[0], Tensor)
+    assert isinstance(results[2], Tensor)
+    assert inner.batches == [3, 1, 1, 1]
+
+
+async def test_a_malformed_picture_never_reaches_a_batch(
+    watched: tuple[TowerThread, Watched],
+) -> None:
+    thread, inner = watched
+    bad = picture(1)
+    bad["image_grid_thw"] = torch.tensor([1, 8, 6])
+    with pytest.raises(InvalidRequest):
+        await thread.encode(bad)
+    assert inner.batches == []
+
+
+async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watched]) -> None:
+    thread, inner = watched
+    gone = asyncio.create_task(thread.encode(picture(1)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await thread.encode(picture(2))
+    assert sum(inner.batches) == 1
+
+
+def test_the_sample_is_a_picture_that_the_tower_takes(demo_tower: Tower) -> None:
+    found = vision_of(AutoConfig.from_pretrained(DEMO_MODEL))
+    assert found is not None
+    vision, _ = found
+    sample = vision.sample()
+    vision.check(sample)
+    (embedding,) = demo_tower.encode([sample])
+    vision.check_embedding(sample, embedding)
