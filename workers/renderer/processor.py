@@ -72,6 +72,7 @@ class Processor:
         self._layout: Layout | None = None
         if self._image_token_id is not None:
             self._layout = layout_of(folder, config)
+        self._takes_strings = self._layout is None or _writes_strings(tokenizer)
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
         self._max_model_len = min(longest, model.max_model_len or longest)
@@ -214,7 +215,9 @@ class Processor:
 
     def _apply_template(self, messages: Sequence[Message], text: Callable[[str], str]) -> str:
         """`text` is applied to every text."""
-        conversation = prompt.template_messages(messages, parts=self._layout is not None, text=text)
+        conversation = prompt.template_messages(
+            messages, parts=self._layout is not None, strings=self._takes_strings, text=text
+        )
         try:
             templated: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
@@ -241,6 +244,19 @@ class Processor:
 def _neutral(text: str) -> str:
     """A stand-in without control tokens, empty or blank where `text` is, for templates look."""
     return "x" if text.strip() else text
+
+
+def _writes_strings(tokenizer: Any) -> bool:
+    """Whether the chat template writes a text that is in no list of parts; LLaVA's drops it."""
+    prompts = set()
+    for text in ("a", "b"):
+        try:
+            prompts.add(
+                tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+            )
+        except jinja2.TemplateError:
+            return False
+    return len(prompts) == 2
 
 
 def _legacy_chat_template(folder: Path) -> str | None:
