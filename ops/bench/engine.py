@@ -23,6 +23,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from shared.config import EngineConfig, ModelConfig
 from shared.sampling import SamplingParams
+from shared.towers import Tower
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.families import family_of
@@ -42,6 +43,7 @@ BLOCK_SIZE = 16
 class Subject:
     name: str
     served: FlatModel
+    tower: Tower | None
     reference: Any
     max_model_len: int
 
@@ -71,7 +73,7 @@ class WatchedRunner(Runner):
     """Counts, at each step, tokens held and slots taken by the sequences that run."""
 
     def __init__(self, subject: Subject, num_blocks: int) -> None:
-        super().__init__(subject.served, num_blocks, BLOCK_SIZE)
+        super().__init__(subject.served, num_blocks, BLOCK_SIZE, subject.tower)
         self._max_model_len = subject.max_model_len
         self.occupancy = Occupancy([], [])
 
@@ -189,7 +191,7 @@ def make_request(rng: random.Random, prompt: list[int], num_tokens: int) -> Engi
 def demo_subject() -> Subject:
     loaded = load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
     reference = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    return Subject("demo model", loaded.model, reference.eval(), loaded.max_model_len)
+    return Subject("demo model", loaded.model, loaded.tower, reference.eval(), loaded.max_model_len)
 
 
 def random_subject() -> Subject:
@@ -219,10 +221,8 @@ def random_subject() -> Subject:
     )
     torch.manual_seed(0)
     reference = Qwen2VLForConditionalGeneration(config).eval().requires_grad_(False)
-    found = family_of(config)
-    assert found is not None
-    served = FlatModel(found[0](copy.deepcopy(reference)))
-    return Subject("random Qwen2-VL", served, reference, text["max_position_embeddings"])
+    served = FlatModel(family_of(copy.deepcopy(reference)))
+    return Subject("random Qwen2-VL", served, None, reference, text["max_position_embeddings"])
 
 
 # -- the report -----------------------------------------------------------------------------------

@@ -36,9 +36,10 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.multimodal import PlaceholderRange
 from shared.sampling import SamplingParams
+from shared.towers import QwenVision, Tower
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
-from workers.engine.families import Family, Qwen2VL, family_of
+from workers.engine.families import Family, family_of
 from workers.engine.loader import LoadedModel, load
 from workers.engine.model import FlatModel
 from workers.engine.runner import Runner
@@ -78,12 +79,13 @@ class Twins:
 
     reference: PreTrainedModel
     served: FlatModel
+    tower: Tower | None
     answers: dict[str, list[int]] = field(default_factory=dict)
     """What the reference said, by request id."""
 
     @property
     def sees(self) -> bool:
-        return isinstance(self.served.family, Qwen2VL)
+        return self.served.family.vision is not None
 
 
 def vision_config(family: str) -> Any:
@@ -149,9 +151,9 @@ def seeing() -> Twins:
 def make_twins(name: str) -> Twins:
     model = build(name).eval().requires_grad_(False)
     widen(model)
-    found = family_of(model.config)
-    assert found is not None
-    return Twins(model, FlatModel(found[0](copy.deepcopy(model))))
+    family = family_of(copy.deepcopy(model))
+    tower = None if family.vision is None else Tower(family.vision, family.model)
+    return Twins(model, FlatModel(family), tower)
 
 
 # -- prompts with pictures ------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class RandomSchedule:
 
 
 def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> dict[str, list[int]]:
-    runner = Runner(twins.served, schedule.num_blocks, schedule.block_size)
+    runner = Runner(twins.served, schedule.num_blocks, schedule.block_size, twins.tower)
     sequences = []
     for case in cases:
         runner.encode(case.request)
@@ -351,8 +353,8 @@ def test_pictures_are_seen(seeing: Twins):
 class CountingRunner(Runner):
     """Counts how often each request's prompt was begun: more than once after a preemption."""
 
-    def __init__(self, model: FlatModel, num_blocks: int, block_size: int) -> None:
-        super().__init__(model, num_blocks, block_size)
+    def __init__(self, twins: Twins, num_blocks: int, block_size: int) -> None:
+        super().__init__(twins.served, num_blocks, block_size, twins.tower)
         self.num_starts: Counter[str] = Counter()
         self.batch_sizes: list[int] = []
 
@@ -373,7 +375,7 @@ def run_core(
     eos_token_ids: frozenset[int] = frozenset(),
 ) -> tuple[dict[str, list[int]], CountingRunner]:
     block_size = 4
-    runner = CountingRunner(twins.served, num_blocks, block_size)
+    runner = CountingRunner(twins, num_blocks, block_size)
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
     core = Core(
         runner,
@@ -424,7 +426,7 @@ def run_sampled(
     twins: Twins, requests: list[EngineRequest], num_blocks: int, budget: int, seed: int
 ) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
     """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
-    runner = CountingRunner(twins.served, num_blocks, 4)
+    runner = CountingRunner(twins, num_blocks, 4)
     core = Core(
         runner,
         lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
@@ -510,7 +512,7 @@ def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seei
             return super().run(batch)
 
     good, bad = make_case("good", [], 9, 12), make_case("bad", [], 9, 12)
-    runner = Spoilt(seeing.served, 17, 4)
+    runner = Spoilt(seeing, 17, 4)
     core = Core(
         runner,
         str,
@@ -578,7 +580,7 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
         cases.append(case)
     assert len({tuple(answer) for answer in expected.values()}) > 1
     answers, _ = run_core(
-        Twins(reference, demo.model),
+        Twins(reference, demo.model, demo.tower),
         cases,
         num_blocks=24,
         budget=7,
@@ -594,10 +596,10 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
 @pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
 def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]):
     image = picture(sum(size), *size)
-    family = seeing.served.family
-    assert isinstance(family, Qwen2VL)
+    vision = seeing.served.family.vision
+    assert isinstance(vision, QwenVision)
     expected = PROCESSOR(image, return_tensors="pt")["pixel_values"]
-    assert torch.equal(family.restore(item_of(image, 0)), expected)
+    assert torch.equal(vision.restore(item_of(image, 0).fields), expected)
 
 
 def spoilt(case: Case, **fields: Any) -> EngineRequest:
@@ -627,7 +629,7 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
 )
 def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: dict[str, Any]):
     case = make_case("spoilt", [(56, 56)], 4, 4)
-    runner = Runner(seeing.served, num_blocks=4, block_size=4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     runner.encode(case.request)
     with pytest.raises(InvalidRequest):
         runner.encode(spoilt(case, **fields))
@@ -635,7 +637,7 @@ def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: di
 
 def test_placeholders_must_be_where_the_item_says(seeing: Twins):
     case = make_case("moved", [(56, 56), (84, 56)], 4, 4)
-    runner = Runner(seeing.served, num_blocks=4, block_size=4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     first, second = case.request.items
     offset, length = first.placeholder.offset, first.placeholder.length
     for placeholder in (

@@ -1,21 +1,18 @@
-"""A folder in Hugging Face format becomes a model that is ready to run, or a ConfigError says why.
-
-Weights are read from safetensors files only, and no code that lies beside them is ever executed.
-"""
+"""A folder in Hugging Face format becomes a model that is ready to run, or a ConfigError."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils.logging import disable_progress_bar
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
+from shared.towers import Tower, load_tower, vision_of
+from shared.weights import load_weights
 from workers.engine.attention import plan_step
-from workers.engine.families import family_of
+from workers.engine.families import class_of, family_of
 from workers.engine.model import FlatModel, kv_shape
 
 # Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
@@ -26,6 +23,8 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: FlatModel
+    tower: Tower | None
+    """None for a model that does not see."""
     tokenizer: Any
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -61,7 +60,6 @@ def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
 def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     folder = Path(model.path)
     _check_files(folder)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     _check_supported(text_config, folder)
@@ -72,6 +70,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     warm_up(flat_model, engine.block_size)
     return LoadedModel(
         model=flat_model,
+        tower=None if vision_of(config) is None else load_tower(folder, dtype, engine.device),
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         eos_token_ids=_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
@@ -135,28 +134,16 @@ def _check_supported(text_config: PreTrainedConfig, folder: Path) -> None:
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> FlatModel:
-    found = family_of(config)
-    if found is None:
+    """The language model alone."""
+    model_class = class_of(config)
+    if model_class is None:
         raise ConfigError(
             f"models.path: {folder}: the engine has no family for {config.model_type!r}",
             field="models.path",
         )
-    family, model_class = found
-    try:
-        weights, report = model_class.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
-    # transformers would fill these with random numbers and go on.
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
-    return FlatModel(family(weights.to(device).eval().requires_grad_(False)))
+    found = vision_of(config)
+    without = () if found is None else found[0].modules
+    return FlatModel(family_of(load_weights(model_class, folder, dtype, device, without)))
 
 
 def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:

@@ -29,7 +29,7 @@ def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
     """Load a model and everything around it; raises ConfigError when it cannot be served."""
     loaded = load(model, engine)
     return Core(
-        Runner(loaded.model, loaded.num_blocks, loaded.block_size),
+        Runner(loaded.model, loaded.num_blocks, loaded.block_size, loaded.tower),
         loaded.decode,
         loaded.eos_token_ids,
         pool=BlockPool(loaded.num_blocks, loaded.block_size),

@@ -4,6 +4,7 @@ It owns the KV tensors, and what was computed for each request before its first 
 of its items and positions of its prompt. It decides nothing about who runs when.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.errors import InvalidRequest
+from shared.towers import Tower
 from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
 from workers.engine.sampler import sample
-from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
+from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,12 @@ class _Prepared:
 
 
 class Runner:
-    def __init__(self, model: FlatModel, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model: FlatModel, num_blocks: int, block_size: int, tower: Tower | None = None
+    ) -> None:
+        """Without a tower all items must come with their embeddings."""
         self._model = model
+        self._tower = tower
         self._block_size = block_size
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
@@ -39,12 +46,33 @@ class Runner:
         if not request.items:
             return
         positions = family.locate(request)
-        offsets = [item.placeholder.offset for item in request.items]
-        embeddings = family.encode(request)
-        self._prepared[request.request_id] = _Prepared(
-            (positions.prompt.numpy(), positions.delta),
-            list(zip(offsets, embeddings, strict=True)),
+        located = (
+            (self._no_positions, 0)
+            if positions is None
+            else (positions.prompt.numpy(), positions.delta)
         )
+        offsets = [item.placeholder.offset for item in request.items]
+        embeddings = self._embeddings(request.items)
+        self._prepared[request.request_id] = _Prepared(
+            located, list(zip(offsets, embeddings, strict=True))
+        )
+
+    def _embeddings(self, items: Sequence[Item]) -> list[Tensor]:
+        """Those that came with an item, and those that our own tower makes of the others."""
+        to_encode = [item for item in items if item.embedding is None]
+        encoded: Iterator[Tensor] = iter(())
+        if to_encode:
+            if self._tower is None:
+                raise InvalidRequest(
+                    "an item has no embeddings, and no tower is here", field="items"
+                )
+            encoded = iter(self._tower.encode([item.fields for item in to_encode]))
+        return [
+            next(encoded)
+            if item.embedding is None
+            else item.embedding.to(self._model.device, self._model.dtype)
+            for item in items
+        ]
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)

@@ -32,6 +32,9 @@ class Item:
     mm_hash: str
     placeholder: PlaceholderRange
     fields: Mapping[str, Any]
+    embedding: Any = None
+    """What a tower elsewhere has made of it, [placeholder length, hidden_size]; `fields` are then
+    its metadata only."""
 
 
 @dataclass(frozen=True, slots=True)

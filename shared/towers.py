@@ -1,0 +1,177 @@
+"""Towers: the part of a multimodal model that makes embeddings of pictures.
+
+An engine may have one beside its language model, or encoders do it for the engine. `Vision` is what
+is known of a family without its weights, so an engine can check what it is given either way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+)
+
+from shared.errors import ConfigError, InvalidRequest
+from shared.weights import load_weights
+
+Fields = Mapping[str, Tensor]
+
+# Of every model that transformers makes of a tower and a language model.
+LANGUAGE_MODULES = ("model.language_model", "lm_head")
+
+
+class Vision:
+    """How one family's pictures arrive, and what a tower makes of them."""
+
+    modules: tuple[str, ...]
+    """Names of the submodules that make embeddings."""
+    metadata: tuple[str, ...] = ()
+    """Fields that the language model needs too, for its positions."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config: Any = config
+        self.width: int = config.get_text_config().hidden_size
+        """Of an embedding."""
+
+    def count(self, fields: Fields) -> int:
+        """How many embeddings the picture has; needs no more than its metadata.
+
+        Raises InvalidRequest.
+        """
+        raise NotImplementedError
+
+    def check(self, fields: Fields) -> None:
+        """Raises InvalidRequest for fields that `encode` would stumble over."""
+        raise NotImplementedError
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        """For each picture its embeddings, [count, width]."""
+        raise NotImplementedError
+
+    def check_embedding(self, fields: Fields, embedding: Tensor) -> None:
+        """Of embeddings that somebody else has made. Raises InvalidRequest."""
+        shape = (self.count(fields), self.width)
+        if not embedding.is_floating_point() or tuple(embedding.shape) != shape:
+            _refuse(
+                f"the embeddings are {embedding.dtype} {list(embedding.shape)}; expected"
+                f" {list(shape)}"
+            )
+        if not bool(embedding.isfinite().all()):
+            _refuse("the embeddings hold values that are not finite")
+
+
+class QwenVision(Vision):
+    """Still pictures arrive as one 8-bit frame, beside the table that makes them floats again.
+
+    pixel_patches   [num_patches, channels, patch_height * patch_width] uint8
+    pixel_table     [channels, 256] float32: what the image processor makes of each value
+    image_grid_thw  [3] int64: patches in time (1), height and width
+    """
+
+    modules = ("model.visual",)
+    metadata = ("image_grid_thw",)
+
+    def count(self, fields: Fields) -> int:
+        frames, height, width = _field(fields, "image_grid_thw", torch.int64, (3,)).tolist()
+        merge = self._config.vision_config.spatial_merge_size
+        if frames != 1 or height <= 0 or width <= 0 or height % merge or width % merge:
+            _refuse(
+                f"image_grid_thw is {[frames, height, width]}; it must be one frame whose sides"
+                f" are multiples of {merge}"
+            )
+        return int(height * width // merge**2)
+
+    def check(self, fields: Fields) -> None:
+        vision = self._config.vision_config
+        num_pixels = vision.patch_size**2
+        patches = _field(fields, "pixel_patches", torch.uint8, (-1, vision.in_channels, num_pixels))
+        _check_table(_field(fields, "pixel_table", torch.float32, (vision.in_channels, 256)))
+        num_patches = self.count(fields) * vision.spatial_merge_size**2
+        if num_patches != len(patches):
+            _refuse(f"image_grid_thw asks for {num_patches} patches, there are {len(patches)}")
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        pixel_values = torch.cat([self.restore(fields) for fields in batch])
+        grids = torch.stack([fields["image_grid_thw"] for fields in batch])
+        encoded = model.get_image_features(pixel_values.to(model.device), grids.to(model.device))
+        return list(encoded.pooler_output)
+
+    def restore(self, fields: Fields) -> Tensor:
+        """The processor's pixel_values, bit for bit: [num_patches, channels * frames * pixels]."""
+        patches, table = fields["pixel_patches"], fields["pixel_table"]
+        num_patches, channels, num_pixels = patches.shape
+        # One flat table: the values of channel c start at 256 * c.
+        entry = patches.int() + 256 * torch.arange(channels, dtype=torch.int32)[:, None]
+        frame = table.flatten().index_select(0, entry.flatten())
+        frames = self._config.vision_config.temporal_patch_size
+        shape = (num_patches, channels, frames, num_pixels)
+        return frame.view(num_patches, channels, 1, num_pixels).expand(shape).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Weights that make embeddings; the language model beside them is not used, if there is one."""
+
+    vision: Vision
+    model: PreTrainedModel
+
+    @torch.inference_mode()
+    def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
+        """For each picture its embeddings, [count, width], on the tower's device."""
+        return self.vision.encode(self.model, batch)
+
+
+_FAMILIES: dict[str, tuple[type[Vision], Any]] = {
+    "qwen2_vl": (QwenVision, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (QwenVision, Qwen2_5_VLForConditionalGeneration),
+}
+
+
+def vision_of(config: PreTrainedConfig) -> tuple[Vision, Any] | None:
+    """What a model sees with, and the transformers class of the whole; None if it does not see."""
+    found = _FAMILIES.get(config.model_type)
+    return None if found is None else (found[0](config), found[1])
+
+
+def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
+    """The tower of a model's folder, without its language model. Raises ConfigError."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found = vision_of(config)
+    if found is None:
+        raise ConfigError(
+            f"models.path: {folder}: a model of type {config.model_type!r} has no tower",
+            field="models.path",
+        )
+    vision, model_class = found
+    return Tower(vision, load_weights(model_class, folder, dtype, device, LANGUAGE_MODULES))
+
+
+def _field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The field if it is what it must be; -1 in `shape` stands for any length."""
+    tensor = fields.get(name)
+    if not isinstance(tensor, Tensor):
+        _refuse(f"{name} is missing")
+    actual = tuple(tensor.shape)
+    fits = len(actual) == len(shape) and all(
+        want in (-1, have) for have, want in zip(actual, shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits:
+        _refuse(f"{name} is {tensor.dtype} {list(actual)}; expected {dtype} {list(shape)}")
+    return tensor
+
+
+def _check_table(table: Tensor) -> None:
+    if not bool(table.isfinite().all()):
+        _refuse("pixel_table holds values that are not finite")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidRequest(message, field="items")

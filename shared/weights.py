@@ -1,0 +1,70 @@
+"""Weights of a folder in Hugging Face format: of a whole model, or of a part of it.
+
+Read from safetensors files only; no code that lies beside them is ever executed.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from shared.errors import ConfigError
+
+
+def load_weights(
+    model_class: Any, folder: Path, dtype: torch.dtype, device: str, without: Sequence[str] = ()
+) -> PreTrainedModel:
+    """The model, for inference only. `without` names submodules that are left out: they are None,
+    and their weights are not read.
+
+    Raises ConfigError.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, report = _part_of(model_class, without).from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
+    # transformers would fill these with random numbers and go on.
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
+    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return loaded
+
+
+def _part_of(model_class: Any, without: Sequence[str]) -> Any:
+    """A class that builds the model and drops parts of it, before there is memory for them."""
+    if not without:
+        return model_class
+
+    def init(self: Any, config: Any) -> None:
+        model_class.__init__(self, config)
+        for name in without:
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, None)
+        kept = dict(self.named_parameters(remove_duplicate=False))
+        self.all_tied_weights_keys = {
+            name: source for name, source in self.all_tied_weights_keys.items() if name in kept
+        }
+
+    # transformers knows by these names how the weights of a class are called in older files.
+    return type(
+        model_class.__name__,
+        (model_class,),
+        {
+            "__init__": init,
+            "__module__": model_class.__module__,
+            "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(name)}\." for name in without],
+        },
+    )
