@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-IMAGE_SIZE, PATCH_SIZE = 56, 14
+IMAGE_SIZE, PATCH_SIZE = 42, 14
 # As LLaVA 1.5's: it looks at parts only, writes pictures before texts, and no BOS.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
