@@ -123,6 +123,9 @@ class Blobs:
         if piece.operation == wire.RELEASE:
             self._server.release(piece.key)
             return b""
+        if piece.operation == wire.ACKNOWLEDGE:
+            self._server.acknowledge(piece.key)
+            return b""
         reader = "broker"
         slot = self._server.open(piece.key, reader)
         if slot is None:
@@ -153,15 +156,26 @@ class Blobs:
                 )
         raise BlobLost("a payload cannot be had from where it was kept")
 
+    async def acknowledge(self, ref: BlobRef) -> None:
+        """Somebody has had it: its owner may use the memory for something else if it must. Others
+        may ask for it by the same reference as long as it has not."""
+        if ref.worker == self._worker:
+            self._server.acknowledge(ref.key)
+        else:
+            await self._tell(ref, wire.ACKNOWLEDGE)
+
     async def release(self, ref: BlobRef) -> None:
         """Nobody will ask for it by this reference again. If the owner does not hear of it, the
         reference lasts until its time is over."""
         if ref.worker == self._worker:
             self.forget(ref)
-            return
+        else:
+            await self._tell(ref, wire.RELEASE)
+
+    async def _tell(self, ref: BlobRef, operation: wire.Operation) -> None:
         for road in await self._roads_to(ref.worker):
             try:
-                await road.release(ref)
+                await road.tell(ref, operation)
                 return
             except (OSError, TimeoutError, ValueError, Unavailable):
                 continue

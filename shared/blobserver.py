@@ -36,6 +36,7 @@ _credentials = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 class _Lease:
     name: str
     expiry: asyncio.TimerHandle
+    """Ends the lease; until then its key pins the slot, unless it has been acknowledged."""
 
 
 class BlobServer:
@@ -66,6 +67,11 @@ class BlobServer:
         """The slot, pinned by `reader` as well; None for a key that was never given, or is over."""
         lease = self._leases.get(key)
         return None if lease is None else self.arena.slots.pin(lease.name, reader)
+
+    def acknowledge(self, key: bytes) -> None:
+        """Somebody has had it: from now on it is in the arena as long as there is room for it."""
+        if (lease := self._leases.get(key)) is not None:
+            self.arena.slots.unpin(lease.name, key.hex())
 
     def release(self, key: bytes) -> None:
         if (lease := self._leases.pop(key, None)) is not None:
@@ -170,6 +176,9 @@ class _Reader:
                 await self._give(question.key)
             case wire.DONE:
                 self._done(question.key)
+                await wire.send_answer(self._sock, wire.Answer(True))
+            case wire.ACKNOWLEDGE:
+                self._server.acknowledge(question.key)
                 await wire.send_answer(self._sock, wire.Answer(True))
             case wire.RELEASE:
                 self._server.release(question.key)

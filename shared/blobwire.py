@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple
 HELLO = b"PMB1"
 KEY_BYTES = 32
 
-Operation = Literal[b"G", b"D", b"R", b"F"]
+Operation = Literal[b"G", b"D", b"A", b"R", b"F"]
 GET: Operation = b"G"
 """Have the blob of this key."""
 DONE: Operation = b"D"
 """It has been read."""
+ACKNOWLEDGE: Operation = b"A"
+"""Somebody has had it. The key is good as long as the owner needs the memory for nothing else."""
 RELEASE: Operation = b"R"
 """Nobody will ask for this key again."""
 FIND: Operation = b"F"

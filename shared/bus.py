@@ -405,6 +405,11 @@ class Bus:
         except NatsError as error:
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
+    async def forget(self, stream: str, sequence: int) -> None:
+        """Remove one message; one that is not there any more is forgotten already."""
+        with contextlib.suppress(NatsError):
+            await self._js.delete_msg(stream, sequence)
+
     async def listen(self, subject: str) -> "Listener":
         """Live messages of `subject` from now on; returns once the server knows of it.
 
@@ -510,6 +515,10 @@ class Listener:
         self._unread: asyncio.Queue[Stored | None] = asyncio.Queue(MAX_UNREAD)
 
     async def receive(self, msg: Msg) -> None:
+        if "Nats-Sequence" not in (msg.headers or {}):
+            # As it was published, and perhaps not stored yet.
+            self.wake()
+            return
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(_stored(msg))
 

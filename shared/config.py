@@ -45,6 +45,12 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """In tokens, prompt and answer together; by default what the model's own config says."""
     max_images: Annotated[int, Meta(ge=0)] = 8
     """Per request."""
+    tower: Literal["engine", "encoder"] = "engine"
+    """Who makes embeddings of pictures: the engine itself, or encoders (`pagemill worker encoder`),
+    so that the engine holds the language model alone."""
+    local_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Pictures of at most so many tokens stay with the engine all the same, which then needs the
+    tower too."""
     sampling_defaults: dict[str, Any] = {}
 
 
@@ -123,12 +129,38 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Positive = 2048
 
 
+class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    device: str = "cpu"
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """Of torch; 0 leaves torch's own choice."""
+    max_batch_tokens: Positive = 4096
+    """Embeddings made at once, of several requests' pictures; a larger picture goes alone."""
+    max_tasks: Positive = 32
+    """In hand at one time."""
+    step_timeout_s: Seconds = 120.0
+    """A batch that takes longer is taken to hang for ever, and ends the process."""
+
+
+class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where encoders leave embeddings for engines."""
+
+    storage: Literal["memory", "directory"] = "memory"
+    """In the encoder's memory, had by the roads of `blobs`; or as safetensors files."""
+    path: str | None = None
+    """Of the directory, which all workers share; relative to the configuration file."""
+    ttl_s: Seconds = 600.0
+    max_mib: Positive = 4096
+    """Of a model's files in the directory; in memory `blobs.arena_mib` is the limit."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
     nats: NatsConfig = NatsConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     blobs: BlobsConfig = BlobsConfig()
     renderer: RendererConfig = RendererConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     engine: EngineConfig = EngineConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -152,6 +184,10 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
             _convert(model, ModelConfig, f"models.{name}", origins, source)
     config = _convert(tree, Config, "", origins, source)
     _check_models(config, source)
+    if config.embeddings.storage == "directory" and config.embeddings.path is None:
+        raise ConfigError(
+            f"{source}: embeddings.path: storage 'directory' needs one", field="embeddings.path"
+        )
     _check_times(config.delivery, source)
     return config
 

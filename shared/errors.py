@@ -15,6 +15,7 @@ PagemillError
 ├── ServerError             our fault; another attempt may succeed
 │   ├── Unavailable         the broker or the storage does not answer
 │   ├── Overloaded          a work queue is at its limit; try again later
+│   ├── EncodingFailed      a picture's embeddings could not be made; not tried again here
 │   ├── BlobLost            a payload is gone with its owner; the stage that makes it runs again
 │   ├── DeadlineExceeded    the request's time is over; not retried here, but the client may
 │   └── WorkerFailure       a worker failed on this request
@@ -111,6 +112,10 @@ class Unavailable(ServerError):
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
+
+
+class EncodingFailed(ServerError):
+    code = "encoding_failed"
 
 
 class BlobLost(ServerError):

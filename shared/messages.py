@@ -3,6 +3,8 @@
 client → coordinator      GenerateRequest            pm.request.<model>          JSON or msgpack
 coordinator → renderer    RenderTask                 pm.stage.renderer.…         msgpack
 renderer → engine         EngineTask                 pm.stage.engine.…           envelope
+renderer → encoder        EncodeTask                 pm.stage.encoder.…          envelope
+encoder → engine          EmbeddingRecord            pm.embedding.<key>          msgpack
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
@@ -21,7 +23,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import PagemillError
-from shared.multimodal import MultiModalKwargsItem
+from shared.multimodal import BlobRef, MultiModalKwargsItem
 from shared.sampling import SamplingParams
 
 # ---------------------------------------------------------------------------------------------
@@ -115,6 +117,24 @@ class EngineTask(Struct, frozen=True):
     accepted: Acceptance
     path: list[Hop]
     round: int = 0
+
+
+class EncodeTask(Struct, frozen=True):
+    """A picture for an encoder. All requests that show it at the same time share one task."""
+
+    key: str
+    """Names the embeddings, see `shared.embeddings`."""
+    model: str
+    item: MultiModalKwargsItem
+    """Its placeholder counts the embeddings; where these will stand does not matter here."""
+    expires_ms: float
+    """By then nobody waits for it any more: Unix milliseconds of the broker's clock."""
+
+
+class EmbeddingRecord(Struct, frozen=True):
+    """Where the embeddings of a picture are: a worker's blob, or the shared directory."""
+
+    blob: BlobRef | None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a multimodal item is once it has been rendered, and the hash that names its content."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -33,6 +34,16 @@ class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
     placeholder: PlaceholderRange
     fields: dict[str, int] = {}
     blob: BlobRef | None = None
+    embedding: str | None = None
+    """The key of its embeddings, which an encoder makes; `fields` are then only its metadata."""
+
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def is_hash(name: str) -> bool:
+    """Whether `name` may be a `content_hash`."""
+    return _HASH.fullmatch(name) is not None
 
 
 HashPart = str | bytes | memoryview | int | Sequence["HashPart"]
@@ -68,3 +79,8 @@ def _frame(digest: "hashlib._Hash", tag: bytes, data: bytes | memoryview) -> Non
     size = data.nbytes if isinstance(data, memoryview) else len(data)
     digest.update(tag + size.to_bytes(8, "little"))
     digest.update(data)
+
+
+def embedding_key(model: str, mm_hash: str) -> str:
+    """Names what this model's tower makes of a picture."""
+    return content_hash("embedding", model, mm_hash)

@@ -32,7 +32,7 @@ def put(
 def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
     """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
     contents, tensors = codec.decode(blob.data, Contents)
-    return _named(contents.fields, tensors), contents.num_tokens
+    return named(contents.fields, tensors), contents.num_tokens
 
 
 async def open_item(
@@ -43,7 +43,7 @@ async def open_item(
     Raises BlobLost, or DecodeError for an item whose fields do not fit its tensors.
     """
     if item.blob is None:
-        return _named(item.fields, tensors), None
+        return named(item.fields, tensors), None
     blob = await blobs.get(item.blob)
     try:
         fields, num_tokens = read(blob)
@@ -57,7 +57,8 @@ async def open_item(
         raise
 
 
-def _named(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
+def named(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
+    """Fields of an item in a message. Raises DecodeError for one that the message does not have."""
     if any(not 0 <= index < len(tensors) for index in fields.values()):
         raise DecodeError("an item names a tensor that its envelope does not have")
     return {name: tensors[index] for name, index in fields.items()}

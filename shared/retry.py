@@ -11,6 +11,7 @@ from itertools import pairwise
 from shared.config import DeliveryConfig
 from shared.errors import (
     DeadlineExceeded,
+    EncodingFailed,
     Overloaded,
     PagemillError,
     Poisoned,
@@ -51,7 +52,7 @@ def decide(
 
     `jitter` in [0, 1) spreads the retries of many requests over half of the delay.
     """
-    if isinstance(error, RequestError | DeadlineExceeded):
+    if isinstance(error, RequestError | DeadlineExceeded | EncodingFailed):
         return Answer()
     failed = not isinstance(error, Overloaded | Unavailable)
     if not error.retryable or (failed and failures + 1 >= policy.max_deliver):

@@ -56,7 +56,7 @@ class Road(Protocol):
     or ValueError when the road itself fails."""
 
     async def get(self, ref: BlobRef) -> Blob: ...
-    async def release(self, ref: BlobRef) -> None: ...
+    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None: ...
     def close(self) -> None: ...
 
 
@@ -67,9 +67,9 @@ class _SocketRoad:
         self._sock: socket.socket | None = None
         self._turn = asyncio.Lock()
 
-    async def release(self, ref: BlobRef) -> None:
+    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None:
         async with self._turn:
-            await self._ask(wire.Question(wire.RELEASE, ref.key))
+            await self._ask(wire.Question(operation, ref.key))
 
     def close(self) -> None:
         if self._sock is not None:
@@ -241,8 +241,8 @@ class BrokerRoad:
                 piece.cancel()
         return Blob(data.toreadonly(), functools.partial(self._pool.give_back, buffer))
 
-    async def release(self, ref: BlobRef) -> None:
-        question = wire.pack_piece(wire.Piece(wire.RELEASE, ref.key))
+    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None:
+        question = wire.pack_piece(wire.Piece(operation, ref.key))
         await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
 
     def close(self) -> None:

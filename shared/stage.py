@@ -296,7 +296,7 @@ class Stage:
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
         if isinstance(cause, Fenced):
             log.warning("fenced", reason=cause.message)
-            await self._stand_aside(job)
+            await self.stand_aside(job)
             return
         decision = retry.decide(
             cause,
@@ -326,8 +326,8 @@ class Stage:
             await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
         await self.finish(job)
 
-    async def _stand_aside(self, job: Job) -> None:
-        """Another has written to the log: it has ended the request, or has it in hand."""
+    async def stand_aside(self, job: Job) -> None:
+        """Another has ended the request, or has it in hand: its log knows which."""
         record = await last_record(self.bus, _known(job.request_id))
         if record is not None and is_final(record):
             await self.finish(job)

@@ -109,6 +109,17 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
             allow_direct=True,
             num_replicas=replicas,
         ),
+        # Where embeddings are. Whoever forgets that has them made, or found, once more.
+        api.StreamConfig(
+            name=subjects.EMBEDDINGS_STREAM,
+            subjects=[subjects.EMBEDDINGS_FILTER],
+            storage=storage,
+            max_age=delivery.max_timeout_s,
+            max_bytes=128 * MIB,
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            num_replicas=replicas,
+        ),
         # A key-value bucket in all but the way it is made: it shares the fate of its neighbour.
         api.StreamConfig(
             name=subjects.WORKERS_STREAM,

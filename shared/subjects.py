@@ -12,6 +12,7 @@ TOKENS_STREAM = "TOKENS"
 DEAD_STREAM = "DEAD"
 CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
+EMBEDDINGS_STREAM = "EMBEDDINGS"
 # A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
 WORKERS_STREAM = "KV_pm_workers"
 
@@ -20,6 +21,7 @@ STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
 CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
+EMBEDDINGS_FILTER = "pm.embedding.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.*"
@@ -106,6 +108,11 @@ def ended(request_id: str) -> str:
 def attempts(request_id: str) -> str:
     """Who has taken a request in hand, and how that went."""
     return f"pm.attempt.{request_id}"
+
+
+def embedding(key: str) -> str:
+    """Where the embeddings of a picture can be had."""
+    return f"pm.embedding.{key}"
 
 
 def blob(worker: str) -> str:

@@ -57,6 +57,10 @@ class Vision:
         """For each picture its embeddings, [count, width]."""
         raise NotImplementedError
 
+    def sample(self) -> Fields:
+        """A small picture, to warm up with."""
+        raise NotImplementedError
+
     def check_embedding(self, fields: Fields, embedding: Tensor) -> None:
         """Of embeddings that somebody else has made. Raises InvalidRequest."""
         shape = (self.count(fields), self.width)
@@ -104,6 +108,16 @@ class QwenVision(Vision):
         grids = torch.stack([fields["image_grid_thw"] for fields in batch])
         encoded = model.get_image_features(pixel_values.to(model.device), grids.to(model.device))
         return list(encoded.pooler_output)
+
+    def sample(self) -> Fields:
+        vision = self._config.vision_config
+        side = 2 * vision.spatial_merge_size
+        num_pixels = vision.patch_size**2
+        return {
+            "pixel_patches": torch.zeros(side**2, vision.in_channels, num_pixels).to(torch.uint8),
+            "pixel_table": torch.zeros(vision.in_channels, 256),
+            "image_grid_thw": torch.tensor([1, side, side]),
+        }
 
     def restore(self, fields: Fields) -> Tensor:
         """The processor's pixel_values, bit for bit: [num_patches, channels * frames * pixels]."""
@@ -159,6 +173,14 @@ class LlavaVision(Vision):
         pixel_values = torch.stack([self.restore(fields) for fields in batch])
         return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
 
+    def sample(self) -> Fields:
+        vision = self._config.vision_config
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        return {
+            "pixels": torch.zeros(shape, dtype=torch.uint8),
+            "pixel_table": torch.zeros(vision.num_channels, 256),
+        }
+
     def restore(self, fields: Fields) -> Tensor:
         """The processor's pixel_values, bit for bit: [channels, image_size, image_size]."""
         pixels = fields["pixels"]
@@ -201,7 +223,10 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
             field="models.path",
         )
     vision, model_class = found
-    return Tower(vision, load_weights(model_class, folder, dtype, device, LANGUAGE_MODULES))
+    tower = Tower(vision, load_weights(model_class, folder, dtype, device, LANGUAGE_MODULES))
+    # What happens only once happens now, and a tower that cannot see says so.
+    tower.encode([vision.sample()])
+    return tower
 
 
 def _field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

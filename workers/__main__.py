@@ -21,10 +21,11 @@ from workers import operating, settings
 from workers.asking import Question, ask_and_print, follow_and_print
 from workers.local import LocalCluster, default_workers
 
-Role = Literal["coordinator", "renderer", "engine"]
+Role = Literal["coordinator", "renderer", "encoder", "engine"]
 ROLE_MODULES = {
     "coordinator": "workers.coordinator.worker",
     "renderer": "workers.renderer.worker",
+    "encoder": "workers.encoder.worker",
     "engine": "workers.engine.main",
 }
 
@@ -102,7 +103,7 @@ def worker(
     role
         What the worker does.
     model
-        The model that an engine serves; needed only when several are configured.
+        The model that an engine or an encoder serves; needed only when several are configured.
     """
     loaded = settings.load_config(settings.find_config_file(config))
     if model is None and len(loaded.models) == 1:

@@ -37,9 +37,14 @@ class WorkerSpec:
 
 
 def default_workers(config: Config) -> list[WorkerSpec]:
-    """One of each role, and one engine for each model."""
+    """One of each role, and for each model one engine and, if it needs one, an encoder."""
     engines = [WorkerSpec("engine", model) for model in config.models]
-    return [WorkerSpec("coordinator"), WorkerSpec("renderer"), *engines]
+    encoders = [
+        WorkerSpec("encoder", name)
+        for name, model in config.models.items()
+        if model.tower == "encoder"
+    ]
+    return [WorkerSpec("coordinator"), WorkerSpec("renderer"), *encoders, *engines]
 
 
 class LocalCluster:

@@ -29,7 +29,7 @@ def find_config_file(given: Path | None) -> Path | None:
 def load_config(file: Path | None) -> Config:
     """Read and check the configuration; environment variables override it.
 
-    Model paths in a file are relative to it. Raises ConfigError.
+    Paths in a file are relative to it. Raises ConfigError.
     """
     if file is None:
         return parse(EMBEDDED, os.environ, "embedded default")
@@ -42,7 +42,11 @@ def load_config(file: Path | None) -> Config:
         name: msgspec.structs.replace(model, path=str(file.parent.absolute() / model.path))
         for name, model in config.models.items()
     }
-    return msgspec.structs.replace(config, models=models)
+    embeddings = config.embeddings
+    if embeddings.path is not None:
+        path = str(file.parent.absolute() / embeddings.path)
+        embeddings = msgspec.structs.replace(embeddings, path=path)
+    return msgspec.structs.replace(config, models=models, embeddings=embeddings)
 
 
 def check_paths(config: Config) -> None:

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2VLImageProcessorPil
 
+from shared import blobwire as wire
 from shared import codec, telemetry
 from shared.blobs import Blobs
 from shared.broker import Broker
@@ -200,7 +201,7 @@ def _by_road(bus: Bus, road: LocalRoad | TcpRoad | BrokerRoad) -> Fetch:
         ref = msgspec.msgpack.decode(await bus.ask(MAKE, question, 30), type=BlobRef)
         with await road.get(ref) as blob:
             _use(blob)
-        await road.release(ref)
+        await road.tell(ref, wire.RELEASE)
 
     return fetch
 

@@ -82,6 +82,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
     if role == "engine":
 
         async def engine(context: Context) -> None:
+            from workers.engine.opening import Opener
             from workers.engine.worker import EngineWorker
 
             def no_tensors(_: object) -> object:
@@ -97,7 +98,8 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             limits = context.config.engine
             core = fake.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
             _watch_blocks(core, journal)
-            await EngineWorker(context, MODEL, core, await context.open_blobs(), no_tensors).serve()
+            opener = Opener(await context.open_blobs(), None, no_tensors)
+            await EngineWorker(context, MODEL, core, opener).serve()
 
         return engine
     if role == "renderer":

@@ -24,7 +24,7 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 class LoadedModel:
     model: FlatModel
     tower: Tower | None
-    """None for a model that does not see."""
+    """None for a model that does not see, and where encoders do it."""
     tokenizer: Any
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -70,7 +70,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     warm_up(flat_model, engine.block_size)
     return LoadedModel(
         model=flat_model,
-        tower=None if vision_of(config) is None else load_tower(folder, dtype, engine.device),
+        tower=load_tower(folder, dtype, engine.device) if _needs_tower(config, model) else None,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         eos_token_ids=_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
@@ -144,6 +144,10 @@ def _load_weights(
     found = vision_of(config)
     without = () if found is None else found[0].modules
     return FlatModel(family_of(load_weights(model_class, folder, dtype, device, without)))
+
+
+def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:
+    return vision_of(config) is not None and (model.tower == "engine" or model.local_tokens > 0)
 
 
 def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:

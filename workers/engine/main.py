@@ -5,12 +5,14 @@ import asyncio
 import torch
 
 from shared.config import EngineConfig, ModelConfig
+from shared.embeddings import Embeddings
 from shared.errors import ConfigError
 from shared.runtime import Context
 from shared.tensors import to_torch
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.loader import load
+from workers.engine.opening import Opener
 from workers.engine.runner import Runner
 from workers.engine.worker import EngineWorker
 
@@ -22,7 +24,11 @@ async def main(context: Context) -> None:
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     core = await asyncio.to_thread(build_core, config.models[name], config.engine)
-    await EngineWorker(context, name, core, await context.open_blobs(), to_torch).serve()
+    blobs = await context.open_blobs()
+    embeddings = None
+    if config.models[name].tower == "encoder":
+        embeddings = Embeddings(context.bus, blobs, config, name, "consumer")
+    await EngineWorker(context, name, core, Opener(blobs, embeddings, to_torch)).serve()
 
 
 def build_core(model: ModelConfig, engine: EngineConfig) -> Core:

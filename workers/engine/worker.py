@@ -6,22 +6,18 @@ Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`
 import asyncio
 import contextlib
 import os
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared import codec, parcels, subjects
-from shared.blobs import Blobs
+from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
 from shared.errors import BlobLost
 from shared.messages import EngineTask
-from shared.multimodal import MultiModalKwargsItem
-from shared.roads import Blob
 from shared.runtime import Context
 from shared.stage import Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
+from workers.engine.opening import Opener
 from workers.engine.outputs import logged_choices, merge_deltas
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.steps import StepLoop
@@ -30,6 +26,8 @@ from workers.engine.steps import StepLoop
 LAST_APPEND_S = 1.0
 WATCH_S = 0.5
 MAX_TOLD = 8
+# By then a coordinator has ended a request that is late.
+GRACE_MS = 2000.0
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +55,16 @@ class EngineWorker:
         context: Context,
         model: str,
         core: Core,
-        blobs: Blobs,
-        restore: Callable[[codec.TensorData], Any] = lambda data: data,
+        opener: Opener,
     ) -> None:
-        """`restore` makes of a tensor's bytes what the runner takes."""
         self._context = context
         self._stage = context.stage
         self._model = model
-        self._blobs = blobs
-        self._restore = restore
+        self._opener = opener
+        self._opening: set[str] = set()
+        """Requests that wait for what encoders make."""
+        self._ended: set[str] = set()
+        """Of these, the ones that have ended meanwhile."""
         self._flows: dict[str, Flow] = {}
         self._consumers: list[Consumer] = []
         self._told: set[asyncio.Task[None]] = set()
@@ -115,10 +114,18 @@ class EngineWorker:
                 # Nothing stops a thread. What is in hand comes to another worker.
                 os._exit(1)
 
+    def _ask_for_work(self) -> None:
+        """As much as there is room for. While requests wait for blocks or slots, taking more would
+        only keep them from others; what waits for its embeddings keeps nobody out."""
+        capacity = self._max_num_seqs + min(len(self._opening), self._max_num_seqs)
+        for consumer in self._consumers:
+            consumer.set_capacity(consumer.held if self._stats.num_waiting else capacity)
+
     def _load(self) -> dict[str, float]:
         stats = self._stats
         return {
             "held": len(self._flows),
+            "opening": len(self._opening),
             "running": stats.num_running,
             "waiting": stats.num_waiting,
             "free_blocks": stats.num_free_blocks,
@@ -152,15 +159,18 @@ class EngineWorker:
             await self._stage.fail(job, error)
 
     async def _begin(self, job: Job) -> None:
-        task, data = codec.decode(job.delivery.data, EngineTask)
+        task, _ = codec.decode(job.delivery.data, EngineTask)
         job.identify(task)
         log = await self._stage.take(job)
         if log is None:
             return
         try:
-            items = [await self._open(item, data) for item in task.items]
+            items = await self._wait_for(job, task)
         except BlobLost as lost:
             await self._stage.send_back(job, task, lost)
+            return
+        if items is None:
+            await self._stage.stand_aside(job)
             return
         request = EngineRequest(
             request_id=task.request_id,
@@ -181,15 +191,30 @@ class EngineWorker:
             resumed_records=len(log.records),
         )
 
-    async def _open(self, item: MultiModalKwargsItem, data: list[codec.TensorData]) -> Item:
-        fields, blob = await parcels.open_item(self._blobs, item, data)
-        restored = {name: self._restore(tensor) for name, tensor in fields.items()}
-        opened = Item(item.modality, item.mm_hash, item.placeholder, restored)
-        if blob is not None:
-            # The step thread may look at it longer than the request is in hand.
-            loop = asyncio.get_running_loop()
-            weakref.finalize(opened, _close_soon, loop, blob).atexit = False
-        return opened
+    async def _wait_for(self, job: Job, task: EngineTask) -> list[Item] | None:
+        """The request's items, as soon as encoders have made what they make of them; None if it has
+        ended before."""
+        _, tensors = codec.decode(job.delivery.data, EngineTask)
+
+        async def progress() -> None:
+            if task.request_id in self._ended or self._is_late(task):
+                raise _Ended
+            await job.delivery.progress()
+
+        self._opening.add(task.request_id)
+        self._ask_for_work()
+        try:
+            return [await self._opener.open(item, tensors, progress) for item in task.items]
+        except _Ended:
+            return None
+        finally:
+            self._opening.discard(task.request_id)
+            self._ask_for_work()
+            self._ended.discard(task.request_id)
+
+    def _is_late(self, task: EngineTask) -> bool:
+        """The coordinator ends it at its deadline, and tells; nobody need rely on the telling."""
+        return self._context.bus.now_ms() > task.accepted.deadline_ms + GRACE_MS
 
     # -- out --------------------------------------------------------------------------------
 
@@ -198,9 +223,7 @@ class EngineWorker:
         for flow, output in outputs:
             flow.pending.append(output)
             flow.changed.set()
-        # While requests wait for blocks or slots, taking more would only keep them from others.
-        for consumer in self._consumers:
-            consumer.set_capacity(consumer.held if stats.num_waiting else self._max_num_seqs)
+        self._ask_for_work()
         # Never by a timer: a step that hangs tells nothing, and loses its requests.
         self._stage.progressed(flow.job for flow in self._flows.values())
 
@@ -211,7 +234,7 @@ class EngineWorker:
                     return
             flow.settled = True
             await self._stage.finish(flow.job)
-            self._start(self._release(flow.task))
+            self._start(self._opener.release(flow.task))
             self._context.log.info(
                 "finished",
                 request_id=flow.task.request_id,
@@ -250,7 +273,10 @@ class EngineWorker:
     # -- ends from outside ------------------------------------------------------------------
 
     def _on_ended(self, subject: str) -> None:
-        flow = self._flows.get(subjects.last_token(subject))
+        request_id = subjects.last_token(subject)
+        if request_id in self._opening:
+            self._ended.add(request_id)
+        flow = self._flows.get(request_id)
         if flow is not None:
             self._start(self._let_go(flow))
 
@@ -281,12 +307,6 @@ class EngineWorker:
             del self._flows[flow.task.request_id]
             self._steps.cancel(flow.task.request_id)
 
-    async def _release(self, task: EngineTask) -> None:
-        """Nobody will want the request's payloads again."""
-        for item in task.items:
-            if item.blob is not None:
-                await self._blobs.release(item.blob)
-
     def _start(self, work: Any) -> None:
         """Run `work` beside; the loop alone would not keep it alive."""
         task = asyncio.create_task(work)
@@ -294,7 +314,5 @@ class EngineWorker:
         task.add_done_callback(self._told.discard)
 
 
-def _close_soon(loop: asyncio.AbstractEventLoop, blob: Blob) -> None:
-    """In whichever thread the last reference was given up."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process is about to
-        loop.call_soon_threadsafe(blob.close)
+class _Ended(Exception):
+    """Of a request that has ended before it has begun."""

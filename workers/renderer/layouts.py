@@ -34,6 +34,8 @@ MAX_ASPECT_RATIO = 200
 class Layout(Protocol):
     fingerprint: str
     """Equal for processors that make the same of every picture."""
+    metadata: tuple[str, ...]
+    """Fields that the language model needs, whoever encodes the picture."""
 
     def process(self, image: Image.Image, field: str) -> tuple[dict[str, TensorData], int]:
         """Fields of one RGB picture, and how many tokens it fills.
@@ -75,6 +77,8 @@ class Qwen2VL:
     times.
     """
 
+    metadata: tuple[str, ...] = ("image_grid_thw",)
+
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._table = from_numpy(_value_table(processor))
@@ -115,6 +119,8 @@ class Llava:
     pixels      uint8 [channels, height, width], resized and cropped
     pixel_table float32 [channels, 256], the normalised value of every pixel value
     """
+
+    metadata: tuple[str, ...] = ()
 
     def __init__(self, processor: Any, config: Any, folder: Path) -> None:
         self._processor = processor

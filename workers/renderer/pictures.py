@@ -7,7 +7,7 @@ neither decoded nor processed, and its bytes are where the engine can have them.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from shared import parcels
@@ -41,6 +41,13 @@ class Prepared:
     """None if there is no room for it in the arena; then `fields` has it all."""
     fields: dict[str, TensorData]
     """Empty for one that was made before."""
+    metadata: dict[str, TensorData]
+    """Of the fields, those that the language model needs."""
+
+
+def copied(tensor: TensorData) -> TensorData:
+    """Out of a blob that is about to be closed."""
+    return replace(tensor, data=memoryview(bytes(tensor.data)))
 
 
 class InThread(Protocol):
@@ -64,23 +71,25 @@ class Pictures:
         """`ttl_s` is how long the engine may ask for it. Raises a RequestError naming `field`."""
         data = await self._in_thread(self._media.read, url, field)
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data))
-        if (known := await self._find(mm_hash, ttl_s)) is not None:
+        if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
         picture = await self._make(processor, mm_hash, data, field)
         ref = parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
-        return Prepared(mm_hash, picture.num_tokens, ref, picture.fields)
+        metadata = {name: picture.fields[name] for name in processor.metadata}
+        return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
 
-    async def _find(self, mm_hash: str, ttl_s: float) -> Prepared | None:
+    async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> Prepared | None:
         ref = await self._blobs.find(mm_hash, ttl_s)
         if ref is None:
             return None
         try:
             with await self._blobs.get(ref) as blob:
-                _, num_tokens = parcels.read(blob)
+                fields, num_tokens = parcels.read(blob)
+                metadata = {name: copied(fields[name]) for name in processor.metadata}
         except BlobLost:
             return None
-        return Prepared(mm_hash, num_tokens, ref, {})
+        return Prepared(mm_hash, num_tokens, ref, {}, metadata)
 
     async def _make(self, processor: Processor, mm_hash: str, data: bytes, field: str) -> Picture:
         """Those who want the same picture at the same time wait for the first."""

@@ -140,6 +140,11 @@ class Processor:
             tensors += picture.fields.values()
         return Rendered(token_ids, items, tensors)
 
+    @property
+    def metadata(self) -> tuple[str, ...]:
+        """Fields of a picture that the language model needs, whoever encodes the picture."""
+        return () if self._layout is None else self._layout.metadata
+
     def hash_picture(self, source_hash: str) -> str:
         """The mm_hash of what `process` makes of the picture in this file."""
         assert self._layout is not None

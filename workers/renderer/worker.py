@@ -1,25 +1,23 @@
 """Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
-from shared import codec, parcels, subjects
+from shared import codec, subjects
 from shared.blobs import Blobs
-from shared.codec import TensorData
 from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
-from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
 from workers.renderer.media import MediaLoader
-from workers.renderer.pictures import Pictures, Prepared
+from workers.renderer.packing import Packer
+from workers.renderer.pictures import Pictures
 from workers.renderer.processor import Processor
 
 Result = TypeVar("Result")
@@ -44,7 +42,7 @@ class RendererWorker:
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
-        self._blobs = blobs
+        self._packer = Packer(context.bus, blobs, context.config)
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._pictures = Pictures(blobs, MediaLoader(limits), limits, self._in_thread)
@@ -147,7 +145,7 @@ class RendererWorker:
             await job.delivery.progress()
         counts = [picture.num_tokens for picture in prepared]
         token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
-        items, tensors = await self._pack(prepared, ranges)
+        items, tensors = await self._packer.pack(task, prepared, ranges)
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
@@ -165,37 +163,6 @@ class RendererWorker:
     def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
         job.waiting = False
         return processor.tokenize(task.messages)
-
-    async def _pack(
-        self, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
-    ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
-        """Large pictures stay where they are, small ones go into the message."""
-        items: list[MultiModalKwargsItem] = []
-        tensors: list[TensorData] = []
-        num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)
-        inline = num_bytes <= self._config.blobs.inline_kib * 2**10
-        for picture, placeholder in zip(prepared, ranges, strict=True):
-            ref, fields = picture.ref, picture.fields
-            if ref is not None and inline:
-                fields = fields or await self._copy(ref)
-                await self._blobs.release(ref)
-                ref = None
-            if ref is not None:
-                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, blob=ref)
-            else:
-                indexes = {name: len(tensors) + i for i, name in enumerate(fields)}
-                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes)
-                tensors += fields.values()
-            items.append(item)
-        return items, tensors
-
-    async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
-        with await self._blobs.get(ref) as blob:
-            fields, _ = parcels.read(blob)
-            return {
-                name: replace(tensor, data=memoryview(bytes(tensor.data)))
-                for name, tensor in fields.items()
-            }
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()

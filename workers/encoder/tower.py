@@ -1,0 +1,92 @@
+"""The thread in which a tower works: pictures in, embeddings out, several requests' at once."""
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shared.towers import Fields, Tower
+from workers.encoder.batches import BatchQueue
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    fields: Fields
+    done: "asyncio.Future[Tensor]"
+
+
+class TowerThread:
+    def __init__(self, tower: Tower, max_batch_tokens: int) -> None:
+        self._tower = tower
+        self._queue: BatchQueue[_Order] = BatchQueue(max_batch_tokens)
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "tower")
+        self._began_s: float | None = None
+        self.num_encoded = 0
+        """Pictures that have gone through the tower."""
+        self.num_batches = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def batch_s(self) -> float:
+        """For how long the present batch has been computed; 0 between batches."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    async def encode(self, fields: Fields) -> Tensor:
+        """The picture's embeddings, [num_tokens, width].
+
+        Raises InvalidRequest for fields that are not what the tower takes; whatever else goes wrong
+        with a batch is raised by the one picture that it goes wrong with.
+        """
+        self._tower.vision.check(fields)
+        done: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        self._queue.add(_Order(fields, done), self._tower.vision.count(fields))
+        self._arrived.set()
+        return await done
+
+    async def work(self) -> None:
+        """Batch after batch, until it is cancelled."""
+        while True:
+            await self._arrived.wait()
+            # Whoever has given up in the meantime need not be served.
+            batch = [order for order in self._queue.take() if not order.done.done()]
+            if not len(self._queue):
+                self._arrived.clear()
+            if batch:
+                await self._serve(batch)
+
+    async def _serve(self, batch: list[_Order]) -> None:
+        try:
+            embeddings = await self._encode(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                for order in batch:
+                    await self._serve([order])
+            elif not batch[0].done.done():
+                batch[0].done.set_exception(error)
+            return
+        for order, embedding in zip(batch, embeddings, strict=True):
+            if not order.done.done():
+                order.done.set_result(embedding)
+
+    async def _encode(self, batch: list[_Order]) -> list[Tensor]:
+        self.num_encoded += len(batch)
+        self.num_batches += 1
+        self._began_s = time.monotonic()
+        try:
+            loop = asyncio.get_running_loop()
+            fields = [order.fields for order in batch]
+            return await loop.run_in_executor(self._thread, self._tower.encode, fields)
+        finally:
+            self._began_s = None
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._thread.shutdown(wait=False, cancel_futures=True)

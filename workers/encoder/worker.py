@@ -1,0 +1,170 @@
+"""Encoder: pictures in, embeddings out. It has a tower and no language model.
+
+The same picture is asked for once however many requests show it, because its task has a subject of
+its own; and what has been made before is found instead of made.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import torch
+
+from shared import codec, parcels, subjects
+from shared.blobs import Blobs
+from shared.consumer import Consumer, Delivery
+from shared.embeddings import Embeddings
+from shared.errors import BlobLost, ConfigError
+from shared.messages import EncodeTask, Failure
+from shared.runtime import Context
+from shared.stage import Job, serve
+from shared.tensors import to_torch
+from shared.tokenlog import last_record
+from shared.towers import load_tower
+from workers.encoder.tower import TowerThread
+
+WATCH_S = 0.5
+
+
+async def main(context: Context) -> None:
+    config, name = context.config, context.model
+    if name is None:
+        raise ConfigError("an encoder serves one model: name it with --model", field="model")
+    if config.encoder.threads:
+        torch.set_num_threads(config.encoder.threads)
+    model = config.models[name]
+    dtype = getattr(torch, model.dtype)
+    tower = await asyncio.to_thread(load_tower, Path(model.path), dtype, config.encoder.device)
+    blobs = await context.open_blobs()
+    embeddings = Embeddings(context.bus, blobs, config, name, "producer")
+    thread = TowerThread(tower, config.encoder.max_batch_tokens)
+    await EncoderWorker(context, name, thread, blobs, embeddings).serve()
+
+
+class EncoderWorker:
+    def __init__(
+        self,
+        context: Context,
+        model: str,
+        tower: TowerThread,
+        blobs: Blobs,
+        embeddings: Embeddings,
+    ) -> None:
+        self._context = context
+        self._stage = context.stage
+        self._model = model
+        self._tower = tower
+        self._blobs = blobs
+        self._embeddings = embeddings
+        self._in_hand: set[Job] = set()
+        self._found = 0
+
+    async def serve(self) -> None:
+        context = self._context
+        consumers = [await self._consume(lane) for lane in subjects.LANES]
+        context.ready([self._model], lambda: self._load(consumers))
+        beside = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
+        try:
+            drain_s = context.config.delivery.drain_s
+            async with asyncio.TaskGroup() as group:
+                for consumer in consumers:
+                    group.create_task(serve(consumer, self._handle, context.shutdown, drain_s))
+        finally:
+            for task in beside:
+                task.cancel()
+            self._tower.close()
+
+    async def _consume(self, lane: str) -> Consumer:
+        context = self._context
+        return await context.bus.consume(
+            subjects.STAGES_STREAM,
+            subjects.stage_consumer(context.role, self._model, lane),
+            subjects.stage_filter(context.role, self._model, lane),
+            context.config.encoder.max_tasks,
+            context.config.delivery.ack_wait_s,
+        )
+
+    def _load(self, consumers: list[Consumer]) -> dict[str, float]:
+        return {
+            "held": sum(consumer.held for consumer in consumers),
+            "waiting": self._tower.num_waiting,
+            "encoded": self._tower.num_encoded,
+            "batches": self._tower.num_batches,
+            "found": self._found,
+        }
+
+    async def _watch(self) -> None:
+        """A batch may take a while, and all that wait are nearer to their turn by it; but one that
+        never ends would keep this encoder taking work that it never does."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._stage.progressed(self._in_hand)
+            if self._tower.batch_s > self._context.config.encoder.step_timeout_s:
+                self._context.log.error("batch_hangs")
+                # Nothing stops a thread. What is in hand comes to another encoder.
+                os._exit(1)
+
+    async def _handle(self, delivery: Delivery) -> None:
+        job = self._stage.receive(delivery)
+        if job is None:
+            return
+        self._in_hand.add(job)
+        try:
+            await self._encode(job)
+        except asyncio.CancelledError:
+            await self._stage.hand_back(job)
+            raise
+        except Exception as error:
+            await self._stage.fail(job, error)
+        finally:
+            self._in_hand.discard(job)
+
+    async def _encode(self, job: Job) -> None:
+        task, tensors = codec.decode(job.delivery.data, EncodeTask)
+        await self._forgive(task.key, job.delivery.attempt)
+        if await self._stage.take(job) is None:
+            return
+        item = task.item
+        if await self._embeddings.find_again(task.key, item.mm_hash):
+            self._found += 1
+        elif self._context.bus.now_ms() < task.expires_ms:
+            try:
+                fields, blob = await parcels.open_item(self._blobs, item, tensors)
+            except BlobLost:
+                # Whoever waits sees that nobody is about to make it any more, and sends it again.
+                self._context.log.warning("picture_lost", key=task.key)
+                await self._stage.finish(job)
+                return
+            try:
+                restored = {name: to_torch(tensor) for name, tensor in fields.items()}
+                embedding = await self._tower.encode(restored)
+            finally:
+                if blob is not None:
+                    blob.close()
+            await self._embeddings.put(task.key, item.mm_hash, embedding)
+            self._log_encoded(job, task)
+        await self._stage.finish(job)
+        if item.blob is not None:
+            await self._blobs.release(item.blob)
+
+    async def _forgive(self, key: str, attempt: int) -> None:
+        """What an earlier task for this picture has failed of may be over by now. A picture that
+        cannot be encoded, or that encoders die of, stays refused as long as that is remembered."""
+        if attempt > 1:
+            return
+        record = await last_record(self._context.bus, key)
+        if isinstance(record, Failure) and record.error.retryable:
+            for stream, subject in (
+                (subjects.ATTEMPTS_STREAM, subjects.attempts(key)),
+                (subjects.TOKENS_STREAM, subjects.tokens(key)),
+            ):
+                await self._context.bus.purge(stream, subject)
+
+    def _log_encoded(self, job: Job, task: EncodeTask) -> None:
+        self._context.log.info(
+            "encoded",
+            key=task.key,
+            attempt=job.delivery.attempt,
+            tokens=task.item.placeholder.length,
+            ms=round(self._context.bus.now_ms() - job.received_ms, 1),
+        )
