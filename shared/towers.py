@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    LlavaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
@@ -120,14 +121,70 @@ class QwenVision(Vision):
 
     def restore(self, fields: Fields) -> Tensor:
         """The processor's pixel_values, bit for bit: [num_patches, channels * frames * pixels]."""
-        patches, table = fields["pixel_patches"], fields["pixel_table"]
+        patches = fields["pixel_patches"]
         num_patches, channels, num_pixels = patches.shape
-        # One flat table: the values of channel c start at 256 * c.
-        entry = patches.int() + 256 * torch.arange(channels, dtype=torch.int32)[:, None]
-        frame = table.flatten().index_select(0, entry.flatten())
+        frame = _look_up(patches, fields["pixel_table"])
         frames = self._config.vision_config.temporal_patch_size
         shape = (num_patches, channels, frames, num_pixels)
         return frame.view(num_patches, channels, 1, num_pixels).expand(shape).flatten(1)
+
+
+class LlavaVision(Vision):
+    """LLaVA 1.5: every picture is one square for a CLIP tower, and a projector follows.
+
+    pixels       [channels, image_size, image_size] uint8
+    pixel_table  [channels, 256] float32: what the image processor makes of each value
+    """
+
+    modules = ("model.vision_tower", "model.multi_modal_projector")
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        vision = self._config.vision_config
+        if vision.model_type != "clip_vision_model":
+            raise ConfigError(
+                f"models.path: LLaVA is known with a CLIP tower, not with {vision.model_type!r}",
+                field="models.path",
+            )
+        layers = self._config.vision_feature_layer
+        # The embeddings before the first layer count as a layer's.
+        num_layers = vision.num_hidden_layers + 1
+        for layer in [layers] if isinstance(layers, int) else layers:
+            if not -num_layers <= layer < num_layers:
+                raise ConfigError(
+                    f"models.path: vision_feature_layer {layer} is none of the tower's"
+                    f" {num_layers}",
+                    field="models.path",
+                )
+
+    def count(self, fields: Fields) -> int:
+        vision = self._config.vision_config
+        # CLIP puts a class token before the patches; "default" leaves it out.
+        has_class = self._config.vision_feature_select_strategy == "full"
+        return int((vision.image_size // vision.patch_size) ** 2 + has_class)
+
+    def check(self, fields: Fields) -> None:
+        vision = self._config.vision_config
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        _field(fields, "pixels", torch.uint8, shape)
+        _check_table(_field(fields, "pixel_table", torch.float32, (vision.num_channels, 256)))
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        pixel_values = torch.stack([self.restore(fields) for fields in batch])
+        return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
+
+    def sample(self) -> Fields:
+        vision = self._config.vision_config
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
+        return {
+            "pixels": torch.zeros(shape, dtype=torch.uint8),
+            "pixel_table": torch.zeros(vision.num_channels, 256),
+        }
+
+    def restore(self, fields: Fields) -> Tensor:
+        """The processor's pixel_values, bit for bit: [channels, image_size, image_size]."""
+        pixels = fields["pixels"]
+        return _look_up(pixels.flatten(1), fields["pixel_table"]).view(pixels.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +203,7 @@ class Tower:
 _FAMILIES: dict[str, tuple[type[Vision], Any]] = {
     "qwen2_vl": (QwenVision, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (QwenVision, Qwen2_5_VLForConditionalGeneration),
+    "llava": (LlavaVision, LlavaForConditionalGeneration),
 }
 
 
@@ -183,6 +241,13 @@ def _field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     if tensor.dtype != dtype or not fits:
         _refuse(f"{name} is {tensor.dtype} {list(actual)}; expected {dtype} {list(shape)}")
     return tensor
+
+
+def _look_up(pixels: Tensor, table: Tensor) -> Tensor:
+    """The values of the pixels: [..., channels, num_pixels] uint8, as float32."""
+    # One flat table: the values of channel c start at 256 * c.
+    entry = pixels.int() + 256 * torch.arange(len(table), dtype=torch.int32)[:, None]
+    return table.flatten().index_select(0, entry.flatten()).view(pixels.shape)
 
 
 def _check_table(table: Tensor) -> None:

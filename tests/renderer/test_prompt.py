@@ -101,3 +101,6 @@ def test_messages_take_the_shape_of_the_template():
         },
     ]
     assert template_messages(messages, parts=False)[1] == {"role": "user", "content": "a\nb"}
+    assert template_messages(messages[:1], parts=True, strings=False, text=str.upper) == [
+        {"role": "system", "content": [{"type": "text", "text": "S"}]}
+    ]

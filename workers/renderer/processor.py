@@ -1,51 +1,37 @@
 """Messages and pictures in, token ids and tensors out: what a model's own processor would feed it.
 
-All knowledge of one model family is in `_Pictures`: Qwen2-VL's patches and grid. Another family
-gets a class of its own beside it.
-
-Pixels stay small on the way to the engine: 8 bits each, and one temporal frame, because the
-processor repeats a still picture's frame anyway. What is left of its work is a table of 256 values
-per channel, computed by the processor's own functions, so the engine restores its output bit for
-bit: `pixel_table[channel, pixel_patches]`, repeated `temporal_patch_size` times.
+What is particular to a model family, the layout of its pictures, is in `layouts`.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import AutoConfig, AutoTokenizer
 
 from shared.codec import TensorData
 from shared.config import ModelConfig
 from shared.errors import (
     ConfigError,
     ContextTooLong,
-    InvalidMedia,
     InvalidRequest,
     MediaTooLarge,
     UnsupportedContent,
 )
 from shared.messages import ImagePart, ImageURL, Message, TextPart
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
-from shared.tensors import from_numpy
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage
-
-# transformers leaves this one without types.
-_load_image_processor: Any = AutoImageProcessor.from_pretrained
+from workers.renderer.layouts import Layout, layout_of
 
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
 MAX_BYTES_PER_TOKEN = 16
 WARM_UP_SIZE = (448, 448)
-# Of Qwen2-VL's processor, which raises ValueError beyond it.
-MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +64,15 @@ class Processor:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: no model can be read: {error}", field="path") from error
+        tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
         self._tokenizer = tokenizer
         self._image_token_id: int | None = getattr(config, "image_token_id", None)
-        self._pictures = None if self._image_token_id is None else _Pictures(folder)
+        self._layout: Layout | None = None
+        if self._image_token_id is not None:
+            self._layout = layout_of(folder, config)
+        self._takes_strings = self._layout is None or _writes_strings(tokenizer)
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
         self._max_model_len = min(longest, model.max_model_len or longest)
@@ -104,7 +94,7 @@ class Processor:
         """
         parts: list[TextPart | ImagePart] = [TextPart("What is it?")]
         images = []
-        if self._pictures is not None and self._max_images:
+        if self._layout is not None and self._max_images:
             parts.insert(0, ImagePart(ImageURL("")))
             images.append(LoadedImage(Image.new("RGB", WARM_UP_SIZE), ""))
         self.render([Message("user", parts)], images)
@@ -115,7 +105,7 @@ class Processor:
         Raises UnsupportedContent, MediaTooLarge or ContextTooLong.
         """
         fields = [field for field, _ in prompt.image_parts(messages)]
-        if fields and self._pictures is None:
+        if fields and self._layout is None:
             raise UnsupportedContent("this model takes no pictures", field=fields[0])
         if len(fields) > self._max_images:
             raise MediaTooLarge(
@@ -153,17 +143,17 @@ class Processor:
     @property
     def metadata(self) -> tuple[str, ...]:
         """Fields of a picture that the language model needs, whoever encodes the picture."""
-        return () if self._pictures is None else self._pictures.metadata
+        return () if self._layout is None else self._layout.metadata
 
     def hash_picture(self, source_hash: str) -> str:
         """The mm_hash of what `process` makes of the picture in this file."""
-        assert self._pictures is not None
-        return content_hash(source_hash, self._pictures.fingerprint)
+        assert self._layout is not None
+        return content_hash(source_hash, self._layout.fingerprint)
 
     def process(self, image: LoadedImage, field: str) -> Picture:
         """Raises InvalidMedia for a picture that the model cannot take."""
-        assert self._pictures is not None
-        fields, num_tokens = self._pictures.process(image.image, field)
+        assert self._layout is not None
+        fields, num_tokens = self._layout.process(image.image, field)
         return Picture(self.hash_picture(image.source_hash), num_tokens, fields)
 
     def expand(
@@ -199,16 +189,27 @@ class Processor:
         the template what it joins: with every text replaced by a letter, the control tokens must
         be the same.
         """
-        token_ids = self._encode(messages)
+        neutral = self._apply_template(messages, _neutral)
+        special = self._adds_special_tokens(neutral)
+        token_ids = self._encode(self._apply_template(messages, str), special)
         control = [token_id for token_id in token_ids if token_id in self._control_ids]
-        harmless = self._encode(messages, neutral=True)
+        harmless = self._encode(neutral, special)
         if control != [token_id for token_id in harmless if token_id in self._control_ids]:
             raise self._control_token_error(messages)
         return token_ids
 
+    def _adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer sets a BOS before what the template made, or whatever it adds.
+
+        As transformers has it: never where a tokenizer applies its template, but where a model's
+        processor does, unless the template has written one. LLaVA's does not.
+        """
+        bos: str | None = self._tokenizer.bos_token
+        return self._layout is not None and not (bos and text.startswith(bos))
+
     def _control_token_error(self, messages: Sequence[Message]) -> InvalidRequest:
         for i, message in enumerate(messages):
-            for token_id in self._encode_text("".join(prompt.texts(message))):
+            for token_id in self._encode("".join(prompt.texts(message))):
                 if token_id in self._control_ids:
                     token = self._tokenizer.convert_ids_to_tokens(token_id)
                     return InvalidRequest(
@@ -217,22 +218,23 @@ class Processor:
                     )
         return InvalidRequest("the texts join into a control token", field="messages")
 
-    def _encode(self, messages: Sequence[Message], *, neutral: bool = False) -> list[int]:
+    def _apply_template(self, messages: Sequence[Message], text: Callable[[str], str]) -> str:
+        """`text` is applied to every text."""
         conversation = prompt.template_messages(
-            messages, parts=self._pictures is not None, text=_neutral if neutral else str
+            messages, parts=self._layout is not None, strings=self._takes_strings, text=text
         )
         try:
-            text = self._tokenizer.apply_chat_template(
+            templated: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
         except jinja2.TemplateError as error:  # such as roles that do not alternate
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {error}", field="messages"
             ) from error
-        return self._encode_text(text)
+        return templated
 
-    def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def _check_len(self, token_ids: Sequence[int]) -> None:
@@ -249,74 +251,26 @@ def _neutral(text: str) -> str:
     return "x" if text.strip() else text
 
 
-class _Pictures:
-    """Qwen2-VL's picture processor, and the only place that knows its layout."""
-
-    def __init__(self, folder: Path) -> None:
+def _writes_strings(tokenizer: Any) -> bool:
+    """Whether the chat template writes a text that is in no list of parts; LLaVA's drops it."""
+    prompts = set()
+    for text in ("a", "b"):
         try:
-            loaded = _load_image_processor(folder, local_files_only=True, backend="pil")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: no picture processor: {error}", field="path") from error
-        if not isinstance(loaded, Qwen2VLImageProcessorPil):
-            raise ConfigError(
-                f"{folder}: pictures are only known as Qwen2-VL takes them, not for"
-                f" {type(loaded).__name__}",
-                field="path",
+            prompts.add(
+                tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
             )
-        # Untyped from here on; what comes out is checked by shape.
-        self._processor: Any = loaded
-        self._table = from_numpy(_value_table(loaded))
-        settings = json.dumps(loaded.to_dict(), sort_keys=True, default=str)
-        self.fingerprint = content_hash(type(loaded).__qualname__, settings)
-
-    metadata = ("image_grid_thw",)
-
-    def process(self, image: Image.Image, field: str) -> tuple[dict[str, TensorData], int]:
-        """Fields of one still picture, and how many tokens it fills:
-
-        pixel_patches  uint8 [num_patches, channels, patch_h * patch_w], one temporal frame
-        pixel_table    float32 [channels, 256], the normalised value of every pixel value
-        image_grid_thw int64 [3], in patches: 1, rows, columns
-
-        Raises InvalidMedia for a picture too narrow for the model.
-        """
-        width, height = image.size
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise InvalidMedia(
-                f"a picture of {width} x {height} is more than {MAX_ASPECT_RATIO} times as long as"
-                " wide",
-                field=field,
-            )
-        output = self._processor(
-            images=[image], do_rescale=False, do_normalize=False, return_tensors="np"
-        )
-        grid = output["image_grid_thw"][0]
-        fields = {
-            "pixel_patches": from_numpy(self._first_frame(output["pixel_values"])),
-            "pixel_table": self._table,
-            "image_grid_thw": from_numpy(grid),
-        }
-        num_tokens = int(grid.prod()) // self._processor.merge_size**2
-        return fields, num_tokens
-
-    def _first_frame(self, pixel_values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """float [num_patches, channels * frames * patch_h * patch_w] of whole numbers, as uint8.
-
-        The frames of a still picture are equal.
-        """
-        frames, patch_len = self._processor.temporal_patch_size, self._processor.patch_size**2
-        rows = pixel_values.reshape(len(pixel_values), -1, frames, patch_len)
-        return rows[:, :, 0].astype(np.uint8)
+        except jinja2.TemplateError:
+            return False
+    return len(prompts) == 2
 
 
-def _value_table(processor: Any) -> np.ndarray[Any, Any]:
-    """float32 [channels, 256]: the processor's own arithmetic on every value that a pixel has.
-
-    Recomputing it by formula was equal on 443 of 768 values only; the order of operations matters.
-    """
-    values = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))  # [channels, 1, 256]
-    if processor.do_rescale:
-        values = processor.rescale(values, processor.rescale_factor)
-    if processor.do_normalize:
-        values = processor.normalize(values, processor.image_mean, processor.image_std)
-    return values[:, 0].astype(np.float32)
+def _legacy_chat_template(folder: Path) -> str | None:
+    """Where older folders have the template of their model's processor."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    try:
+        template: str = json.loads(file.read_text())["chat_template"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file}: no chat template can be read: {error}", field="path") from error
+    return template

@@ -55,28 +55,38 @@ def texts(message: Message) -> list[str]:
 
 
 def template_messages(
-    messages: Sequence[Message], *, parts: bool, text: Callable[[str], str] = str
+    messages: Sequence[Message],
+    *,
+    parts: bool,
+    strings: bool = True,
+    text: Callable[[str], str] = str,
 ) -> list[dict[str, Any]]:
     """Messages in the shape that chat templates expect; `text` is applied to every text.
 
-    A plain string stays one. A list of parts stays one if the template takes `parts`, as those of
-    multimodal models do; otherwise its texts are joined by newlines, as vLLM does, because the
-    templates of text models concatenate the content as a string.
+    A plain string stays one if the template takes `strings`; otherwise it becomes a part. A list of
+    parts stays one if the template takes `parts`, as those of multimodal models do; otherwise its
+    texts are joined by newlines, as vLLM does, because the templates of text models concatenate the
+    content as a string.
     """
     return [
-        {"role": message.role, "content": _template_content(message, parts, text)}
+        {"role": message.role, "content": _template_content(message, parts, strings, text)}
         for message in messages
     ]
 
 
 def _template_content(
-    message: Message, parts: bool, text: Callable[[str], str]
+    message: Message, parts: bool, strings: bool, text: Callable[[str], str]
 ) -> str | list[dict[str, str]]:
-    if isinstance(message.content, str) or not parts:
+    content = message.content
+    if isinstance(content, str):
+        if strings:
+            return text(content)
+        content = [TextPart(content)]
+    if not parts:
         return "\n".join(text(string) for string in texts(message))
     return [
         {"type": "text", "text": text(part.text)}
         if isinstance(part, TextPart)
         else {"type": "image"}
-        for part in message.content
+        for part in content
     ]
