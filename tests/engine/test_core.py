@@ -79,7 +79,9 @@ def answers_of(outputs: list[RequestOutput], request: EngineRequest) -> list[Ans
     answers = gather((d for o in mine for d in o.choices), request.sampling.n)
     assert [o.usage is not None for o in mine] == [False] * (len(mine) - 1) + [True]
     num_tokens = sum(len(token_ids) for token_ids, *_ in answers)
-    assert mine[-1].usage == Usage(len(request.prompt_token_ids), num_tokens)
+    usage = mine[-1].usage
+    assert usage is not None
+    assert usage == Usage(len(request.prompt_token_ids), num_tokens, usage.cached_tokens)
     return answers
 
 
@@ -118,7 +120,7 @@ def test_company_does_not_change_an_answer(
             cancelled.add(request.request_id)
     outputs += finish_all(core)
     assert max(runner.batches, default=0) <= budget
-    assert not runner.encoded
+    assert runner.holds_nothing
     for request in wanted:
         if request.request_id not in cancelled:
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
@@ -204,13 +206,13 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     for request in good:
         assert answers_of(outputs, request) == answers_of(run_alone(request), request)
     assert runner.scrubbed
-    assert not runner.encoded
+    assert runner.holds_nothing
 
 
 def test_the_most_blocks_held_at_one_time_are_told() -> None:
     request = make_request(prompt=[1] * 5, max_tokens=4, ignore_eos=True, n=2)
-    # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, twice.
-    assert run_alone(request)[-1].kv_blocks == 8
+    # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, two of them shared.
+    assert run_alone(request)[-1].kv_blocks == 2 + 2 + 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def test_limits_hold_and_the_oldest_always_progresses(
         assert scheduler.num_running <= max_seqs
         assert alive[0] in [s.sequence for s in batch.scheduled]
         tables = [block for sequence in alive for block in sequence.block_table]
-        assert len(tables) == len(set(tables)) == num_blocks - pool.num_free
+        assert len(set(tables)) == num_blocks - pool.num_free
+        assert sum(pool.ref_count(block) for block in range(num_blocks)) == len(tables)
+        pool.check()
         for s in batch.scheduled:
             num_tokens = s.sequence.num_computed_tokens + s.num_new_tokens
             assert len(s.sequence.block_table) == -(-num_tokens // BLOCK_SIZE)

@@ -1,16 +1,19 @@
 """A batch of sequences through the model: integers in, one token id for each sampling one out.
 
-It owns the KV tensors, and what was computed for each request before its first batch: embeddings
-of its items and positions of its prompt. It decides nothing about who runs when.
+It owns the KV tensors, the positions of each prompt, and the embeddings of items: each request's
+own, as far as its batches need them, and beyond it those that may come again. It decides nothing
+about who runs when.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.lru import ByteLRU
 from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
 from workers.engine.sampler import sample
@@ -20,31 +23,67 @@ from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
-    embeddings: list[tuple[int, Tensor]]  # offset in the prompt, [length, hidden_size]
+    # Offset in the prompt, [length, hidden_size]; only what a batch has needed.
+    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class Runner:
-    def __init__(self, model: FlatModel, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: FlatModel,
+        num_blocks: int,
+        block_size: int,
+        embedding_cache_bytes: int = 0,
+    ) -> None:
+        self.encoded_items = 0
         self._model = model
         self._block_size = block_size
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
+        # By mm_hash, which differs between tenants.
+        self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
 
     @torch.inference_mode()
-    def encode(self, request: EngineRequest) -> None:
+    def prepare(self, request: EngineRequest) -> None:
         """Raises what is wrong with the request, here and not in a batch that it shares."""
         family = self._model.family
         family.check(request)
-        if not request.items:
-            return
-        positions = family.locate(request)
-        offsets = [item.placeholder.offset for item in request.items]
-        embeddings = family.encode(request)
-        self._prepared[request.request_id] = _Prepared(
-            (positions.prompt.numpy(), positions.delta),
-            list(zip(offsets, embeddings, strict=True)),
-        )
+        if request.items:
+            positions = family.locate(request)
+            self._prepared[request.request_id] = _Prepared(
+                (positions.prompt.numpy(), positions.delta)
+            )
+
+    def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
+        """Of a request that is prepared; those that the cache has do not go through the tower."""
+        items = [request.items[index] for index in item_indexes]
+        found, new = {}, {}
+        for item in items:
+            if (embedding := self._embeddings.get(item.mm_hash)) is not None:
+                found[item.mm_hash] = embedding
+            else:
+                new[item.mm_hash] = item
+        if new:
+            found |= self._run_tower(replace(request, items=list(new.values())))
+        for item in items:
+            embedding = found[item.mm_hash]
+            assert len(embedding) == item.placeholder.length, "one hash, two contents"
+            self._prepared[request.request_id].embeddings.append(
+                (item.placeholder.offset, embedding)
+            )
+
+    @torch.inference_mode()
+    def _run_tower(self, request: EngineRequest) -> dict[str, Tensor]:
+        """Embeddings of all items of the request, by mm_hash: [length, hidden_size] each."""
+        embeddings = self._model.family.encode(request)
+        self.encoded_items += len(request.items)
+        made = {}
+        for item, embedding in zip(request.items, embeddings, strict=True):
+            # A view of the tower's whole output would keep all of it for as long as one item.
+            made[item.mm_hash] = embedding.clone()
+            self._embeddings.put(item.mm_hash, made[item.mm_hash], embedding.nbytes)
+        return made
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
