@@ -331,3 +331,13 @@ def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
     for name in "aabbba":
         media.read(canary.url(f"/{name}"), FIELD, "")
     assert canary.paths == ["/a", "/b", "/a"]
+
+
+def test_each_tenant_fetches_for_itself(canary: Canary) -> None:
+    media = MediaLoader(config(LOOPBACK))
+    canary.answers["/a.png"] = send(b"first")
+    assert media.read(canary.url(), FIELD, "a") == b"first"
+    canary.answers["/a.png"] = send(b"second")
+    assert media.read(canary.url(), FIELD, "b") == b"second"
+    assert media.read(canary.url(), FIELD, "a") == b"first"
+    assert len(canary.paths) == 2

@@ -133,3 +133,15 @@ async def test_without_room_it_goes_into_the_message(
     assert set(prepared.fields) == {"pixel_patches", "pixel_table", "image_grid_thw"}
     await blobs.release(filling)
     assert (await pictures.prepare(processor, url(), FIELD, "", 60)).ref is not None
+
+
+async def test_what_was_made_for_one_tenant_is_not_found_for_another(
+    renderer: Callable, processor: Processor
+) -> None:
+    (ours, _), (theirs, _) = await renderer(), await renderer()
+    a = await ours.prepare(processor, url(), FIELD, "a", 60)
+    b = await theirs.prepare(processor, url(), FIELD, "b", 60)
+    assert a.mm_hash != b.mm_hash
+    assert (theirs.counters.processed, theirs.counters.hits) == (1, 0)
+    assert (await theirs.prepare(processor, url(), FIELD, "a", 60)).mm_hash == a.mm_hash
+    assert (theirs.counters.processed, theirs.counters.hits) == (1, 1)
