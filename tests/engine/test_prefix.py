@@ -18,6 +18,8 @@ from workers.engine.sequence import EngineRequest, Item, Sequence
 ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 3
 PAD = 0
+LENGTHS = {"a": 2, "b": 2, "c": 4}
+"""Of pictures: one content has one length."""
 
 
 def sequence_of(token_ids: list[int], items: list[Item], tenant: str) -> Sequence:
@@ -35,10 +37,10 @@ def sequences(draw: st.DrawFn) -> Sequence:
     token_ids, items = [], []
     for _ in range(draw(st.integers(0, 3))):
         token_ids += draw(st.lists(st.integers(PAD, 2), max_size=3))
-        length = draw(st.integers(0, 4))
-        if length:
-            place = PlaceholderRange(len(token_ids), length)
-            items.append(Item("image", draw(st.sampled_from("ab")), place, {}))
+        mm_hash = draw(st.sampled_from(["", *LENGTHS]))
+        if mm_hash:
+            length = LENGTHS[mm_hash]
+            items.append(Item("image", mm_hash, PlaceholderRange(len(token_ids), length), {}))
             token_ids += [PAD] * length
     return sequence_of(token_ids, items, draw(st.sampled_from(["", "x"])))
 

@@ -159,7 +159,6 @@ class Scheduler:
         sequence = self._running.pop()
         self._release_blocks(sequence)
         sequence.num_computed_tokens = 0
-        sequence.num_registered_blocks = 0
         sequence.status = Status.WAITING
         self._waiting.appendleft(sequence)
         return sequence
