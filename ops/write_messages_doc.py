@@ -69,7 +69,9 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         " acknowledgement means that it is on disk and will be answered by its deadline. The same"
         " id again is the same request: read its log. When the queue is full the publish is"
         " refused at once (error code 10077): try again a second later. Parameters left out take"
-        " the model's configured defaults; unknown fields are refused.",
+        " the model's configured defaults; unknown fields are refused. A gateway that knows whom a"
+        f" request is for says so in the header `{messages.TENANT_HEADER}`: nothing that is cached"
+        " for one tenant is found for another.",
         GenerateRequest("demo", CONVERSATION, SAMPLING),
     ),
     (
@@ -183,7 +185,17 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
             "0.1.0",
             4711,
             ["demo"],
-            {"held": 3, "running": 3, "waiting": 0, "free_blocks": 2010, "blocks": 2048},
+            {
+                "held": 3,
+                "running": 3,
+                "waiting": 0,
+                "free_blocks": 2010,
+                "blocks": 2048,
+                "prefix_query_tokens": 4096,
+                "prefix_hit_tokens": 1024,
+                "prefix_evictions": 0,
+                "encoded_items": 2,
+            },
         ),
     ),
 ]

@@ -239,10 +239,12 @@ class Bus:
                 field="messages",
             )
 
-    async def publish_unnamed(self, subject: str, data: bytes) -> None:
+    async def publish_unnamed(
+        self, subject: str, data: bytes, headers: dict[str, str] | None = None
+    ) -> None:
         """Store `data`, perhaps twice if the broker fails meanwhile."""
         self.check_size(data, subject)
-        await self._publish(subject, data, {})
+        await self._publish(subject, data, headers or {})
 
     async def tell(self, subject: str) -> None:
         """A hint to whoever listens just now; nothing may depend on its arrival."""

@@ -123,6 +123,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: Positive | None = None
     """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
+    prefix_caching: bool = True
+    """Keep the blocks of what has been computed until they are needed, for prompts of the same
+    tenant that begin alike."""
+    embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
+    """Of pictures' embeddings, for those that come again in another prompt; 0 keeps none."""
     max_num_seqs: Positive = 64
     step_timeout_s: Seconds = 120.0
     """A step that takes longer is taken to hang for ever, and ends the process."""

@@ -14,6 +14,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from shared.messages import TENANT_HEADER
+
 ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0
 ACK_ATTEMPTS = 3
@@ -43,7 +45,10 @@ class Delivery:
         self._settled = False
         self.subject = msg.subject
         self.data = msg.data
-        self.msg_id = (msg.headers or {}).get("Nats-Msg-Id")
+        headers = msg.headers or {}
+        self.msg_id = headers.get("Nats-Msg-Id")
+        self.tenant = headers.get(TENANT_HEADER)
+        """Of a client's request; whatever the publisher has written there."""
         self.attempt = msg.metadata.num_delivered
         """Counts deliveries from 1."""
         self.sequence = msg.metadata.sequence.stream

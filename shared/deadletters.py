@@ -7,7 +7,7 @@ import msgspec
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import InvalidRequest, NotFound
-from shared.messages import DeadLetter
+from shared.messages import TENANT_HEADER, DeadLetter
 
 _letter = msgspec.msgpack.Decoder(DeadLetter)
 
@@ -34,7 +34,7 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
     return letter
 
 
-async def requeue(bus: Bus, request_id: str, model: str, request: bytes) -> None:
+async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant: str = "") -> None:
     """Send `request` on its way again under its id, as if it had never been tried.
 
     What its log says of the failure is removed, and then the letter. `request` must carry its id
@@ -43,5 +43,6 @@ async def requeue(bus: Bus, request_id: str, model: str, request: bytes) -> None
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     # Under a message id of its own it would be taken for the first one's repetition.
-    await bus.publish_unnamed(subjects.request(model), request)
+    headers = {TENANT_HEADER: tenant} if tenant else {}
+    await bus.publish_unnamed(subjects.request(model), request, headers)
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))

@@ -29,6 +29,14 @@ from shared.sampling import SamplingParams
 # ---------------------------------------------------------------------------------------------
 # client → coordinator
 
+TENANT_HEADER = "Pagemill-Tenant"
+"""For whom a request is: a name like a request id; without the header, for nobody in particular.
+
+Nothing that is cached for one tenant is found for another. Whoever may publish requests is trusted
+to say for whom: the header is set by what has authenticated the client, and never copied from what
+the client has written. A body that names a tenant is refused like any unknown field.
+"""
+
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
     text: str
@@ -91,6 +99,8 @@ class Acceptance(Struct, frozen=True, array_like=True):
     sequence: int
     """In stream REQUESTS."""
     receipt: str
+    tenant: str = ""
+    """Part of the key of every cache on the way; see TENANT_HEADER."""
 
 
 class RenderTask(Struct, frozen=True):
@@ -165,6 +175,8 @@ class TokenChunk(Struct, frozen=True, tag="tokens"):
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's: those that did not have to be computed, for an earlier request had been."""
 
 
 class Finish(Struct, frozen=True, tag="finish"):
@@ -221,6 +233,7 @@ class DeadLetter(Struct, frozen=True):
     """The stage's message, or its beginning where all of it would not fit into a dead letter."""
     input_len: int
     failed_ms: float
+    tenant: str = ""
 
 
 class Attempt(Struct, frozen=True):

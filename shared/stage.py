@@ -365,6 +365,7 @@ class Stage:
             input=delivery.data[:room],
             input_len=len(delivery.data),
             failed_ms=self.bus.now_ms(),
+            tenant="" if accepted is None else accepted.tenant,
         )
         name = job.request_id or f"unnamed-{delivery.sequence}"
         await self.bus.publish(

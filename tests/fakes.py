@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from shared.errors import InvalidMedia
 from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
 
-Owner = tuple[str, int]
-
 
 class FakeRunner:
-    """Tokens from a hash of what came before, and a KV store that remembers who wrote each slot."""
+    """Tokens from a hash of what came before, and a KV store of such hashes.
+
+    Like keys and values, what a slot holds is made of the token, of what the slots before it hold,
+    and of the picture that fills it. Before every sample, all of them are verified.
+    """
 
     def __init__(
         self,
@@ -24,28 +26,44 @@ class FakeRunner:
         self._vocab_size = vocab_size
         self._fails_to_encode = set(fails_to_encode)
         self._fails_to_run = set(fails_to_run)
-        self._slots: dict[tuple[int, int], tuple[Owner, int, int]] = {}
-        self.encoded: set[str] = set()
+        self._slots: dict[tuple[int, int], bytes] = {}
+        self._prepared: dict[str, set[int]] = {}
+        """Items that have embeddings, by request."""
+        self.encoded_items = 0
         self.scrubbed: list[int] = []
         self.batches: list[int] = []
         """Tokens of each batch."""
 
-    def encode(self, request: EngineRequest) -> None:
-        assert request.request_id not in self.encoded, "encoded twice"
+    @property
+    def holds_nothing(self) -> bool:
+        return not self._prepared
+
+    def prepare(self, request: EngineRequest) -> None:
+        assert request.request_id not in self._prepared, "prepared twice"
         if request.request_id in self._fails_to_encode:
             raise InvalidMedia("a poisoned picture")
-        self.encoded.add(request.request_id)
+        self._prepared[request.request_id] = set()
+
+    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
+        prepared = self._prepared[request.request_id]
+        assert item_indexes
+        assert not prepared.intersection(item_indexes), "encoded twice"
+        prepared.update(item_indexes)
+        self.encoded_items += len(item_indexes)
 
     def release(self, request_id: str) -> None:
-        self.encoded.discard(request_id)
+        self._prepared.pop(request_id, None)
 
     def scrub(self, blocks: list[int]) -> None:
         self.scrubbed += blocks
+        for block in blocks:
+            for slot in range(self._block_size):
+                self._slots.pop((block, slot), None)
 
     def run(self, batch: Batch) -> list[int | None]:
         self.batches.append(batch.num_tokens)
         for s in batch.scheduled:
-            assert s.sequence.request_id in self.encoded
+            assert s.sequence.request_id in self._prepared
             if s.sequence.request_id in self._fails_to_run:
                 raise RuntimeError("a poisoned request")
             self._write(s)
@@ -58,15 +76,23 @@ class FakeRunner:
         return int.from_bytes(hashlib.sha256(seen).digest()[:8], "big") % self._vocab_size
 
     def _write(self, s: ScheduledSequence) -> None:
-        for position in range(s.sequence.num_computed_tokens, _stop(s)):
-            self._slots[self._slot(s.sequence, position)] = _content(s.sequence, position)
+        start, stop = s.sequence.num_computed_tokens, _stop(s)
+        request = s.sequence.request
+        embedded = self._prepared[s.sequence.request_id]
+        assert embedded.issuperset(request.items_within(start, stop)), "no embeddings"
+        before = self._slots[self._slot(s.sequence, start - 1)] if start else _root(request)
+        for position in range(start, stop):
+            before = _content(s.sequence, position, before)
+            self._slots[self._slot(s.sequence, position)] = before
 
     def _verify(self, s: ScheduledSequence) -> None:
         assert s.num_new_tokens > 0
         assert s.samples == (_stop(s) == s.sequence.num_tokens)
+        before = _root(s.sequence.request)
         for position in range(_stop(s)):
+            before = _content(s.sequence, position, before)
             found = self._slots[self._slot(s.sequence, position)]
-            assert found == _content(s.sequence, position), "a block is used by two sequences"
+            assert found == before, "a block holds what another sequence has written"
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         block, slot = divmod(position, self._block_size)
@@ -77,5 +103,12 @@ def _stop(s: ScheduledSequence) -> int:
     return s.sequence.num_computed_tokens + s.num_new_tokens
 
 
-def _content(sequence: Sequence, position: int) -> tuple[Owner, int, int]:
-    return (sequence.request_id, sequence.choice), sequence.token_ids[position], position
+def _root(request: EngineRequest) -> bytes:
+    return request.tenant.encode()
+
+
+def _content(sequence: Sequence, position: int, before: bytes) -> bytes:
+    request = sequence.request
+    items = [request.items[i] for i in request.items_within(position, position + 1)]
+    filled = [(item.mm_hash, position - item.placeholder.offset) for item in items]
+    return hashlib.sha256(before + repr((sequence.token_ids[position], filled)).encode()).digest()

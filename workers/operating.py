@@ -135,7 +135,7 @@ async def requeue(request_id: str, url: str, *, edit: bool) -> int:
             )
         request = _edited(letter.request) if edit else _decoded(letter.request)
         request = msgspec.structs.replace(request, request_id=request_id)
-        await deadletters.requeue(bus, request_id, request.model, to_json(request))
+        await deadletters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
     finally:
         await bus.close()
     out.print(f"sent again: pagemill follow {request_id}", highlight=False)

@@ -103,6 +103,8 @@ def make_core(subject: Subject) -> tuple[Core, WatchedRunner]:
         max_num_batched_tokens=2048,
         max_model_len=subject.max_model_len,
         vocab_size=subject.served.vocab_size,
+        # The same prompts at every repeat: it is their computation that is measured.
+        prefix_caching=False,
     )
     return core, runner
 

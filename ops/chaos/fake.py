@@ -43,11 +43,9 @@ def _piece(token_id: int) -> str:
     return "" if token_id % 17 == 16 else _LETTERS[token_id % 26] + " " * (token_id % 7 == 6)
 
 
-Owner = tuple[str, int]
-
-
 class FakeRunner:
-    """Remembers who wrote each slot of the KV store, and finds it when two write the same.
+    """A slot of its KV store holds a hash of all tokens up to it, as keys and values do: it finds
+    what another sequence has written over.
 
     Reading all slots back at every step would cost more than the step: a sequence is verified when
     it has run through a block.
@@ -59,10 +57,14 @@ class FakeRunner:
         """`on_harm` is told of a seed that does harm, and says whether it is to be done."""
         self._step_s = step_s
         self._on_harm = on_harm
-        self._slots: dict[tuple[int, int], tuple[Owner, int, int]] = {}
+        self._slots: dict[tuple[int, int], bytes] = {}
+        self.encoded_items = 0
 
-    def encode(self, request: EngineRequest) -> None:
+    def prepare(self, request: EngineRequest) -> None:
         pass
+
+    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
+        self.encoded_items += len(item_indexes)
 
     def release(self, request_id: str) -> None:
         pass
@@ -100,13 +102,18 @@ class FakeRunner:
         time.sleep(HANG_S)
 
     def _write(self, s: ScheduledSequence) -> None:
-        for position in range(s.sequence.num_computed_tokens, _stop(s)):
-            self._slots[_slot(s.sequence, position)] = _content(s.sequence, position)
+        start, stop = s.sequence.num_computed_tokens, _stop(s)
+        before = self._slots[_slot(s.sequence, start - 1)] if start else b""
+        for position in range(start, stop):
+            before = _content(s.sequence, position, before)
+            self._slots[_slot(s.sequence, position)] = before
 
     def _verify(self, s: ScheduledSequence) -> None:
+        before = b""
         for position in range(_stop(s)):
+            before = _content(s.sequence, position, before)
             found = self._slots[_slot(s.sequence, position)]
-            assert found == _content(s.sequence, position), "a block is used by two sequences"
+            assert found == before, "a block holds what another sequence has written"
 
 
 def _stop(s: ScheduledSequence) -> int:
@@ -118,8 +125,9 @@ def _slot(sequence: EngineSequence, position: int) -> tuple[int, int]:
     return sequence.block_table[block], slot
 
 
-def _content(sequence: EngineSequence, position: int) -> tuple[Owner, int, int]:
-    return (sequence.request_id, sequence.choice), sequence.token_ids[position], position
+def _content(sequence: EngineSequence, position: int, before: bytes) -> bytes:
+    token = sequence.token_ids[position].to_bytes(8, "little")
+    return hashlib.blake2b(before + token, digest_size=16).digest()
 
 
 def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Core:

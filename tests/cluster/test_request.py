@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import nats
 import pytest
 from PIL import Image
 
@@ -21,8 +22,15 @@ from ops.demo import PICTURES, Case
 from shared import subjects
 from shared.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import Failure, Finish, GenerateRequest, LogRecord, decode_log_record
-from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, request_text
+from shared.messages import (
+    Failure,
+    Finish,
+    GenerateRequest,
+    LogRecord,
+    TokenChunk,
+    decode_log_record,
+)
+from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from workers.asking import Question, build_request
 
@@ -118,12 +126,62 @@ async def test_a_stop_string_ends_the_answer_before_it(client: Bus) -> None:
     assert text_of(records) == whole[: whole.index(stop)]
 
 
+async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, Any]) -> LogRecord:
+    """As a gateway does that knows its client; the last record."""
+    client = await nats.connect(cluster.url)
+    request_id = new_request_id()
+    tokens = await client.subscribe(subjects.tokens(request_id))
+    headers = {"Nats-Msg-Id": request_id}
+    if tenant is not None:
+        headers["Pagemill-Tenant"] = tenant
+    subject = subjects.request("demo")
+    await client.jetstream().publish(subject, json.dumps(request).encode(), headers=headers)
+    while isinstance(record := decode_log_record((await tokens.next_msg(20)).data), TokenChunk):
+        pass
+    await client.close()
+    return record
+
+
+async def num_encoded(bus: Bus) -> int:
+    """Pictures that have been through the engine's tower, as it told in the last second."""
+    (beat,) = await living(bus, "engine")
+    return int(beat.load["encoded_items"])
+
+
+async def test_caches_are_each_tenants_own(cluster: Cluster, client: Bus) -> None:
+    picture = image(data_url(png((224, 224), "orange")))
+    request = body([picture, {"type": "text", "text": "What color is it, then?"}])
+    await asyncio.sleep(1.5)  # until the engine has told of all that went before
+    expected = await num_encoded(client)
+    answers = []
+    for tenant, hits in ((None, False), (None, True), ("a", False), ("b", False), ("a", True)):
+        final = await publish_for(cluster, tenant, request)
+        assert isinstance(final, Finish)
+        assert (final.usage.cached_tokens > 0) == hits
+        expected += not hits
+        deadline = time.monotonic() + 10
+        while await num_encoded(client) < expected:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+        answers.append(final.usage.completion_tokens)
+    await asyncio.sleep(1.5)
+    assert await num_encoded(client) == expected
+    assert len(set(answers)) == 1
+
+
+async def test_a_tenant_that_is_no_name_is_told_so(cluster: Cluster) -> None:
+    failure = await publish_for(cluster, "a.b", body("What can you do?"))
+    assert isinstance(failure, Failure)
+    assert (failure.error.code, failure.error.field) == ("invalid_request", "Pagemill-Tenant")
+
+
 NOISE = zlib.compress(b"no picture at all")
 BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
     "malformed JSON": (b'{"model": "demo", ', "invalid_request", None),
     "malformed msgpack": (b"\x83\xa5model\xc1", "invalid_request", None),
     "no messages": ({"model": "demo", "messages": []}, "invalid_request", "messages"),
     "unknown field": (body("hi", temperatur=1), "invalid_request", "temperatur"),
+    "a salt of the client's own": (body("hi", cache_salt="x"), "invalid_request", "cache_salt"),
     "unknown field of 2 MB": (body("hi", **{"x" * 2_000_000: 1}), "invalid_request", None),
     "a penalty that leaves no numbers": (
         body("hi", sampling_params={"repetition_penalty": 1e-40}),

@@ -9,7 +9,7 @@ import pytest
 from shared.config import ModelConfig
 from shared.errors import InvalidRequest, RequestError, UnknownModel, UnsupportedContent
 from shared.sampling import SamplingParams
-from workers.coordinator.admission import admit, request_id_of
+from workers.coordinator.admission import admit, request_id_of, tenant_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
 GOOD: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -53,6 +53,8 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     ({"model": "demo"}, InvalidRequest, None, "messages"),
     (GOOD | {"messages": []}, InvalidRequest, "messages", "length >= 1"),
     (GOOD | {"model": "other"}, InvalidRequest, "model", "subject"),
+    (GOOD | {"tenant": "somebody"}, InvalidRequest, "tenant", "unknown field"),
+    (GOOD | {"cache_salt": "somebody"}, InvalidRequest, "cache_salt", "unknown field"),
     (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
     (GOOD | {"request_id": "other"}, InvalidRequest, "request_id", "Nats-Msg-Id"),
     (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),
@@ -122,3 +124,15 @@ def test_an_unknown_model_is_told_what_there_is() -> None:
 )
 def test_the_id_to_answer_under(header: str | None, data: bytes, expected: str | None) -> None:
     assert request_id_of(header, data) == expected
+
+
+@pytest.mark.parametrize(("header", "tenant"), [(None, ""), ("a-1_B", "a-1_B"), ("x" * 128,) * 2])
+def test_a_header_says_for_whom_a_request_is(header: str | None, tenant: str) -> None:
+    assert tenant_of(header) == tenant
+
+
+@pytest.mark.parametrize("header", ["", "x" * 129, "a.b", "a b", "é", "a\n"])
+def test_a_tenant_that_is_no_name_is_refused_rather_than_taken_for_none(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="128") as caught:
+        tenant_of(header)
+    assert caught.value.field == "Pagemill-Tenant"

@@ -1,5 +1,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from shared.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
-from workers.engine.sequence import EngineRequest, Item, LoggedChoice, RequestOutput
+from workers.engine.sequence import Batch, EngineRequest, Item, LoggedChoice, RequestOutput
 
 MAX_MODEL_LEN = 24
 BLOCK_SIZE = 2
@@ -25,7 +26,12 @@ def decode(token_ids: list[int]) -> str:
     return "".join(PIECES[t] for t in token_ids)
 
 
-def make_core(runner: FakeRunner | None = None, num_blocks: int = 64, **limits: int) -> Core:
+def make_core(
+    runner: FakeRunner | None = None,
+    num_blocks: int = 64,
+    prefix_caching: bool = True,
+    **limits: int,
+) -> Core:
     return Core(
         runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),
         decode,
@@ -35,6 +41,7 @@ def make_core(runner: FakeRunner | None = None, num_blocks: int = 64, **limits: 
         max_num_batched_tokens=limits.get("max_num_batched_tokens", 64),
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -79,15 +86,37 @@ def answers_of(outputs: list[RequestOutput], request: EngineRequest) -> list[Ans
     answers = gather((d for o in mine for d in o.choices), request.sampling.n)
     assert [o.usage is not None for o in mine] == [False] * (len(mine) - 1) + [True]
     num_tokens = sum(len(token_ids) for token_ids, *_ in answers)
-    assert mine[-1].usage == Usage(len(request.prompt_token_ids), num_tokens)
+    usage = mine[-1].usage
+    assert usage is not None
+    assert usage == Usage(len(request.prompt_token_ids), num_tokens, usage.cached_tokens)
     return answers
 
 
+def item(mm_hash: str, offset: int, length: int) -> Item:
+    return Item("image", mm_hash, PlaceholderRange(offset, length), {})
+
+
+# Few pictures, tokens and tenants, so that requests have beginnings in common.
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], list[Item]]:
+    token_ids = draw(st.lists(st.integers(1, 2), min_size=1, max_size=6))
+    items = []
+    for mm_hash in draw(st.lists(st.sampled_from("ab"), max_size=2)):
+        length = draw(st.integers(1, 3))
+        items.append(item(mm_hash, len(token_ids), length))
+        token_ids += [7] * length
+    return token_ids, items
+
+
+def build_request(prompt: tuple[list[int], list[Item]], **rest: Any) -> EngineRequest:
+    return EngineRequest(prompt_token_ids=prompt[0], items=prompt[1], **rest)
+
+
 requests = st.builds(
-    EngineRequest,
+    build_request,
+    prompts(),
     request_id=st.uuids().map(str),
-    prompt_token_ids=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=12),
-    items=st.just([]),
+    tenant=st.sampled_from(["", "x"]),
     sampling=st.builds(
         SamplingParams,
         n=st.integers(1, 3),
@@ -118,7 +147,7 @@ def test_company_does_not_change_an_answer(
             cancelled.add(request.request_id)
     outputs += finish_all(core)
     assert max(runner.batches, default=0) <= budget
-    assert not runner.encoded
+    assert runner.holds_nothing
     for request in wanted:
         if request.request_id not in cancelled:
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
@@ -204,13 +233,13 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     for request in good:
         assert answers_of(outputs, request) == answers_of(run_alone(request), request)
     assert runner.scrubbed
-    assert not runner.encoded
+    assert runner.holds_nothing
 
 
 def test_the_most_blocks_held_at_one_time_are_told() -> None:
     request = make_request(prompt=[1] * 5, max_tokens=4, ignore_eos=True, n=2)
-    # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, twice.
-    assert run_alone(request)[-1].kv_blocks == 8
+    # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, two of them shared.
+    assert run_alone(request)[-1].kv_blocks == 2 + 2 + 2
 
 
 @pytest.mark.parametrize(
@@ -250,3 +279,149 @@ def test_a_request_in_hand_is_not_taken_twice() -> None:
     core.add(make_request())
     with pytest.raises(InvalidRequest, match="in hand"):
         core.add(make_request())
+
+
+# -- the prefix cache -----------------------------------------------------------------------------
+
+LONG = [1, 2, 1, 7, 7, 7, 7, 2, 1]
+"""With room for a picture, which fills half of the second block, the third, and half of the next.
+"""
+
+
+def pictured(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object) -> EngineRequest:
+    request = make_request(request_id, LONG, **{"max_tokens": 3, "ignore_eos": True, **p})
+    return replace(request, items=[item(mm_hash, 3, 4)], tenant=tenant)
+
+
+def cached_tokens(core: Core, request: EngineRequest) -> int:
+    """After it has run to its end."""
+    core.add(request)
+    usage = finish_all(core)[-1].usage
+    assert usage is not None
+    return usage.cached_tokens
+
+
+def test_a_prompt_that_comes_again_is_not_computed_again_nor_its_picture() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner)
+    assert cached_tokens(core, pictured("first")) == 0
+    assert sum(runner.batches) == len(LONG) + 2
+    assert core.stats().encoded_items == 1
+    assert cached_tokens(core, pictured("second")) == 8
+    assert sum(runner.batches) == len(LONG) + 2 + 1 + 2
+    stats = core.stats()
+    assert stats.encoded_items == 1, "no row of the picture had to be computed"
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * len(LONG), 8)
+
+
+def test_another_picture_shares_what_is_before_it() -> None:
+    core = make_core()
+    assert cached_tokens(core, pictured("first", "a")) == 0
+    assert cached_tokens(core, pictured("second", "b")) == 2
+    assert core.stats().encoded_items == 2
+
+
+def test_nothing_is_found_of_another_tenants() -> None:
+    core = make_core()
+    found = [
+        (cached_tokens(core, pictured(f"{i}", f"a of {tenant}", tenant)), core.stats())
+        for i, tenant in enumerate(["x", "y", "", "x", "y", ""])
+    ]
+    assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 8, 8, 8]
+    assert [stats.encoded_items for _, stats in found] == [1, 2, 3, 3, 3, 3]
+
+
+def test_without_the_cache_all_is_computed() -> None:
+    core = make_core(prefix_caching=False)
+    assert [cached_tokens(core, pictured(request_id)) for request_id in "ab"] == [0, 0]
+    assert core.stats().encoded_items == 2
+
+
+def test_choices_share_the_prompt_that_the_first_has_computed() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner)
+    request = pictured("r", n=3)
+    assert cached_tokens(core, request) == 0
+    assert runner.batches[:2] == [len(LONG), 1 + 2], "two choices compute their last token alone"
+    assert core.stats().encoded_items == 1
+    assert runner.holds_nothing
+
+
+def test_a_picture_is_encoded_when_a_hit_ends_within_it() -> None:
+    core = make_core()
+    shorter = replace(pictured("first", max_tokens=1), prompt_token_ids=LONG[:7])
+    assert cached_tokens(core, shorter) == 0
+    assert cached_tokens(core, pictured("second")) == 6
+    assert core.stats().encoded_items == 2
+
+
+def test_a_picture_that_was_found_is_encoded_if_its_blocks_are_gone_after_a_preemption() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner, num_blocks=12)
+    assert cached_tokens(core, pictured("first")) == 0
+    old = make_request("old", [2] * 9, max_tokens=15, ignore_eos=True)
+    core.add(old)
+    core.step()
+    again = pictured("again", max_tokens=15)
+    core.add(again)
+    outputs = core.step()
+    assert core.stats().encoded_items == 1
+    outputs += finish_all(core)
+    assert core.stats().encoded_items == 2
+    assert answers_of(outputs, again) == answers_of(run_alone(again), again)
+
+
+class RaisesAtTheEnd(FakeRunner):
+    """Of the prompt: what was run before has done no harm that anybody has noticed."""
+
+    def run(self, batch: Batch) -> list[int | None]:
+        token_ids = super().run(batch)
+        if any(s.samples and s.sequence.request_id == "bad" for s in batch.scheduled):
+            raise ArithmeticError
+        return token_ids
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+def test_nothing_is_found_of_a_run_that_failed(budget: int) -> None:
+    core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE), max_num_batched_tokens=budget)
+    core.add(pictured("bad", n=2))
+    assert [output.error is not None for output in finish_all(core)] == [True]
+    assert cached_tokens(core, pictured("good")) == 0
+
+
+def test_what_a_failed_run_had_found_is_not_found_again() -> None:
+    core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE))
+    assert cached_tokens(core, pictured("first")) == 0
+    core.add(pictured("bad"))
+    assert [output.error is not None for output in finish_all(core)] == [True]
+    assert cached_tokens(core, pictured("second")) == 0
+    assert cached_tokens(core, pictured("third")) == 8
+
+
+def test_a_failure_leaves_others_the_blocks_that_they_share_with_it() -> None:
+    runner = RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner)
+    good = pictured("good", max_tokens=12)
+    core.add(good)
+    outputs = core.step()
+    core.add(pictured("bad"))
+    outputs += finish_all(core)  # the runner verifies what the blocks hold
+    assert runner.scrubbed
+    assert [output.request_id for output in outputs if output.error] == ["bad"]
+    assert answers_of(outputs, good) == answers_of(run_alone(good), good)
+
+
+def test_a_resumed_answer_is_found_as_far_as_it_is_logged() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner)
+    whole = pictured("r", max_tokens=9)
+    core.add(whole)
+    answers = answers_of(finish_all(core), whole)
+    ((token_ids, *_),) = answers
+    num_run = sum(runner.batches)
+    core.add(replace(whole, logged=[LoggedChoice(token_ids[:6], False)]))
+    outputs = finish_all(core)
+    assert [t for o in outputs for d in o.choices for t in d.token_ids] == token_ids[6:]
+    # 15 tokens are known, 14 of them in full blocks; then there is one for each that follows.
+    assert sum(runner.batches) - num_run == 1 + 2
+    assert outputs[-1].usage == Usage(len(LONG), 9, cached_tokens=len(LONG))

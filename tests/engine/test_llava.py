@@ -184,11 +184,11 @@ def test_pictures_that_touch_are_told_apart(tmp_path: Path):
 def test_malformed_fields_are_the_requests_own_failure(plain: Road, fields: dict[str, Any]):
     request = plain.case("spoilt", "See?", [llava.picture(1, 42, 42)], 4).request
     runner = Runner(plain.twins.served, 4, 4, plain.twins.tower)
-    runner.encode(request)
+    runner.prepare(request)
     (item,) = request.items
     changed = {k: v for k, v in {**item.fields, **fields}.items() if v is not None}
     with pytest.raises(InvalidRequest):
-        runner.encode(replace(request, items=[replace(item, fields=changed)]))
+        runner.prepare(replace(request, items=[replace(item, fields=changed)]))
 
 
 def test_placeholders_must_be_where_the_item_says(plain: Road):

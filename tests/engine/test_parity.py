@@ -36,7 +36,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from shared import codec
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
-from shared.multimodal import PlaceholderRange
+from shared.multimodal import PlaceholderRange, content_hash
 from shared.sampling import SamplingParams
 from shared.tensors import from_torch, to_torch
 from shared.towers import QwenVision, Tower
@@ -189,7 +189,8 @@ def item_of(
         "pixel_table": pixel_table(),
         "image_grid_thw": grid,
     }
-    return Item("image", "hash", PlaceholderRange(offset, int(grid.prod()) // 4), fields)
+    mm_hash = content_hash(image.tobytes(), list(image.size))
+    return Item("image", mm_hash, PlaceholderRange(offset, int(grid.prod()) // 4), fields)
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,9 @@ def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> d
     runner = Runner(twins.served, schedule.num_blocks, schedule.block_size, twins.tower)
     sequences = []
     for case in cases:
-        runner.encode(case.request)
+        runner.prepare(case.request)
+        if case.request.items:
+            runner.encode(case.request, range(len(case.request.items)))
         max_tokens = case.request.sampling.max_tokens
         assert max_tokens is not None
         sequences.append(
@@ -354,17 +357,25 @@ def test_pictures_are_seen(seeing: Twins):
 
 
 class CountingRunner(Runner):
-    """Counts how often each request's prompt was begun: more than once after a preemption."""
+    """Counts how often each request did not go on where it was: more than once a choice after a
+    preemption."""
 
-    def __init__(self, twins: Twins, num_blocks: int, block_size: int) -> None:
-        super().__init__(twins.served, num_blocks, block_size, twins.tower)
+    def __init__(
+        self, twins: Twins, num_blocks: int, block_size: int, embedding_cache_bytes: int = 0
+    ) -> None:
+        super().__init__(twins.served, num_blocks, block_size, twins.tower, embedding_cache_bytes)
         self.num_starts: Counter[str] = Counter()
         self.batch_sizes: list[int] = []
+        self.num_tokens = 0
+        self._reached: dict[tuple[str, int], int] = {}
 
     def run(self, batch: Batch) -> list[int | None]:
         self.batch_sizes.append(len(batch.scheduled))
+        self.num_tokens += batch.num_tokens
         for s in batch.scheduled:
-            self.num_starts[s.sequence.request_id] += s.sequence.num_computed_tokens == 0
+            key, start = (s.sequence.request_id, s.sequence.choice), s.sequence.num_computed_tokens
+            self.num_starts[s.sequence.request_id] += self._reached.get(key) != start
+            self._reached[key] = start + s.num_new_tokens
         return super().run(batch)
 
 
@@ -448,9 +459,12 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
     case = make_case("blind", [(56, 56)], 4, 4)
     runner = Runner(seeing.served, num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match="tower"):
-        runner.encode(case.request)
+        runner.prepare(case.request)
     assert seeing.tower is not None
-    runner.encode(from_afar(case, seeing.tower).request)
+    remote = from_afar(case, seeing.tower).request
+    runner.prepare(remote)
+    runner.encode(remote, [0])
+    assert runner.encoded_items == 0
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -669,9 +683,9 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
 def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: dict[str, Any]):
     case = make_case("spoilt", [(56, 56)], 4, 4)
     runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
-    runner.encode(case.request)
+    runner.prepare(case.request)
     with pytest.raises(InvalidRequest):
-        runner.encode(spoilt(case, **fields))
+        runner.prepare(spoilt(case, **fields))
 
 
 def test_placeholders_must_be_where_the_item_says(seeing: Twins):
@@ -687,9 +701,9 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins):
     ):
         moved = [replace(first, placeholder=placeholder), second]
         with pytest.raises(InvalidRequest):
-            runner.encode(replace(case.request, items=moved))
+            runner.prepare(replace(case.request, items=moved))
     with pytest.raises(InvalidRequest, match="touch"):
-        runner.encode(replace(case.request, items=[first, first, second]))
+        runner.prepare(replace(case.request, items=[first, first, second]))
 
 
 def test_a_text_model_refuses_pictures():

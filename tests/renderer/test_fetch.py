@@ -298,9 +298,9 @@ def test_many_at_once_fetch_once(canary: Canary) -> None:
     canary.answers["/a.png"] = slow
     media = MediaLoader(config(LOOPBACK))
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: media.read(canary.url(), FIELD), range(8)))
+        found = list(threads.map(lambda _: media.read(canary.url(), FIELD, ""), range(8)))
     assert found == [b"picture"] * 8
-    assert media.read(canary.url(), FIELD) == b"picture"
+    assert media.read(canary.url(), FIELD, "") == b"picture"
     assert len(canary.paths) == 1
 
 
@@ -314,13 +314,13 @@ def test_a_failure_is_everybodys_and_is_not_kept(canary: Canary) -> None:
 
     def read(field: str) -> str | None:
         with pytest.raises(InvalidMedia, match="503") as caught:
-            media.read(canary.url(), field)
+            media.read(canary.url(), field, "")
         return caught.value.field
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(read, ["a", "b"])) == ["a", "b"]
     canary.answers.clear()
-    assert media.read(canary.url(), FIELD) == b"picture"
+    assert media.read(canary.url(), FIELD, "") == b"picture"
 
 
 def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
@@ -329,5 +329,15 @@ def test_what_is_kept_by_url_is_bounded(canary: Canary) -> None:
         canary.answers[f"/{name}"] = send(bytes(half))
     media = MediaLoader(config(LOOPBACK, url_cache_mib=1))
     for name in "aabbba":
-        media.read(canary.url(f"/{name}"), FIELD)
+        media.read(canary.url(f"/{name}"), FIELD, "")
     assert canary.paths == ["/a", "/b", "/a"]
+
+
+def test_each_tenant_fetches_for_itself(canary: Canary) -> None:
+    media = MediaLoader(config(LOOPBACK))
+    canary.answers["/a.png"] = send(b"first")
+    assert media.read(canary.url(), FIELD, "a") == b"first"
+    canary.answers["/a.png"] = send(b"second")
+    assert media.read(canary.url(), FIELD, "b") == b"second"
+    assert media.read(canary.url(), FIELD, "a") == b"first"
+    assert len(canary.paths) == 2

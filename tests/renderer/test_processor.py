@@ -348,17 +348,18 @@ def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
         file_of(paletted, transparency=0),
     ]
     images = [decode_image(data, RendererConfig(), "field") for data in files]
-    hashes = [processor.process(image, "field").mm_hash for image in images]
+    hashes = [processor.process(image, "field", "").mm_hash for image in images]
     assert len(set(hashes)) == len(files)
     assert all(len(h) == 64 for h in hashes)
     again = decode_image(files[0], RendererConfig(), "field")
-    assert processor.process(again, "field").mm_hash == hashes[0]
-    assert processor.hash_picture(hash_source(files[0])) == hashes[0], "known before it is decoded"
+    assert processor.process(again, "field", "").mm_hash == hashes[0]
+    source_hash = hash_source(files[0])
+    assert processor.hash_picture(source_hash, "") == hashes[0], "known before it is decoded"
     write_model(tmp_path, VISION, TEMPLATE)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(path.read_text().replace(str(MAX_PIXELS), str(MAX_PIXELS * 2)))
     other = Processor(ModelConfig(str(tmp_path)))
-    assert other.hash_picture(hash_source(files[0])) != hashes[0]
+    assert other.hash_picture(source_hash, "") != hashes[0]
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])

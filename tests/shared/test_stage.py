@@ -201,19 +201,21 @@ async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
     bus: Bus, model: str, request_id: str
 ) -> None:
     accepted, request = await accept(bus, model, request_id)
+    accepted = msgspec.structs.replace(accepted, tenant="somebody")
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
     job = await next_job(stage, inbox, accepted)
     await stage.take(job)
     await stage.fail(job, Poisoned("twice dead"))
     assert len(await read_log(bus, request_id)) == 1
-    await deadletters.requeue(bus, request_id, model, request)
+    letter = await deadletters.find(bus, request_id)
+    await deadletters.requeue(bus, request_id, model, request, letter.tenant)
     assert await read_log(bus, request_id) == []
     assert await attempts(bus, request_id) == []
     assert await dead_letter(bus, request_id) is None
     requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
     delivery = await asyncio.wait_for(requests.next(), 5)
-    assert (delivery.data, delivery.msg_id) == (request, None)
+    assert (delivery.data, delivery.msg_id, delivery.tenant) == (request, None, "somebody")
     await delivery.ack()
     await requests.stop()
 

@@ -8,7 +8,7 @@ import msgspec
 from shared import subjects
 from shared.config import DeliveryConfig, ModelConfig, split_path
 from shared.errors import InvalidRequest, UnknownModel, UnsupportedContent
-from shared.messages import GenerateRequest
+from shared.messages import TENANT_HEADER, GenerateRequest
 from shared.sampling import SamplingParams
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
@@ -35,6 +35,23 @@ def request_id_of(header: str | None, data: bytes) -> str | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found if found is not None and subjects.is_name(found) else None
+
+
+def tenant_of(header: str | None) -> str:
+    """For whom a request is, by its TENANT_HEADER; "" without one.
+
+    Whoever may publish requests is trusted in this. Raises InvalidRequest for what is no name: were
+    it taken for none, a slip in one gateway would put its tenants together with everybody else.
+    """
+    if header is None:
+        return ""
+    if not subjects.is_name(header):
+        raise InvalidRequest(
+            f"the header {TENANT_HEADER} must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-'"
+            " or '_'",
+            field=TENANT_HEADER,
+        )
+    return header
 
 
 class _OnlyId(msgspec.Struct, frozen=True):

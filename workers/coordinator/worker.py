@@ -16,7 +16,7 @@ from shared.runtime import Context
 from shared.sampling import SamplingParams
 from shared.stage import Job, serve
 from shared.tokenlog import end_request, is_final, last_record
-from workers.coordinator.admission import admit, deadline_ms, request_id_of
+from workers.coordinator.admission import admit, deadline_ms, request_id_of, tenant_of
 
 # Few, for a request may have megabytes, and what waits here longer than the ack wait comes twice.
 CAPACITY = 8
@@ -91,6 +91,7 @@ class Coordinator:
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
             sequence=delivery.sequence,
             receipt=delivery.receipt,
+            tenant=tenant_of(delivery.tenant),
         )
         if bus.now_ms() >= accepted.deadline_ms:
             await self._expire(job, accepted)

@@ -1,10 +1,18 @@
-"""Which KV blocks are free and which are held; it knows neither sequences nor what blocks contain.
+"""Which KV blocks are free, held, or free and still worth finding; not whose they are.
 
-Every block is either in the free list with a reference count of 0, or held with a count above 0.
+Every block is in one of three places:
+
+held      it has a reference count above 0, one for each sequence whose table it is in
+empty     free, and nothing in it is of use
+findable  free, but registered: it is found by the hash of its content until it is given out again
+
+Held blocks may be registered too. Whoever registers one must be done with writing it, for from then
+on others read it: the pool gives a block out for writing only when nobody holds it, and without its
+hash.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
 
 
 class BlockPool:
@@ -14,37 +22,102 @@ class BlockPool:
         """`order` is the order in which blocks are given out at first; by number by default."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Least recently used first: what was released last stays untouched longest.
-        self._free = deque(range(num_blocks) if order is None else order)
+        self.num_evictions = 0
+        """Findable blocks that were given out for something else."""
+        # Both least recently used first: what was released last stays untouched longest.
+        self._empty = deque(range(num_blocks) if order is None else order)
+        self._findable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
+        self._hash_of: dict[int, str] = {}
+        self._block_of: dict[str, int] = {}
         self.check()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._empty) + len(self._findable)
 
-    def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
+    def can_allocate(self, num_blocks: int, beside: Collection[int] = ()) -> bool:
+        """Whether so many could be given out if those of `beside` were held."""
+        return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in beside)
 
     def allocate(self, num_blocks: int) -> list[int]:
+        """Blocks to be written, each with one reference; empty ones first."""
         assert self.can_allocate(num_blocks)
-        blocks = [self._free.popleft() for _ in range(num_blocks)]
+        blocks = [self._give_out() for _ in range(num_blocks)]
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each; a block without any is free again."""
+        """Give up one reference to each; a block without any is free again.
+
+        The first of them is the first to be evicted, so a chain goes in from its end: without its
+        beginning the rest could not be found.
+        """
         for block in blocks:
             assert self._ref_counts[block] > 0, f"block {block} is not held"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free.append(block)
+                if block in self._hash_of:
+                    self._findable[block] = None
+                else:
+                    self._empty.append(block)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
+    # -- shared content -------------------------------------------------------------------------
+
+    def register(self, block: int, block_hash: str) -> None:
+        """The block is held, written, and will not be written again: it may be found.
+
+        Of two blocks with the same content only the first is.
+        """
+        assert self._ref_counts[block] > 0, f"block {block} is not held"
+        assert block not in self._hash_of, f"block {block} is registered"
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def find(self, hashes: Sequence[str]) -> list[int]:
+        """Blocks of the longest beginning of the chain that is registered; still to be shared."""
+        found = []
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is None:
+                break
+            found.append(block)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of these, which have just been found."""
+        for block in blocks:
+            assert block in self._hash_of, f"block {block} is not registered"
+            if self._ref_counts[block] == 0:
+                del self._findable[block]
+            self._ref_counts[block] += 1
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody is to find these any more; who holds them keeps them."""
+        for block in blocks:
+            if (block_hash := self._hash_of.pop(block, None)) is not None:
+                del self._block_of[block_hash]
+                if self._ref_counts[block] == 0:
+                    del self._findable[block]
+                    self._empty.append(block)
+
     def check(self) -> None:
-        """The free list holds exactly the blocks without a reference, each of them once."""
+        """Every block is in one place, once, and hashes agree from both sides."""
         unreferenced = [block for block, count in enumerate(self._ref_counts) if count == 0]
-        assert sorted(self._free) == unreferenced, "the free list and the counts disagree"
+        free = sorted([*self._empty, *self._findable])
+        assert free == unreferenced, "the free lists and the counts disagree"
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
+        assert all(block in self._hash_of for block in self._findable)
+        assert not any(block in self._hash_of for block in self._empty)
+
+    def _give_out(self) -> int:
+        if self._empty:
+            return self._empty.popleft()
+        block, _ = self._findable.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        self.num_evictions += 1
+        return block

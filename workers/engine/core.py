@@ -1,12 +1,13 @@
 """The engine without its model: requests in, news of them out at each step.
 
 One step is schedule, run, settle. A request that fails takes nothing of the others with it, and
-whatever way it ends, its blocks go back to the pool and its embeddings are dropped.
+whatever way it ends, its blocks go back to the pool and its embeddings are dropped. What blocks
+hold, and embeddings by their content, may be found again by later requests of the same tenant.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
@@ -31,10 +32,16 @@ from workers.engine.sequence import (
 
 
 class Runner(Protocol):
-    """What computes; it may keep things for a request from `encode` to `release`."""
+    """What computes; it may keep things for a request from `prepare` to `release`."""
 
-    def encode(self, request: EngineRequest) -> None:
-        """Compute and keep the embeddings of its items; raises what is wrong with them."""
+    encoded_items: int
+    """How many items have been through the tower so far."""
+
+    def prepare(self, request: EngineRequest) -> None:
+        """Once before its first batch; raises what is wrong with the request."""
+
+    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
+        """Have and keep the embeddings of these items, which the next batch needs."""
 
     def run(self, batch: Batch) -> list[int | None]:
         """One token id per scheduled sequence, None where it does not sample."""
@@ -52,6 +59,12 @@ class Stats:
     num_waiting: int
     num_free_blocks: int
     num_blocks: int
+    prefix_query_tokens: int
+    """Since the start, like all that follow: tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    prefix_evictions: int
+    """Blocks that could have been found and were needed for something else."""
+    encoded_items: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,9 @@ class Entry:
 
     request: EngineRequest
     choices: list[Choice]
-    encoded: bool = False
+    prepared: bool = False
+    encoded: set[int] = field(default_factory=set)
+    """Indexes of the items that have embeddings; one that the prefix cache covers needs none."""
     kv_blocks: int = 0
     """The most blocks held at one time so far."""
 
@@ -86,7 +101,18 @@ class Entry:
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(c.sequence.num_output_tokens for c in self.choices),
+            cached_tokens=self._cached_tokens,
         )
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Of the choice that was admitted first; the others find the prompt that it computed."""
+        found = (choice.sequence.num_cached_tokens for choice in self.choices)
+        return next((num_tokens for num_tokens in found if num_tokens is not None), 0)
+
+    @property
+    def blocks(self) -> set[int]:
+        return {block for choice in self.choices for block in choice.sequence.block_table}
 
 
 class Core:
@@ -101,12 +127,15 @@ class Core:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
+        prefix_caching: bool = True,
     ) -> None:
         self._runner = runner
         self._decode = tokenizer_decode
         self._eos_token_ids = eos_token_ids
         self._pool = pool
-        self._scheduler = Scheduler(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._scheduler = Scheduler(
+            pool, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_caching
+        )
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._entries: dict[str, Entry] = {}
@@ -123,6 +152,10 @@ class Core:
             num_waiting=self._scheduler.num_waiting,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
+            prefix_query_tokens=self._scheduler.prefix_query_tokens,
+            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            prefix_evictions=self._pool.num_evictions,
+            encoded_items=self._runner.encoded_items,
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -150,7 +183,7 @@ class Core:
             self._drop(self._entries[request_id])
 
     def step(self) -> list[RequestOutput]:
-        batch, failures = self._encode(self._scheduler.schedule())
+        batch, failures = self._prepare(self._scheduler.schedule())
         self._note_blocks(batch)
         try:
             token_ids = self._runner.run(batch) if batch.scheduled else []
@@ -162,15 +195,15 @@ class Core:
 
     # -- in a step --------------------------------------------------------------------------
 
-    def _encode(self, batch: Batch) -> tuple[Batch, list[RequestOutput]]:
-        """Encode what runs for the first time; what fails at it leaves the batch."""
+    def _prepare(self, batch: Batch) -> tuple[Batch, list[RequestOutput]]:
+        """See to all that the batch needs beside tokens; what fails at it leaves the batch."""
         failures = []
-        for entry in self._entries_of(batch):
-            if entry.encoded:
+        for s in batch.scheduled:
+            entry = self._entries.get(s.sequence.request_id)
+            if entry is None:  # Another of its choices has failed.
                 continue
             try:
-                self._runner.encode(entry.request)
-                entry.encoded = True
+                self._prepare_one(entry, s)
             except PagemillError as error:
                 failures.append(self._fail(entry, error))
             except Exception as error:
@@ -178,9 +211,22 @@ class Core:
         left = [s for s in batch.scheduled if s.sequence.request_id in self._entries]
         return Batch(left), failures
 
+    def _prepare_one(self, entry: Entry, s: ScheduledSequence) -> None:
+        if not entry.prepared:
+            self._runner.prepare(entry.request)
+            entry.prepared = True
+        start = s.sequence.num_computed_tokens
+        needed = entry.request.items_within(start, start + s.num_new_tokens)
+        missing = [index for index in needed if index not in entry.encoded]
+        if missing:
+            self._runner.encode(entry.request, missing)
+            entry.encoded.update(missing)
+
     def _note_blocks(self, batch: Batch) -> None:
         for entry in self._entries_of(batch):
-            num_blocks = sum(len(choice.sequence.block_table) for choice in entry.choices)
+            (first, *others) = (choice.sequence.block_table for choice in entry.choices)
+            # Choices share blocks; there is seldom more than one.
+            num_blocks = len(entry.blocks) if others else len(first)
             entry.kv_blocks = max(entry.kv_blocks, num_blocks)
 
     def _settle(self, batch: Batch, token_ids: list[int | None]) -> None:
@@ -276,8 +322,12 @@ class Core:
             try:
                 token_ids = self._runner.run(part)
             except Exception as error:
-                self._runner.scrub([b for c in entry.choices for b in c.sequence.block_table])
+                blocks = entry.blocks
+                self._pool.forget(blocks)
                 failures.append(self._fail(entry, _worker_failure(error)))
+                # Those that others hold as well were registered before this run, which has not
+                # written them.
+                self._runner.scrub([b for b in blocks if self._pool.ref_count(b) == 0])
             else:
                 self._settle(part, token_ids)
         return failures

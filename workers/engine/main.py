@@ -35,7 +35,13 @@ def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
     """Load a model and everything around it; raises ConfigError when it cannot be served."""
     loaded = load(model, engine)
     return Core(
-        Runner(loaded.model, loaded.num_blocks, loaded.block_size, loaded.tower),
+        Runner(
+            loaded.model,
+            loaded.num_blocks,
+            loaded.block_size,
+            loaded.tower,
+            engine.embedding_cache_mib * 2**20,
+        ),
         loaded.decode,
         loaded.eos_token_ids,
         pool=BlockPool(loaded.num_blocks, loaded.block_size),
@@ -43,4 +49,5 @@ def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
+        prefix_caching=engine.prefix_caching,
     )

@@ -1,11 +1,12 @@
 """A batch of sequences through the model: integers in, one token id for each sampling one out.
 
-It owns the KV tensors, and what was computed for each request before its first batch: embeddings
-of its items and positions of its prompt. It decides nothing about who runs when.
+It owns the KV tensors, the positions of each prompt, and the embeddings of items: each request's
+own, as far as its batches need them, and beyond it those that may come again. It decides nothing
+about who runs when.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.errors import InvalidRequest
+from shared.lru import ByteLRU
 from shared.towers import Tower
 from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
@@ -23,56 +25,76 @@ from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequenc
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
-    embeddings: list[tuple[int, Tensor]]  # offset in the prompt, [length, hidden_size]
+    # Offset in the prompt, [length, hidden_size]; only what a batch has needed.
+    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class Runner:
     def __init__(
-        self, model: FlatModel, num_blocks: int, block_size: int, tower: Tower | None = None
+        self,
+        model: FlatModel,
+        num_blocks: int,
+        block_size: int,
+        tower: Tower | None = None,
+        embedding_cache_bytes: int = 0,
     ) -> None:
         """Without a tower all items must come with their embeddings."""
+        self.encoded_items = 0
         self._model = model
         self._tower = tower
         self._block_size = block_size
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
+        # By mm_hash, which differs between tenants.
+        self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
 
     @torch.inference_mode()
-    def encode(self, request: EngineRequest) -> None:
+    def prepare(self, request: EngineRequest) -> None:
         """Raises what is wrong with the request, here and not in a batch that it shares."""
         family = self._model.family
         family.check(request)
-        if not request.items:
-            return
-        positions = family.locate(request)
-        located = (
-            (self._no_positions, 0)
-            if positions is None
-            else (positions.prompt.numpy(), positions.delta)
-        )
-        offsets = [item.placeholder.offset for item in request.items]
-        embeddings = self._embeddings(request.items)
-        self._prepared[request.request_id] = _Prepared(
-            located, list(zip(offsets, embeddings, strict=True))
-        )
+        if self._tower is None and any(item.embedding is None for item in request.items):
+            raise InvalidRequest("an item has no embeddings, and no tower is here", field="items")
+        if request.items:
+            positions = family.locate(request)
+            self._prepared[request.request_id] = _Prepared(
+                (self._no_positions, 0)
+                if positions is None
+                else (positions.prompt.numpy(), positions.delta)
+            )
 
-    def _embeddings(self, items: Sequence[Item]) -> list[Tensor]:
-        """Those that came with an item, and those that our own tower makes of the others."""
-        to_encode = [item for item in items if item.embedding is None]
-        encoded: Iterator[Tensor] = iter(())
-        if to_encode:
-            if self._tower is None:
-                raise InvalidRequest(
-                    "an item has no embeddings, and no tower is here", field="items"
-                )
-            encoded = iter(self._tower.encode([item.fields for item in to_encode]))
-        return [
-            next(encoded)
-            if item.embedding is None
-            else item.embedding.to(self._model.device, self._model.dtype)
-            for item in items
-        ]
+    def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
+        """Of a request that is prepared; those that the cache has do not go through the tower."""
+        items = [request.items[index] for index in item_indexes]
+        found, new = {}, {}
+        for item in items:
+            if item.embedding is not None:
+                found[item.mm_hash] = item.embedding.to(self._model.device, self._model.dtype)
+            elif (embedding := self._embeddings.get(item.mm_hash)) is not None:
+                found[item.mm_hash] = embedding
+            else:
+                new[item.mm_hash] = item
+        if new:
+            found |= self._run_tower(list(new.values()))
+        for item in items:
+            embedding = found[item.mm_hash]
+            assert len(embedding) == item.placeholder.length, "one hash, two contents"
+            self._prepared[request.request_id].embeddings.append(
+                (item.placeholder.offset, embedding)
+            )
+
+    def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """Embeddings of the items, by mm_hash: [length, hidden_size] each."""
+        assert self._tower is not None
+        embeddings = self._tower.encode([item.fields for item in items])
+        self.encoded_items += len(items)
+        made = {}
+        for item, embedding in zip(items, embeddings, strict=True):
+            # A view of the tower's whole output would keep all of it for as long as one item.
+            made[item.mm_hash] = embedding.clone()
+            self._embeddings.put(item.mm_hash, made[item.mm_hash], embedding.nbytes)
+        return made
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)

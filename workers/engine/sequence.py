@@ -53,6 +53,13 @@ class EngineRequest:
     sampling: SamplingParams
     logged: list[LoggedChoice] = field(default_factory=list)
     """One entry per choice on a resume, none on a first attempt."""
+    tenant: str = ""
+    """Nothing that was computed for one tenant is used for another."""
+
+    def items_within(self, start: int, stop: int) -> list[int]:
+        """Indexes of the items that fill some of the tokens [start, stop)."""
+        ranges = [item.placeholder for item in self.items]
+        return [i for i, r in enumerate(ranges) if r.offset < stop and start < r.offset + r.length]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +76,12 @@ class Sequence:
     """Tokens whose keys and values are in the cache."""
     block_table: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
+    block_hashes: list[str] = field(default_factory=list)
+    """Of its first blocks, as far as anybody has asked for them."""
+    num_registered_blocks: int = 0
+    """Blocks of its table, from the first on, that have been registered for others to find."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the cache when it was first admitted; None before."""
 
     @property
     def request_id(self) -> str:

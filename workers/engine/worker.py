@@ -130,6 +130,10 @@ class EngineWorker:
             "waiting": stats.num_waiting,
             "free_blocks": stats.num_free_blocks,
             "blocks": stats.num_blocks,
+            "prefix_query_tokens": stats.prefix_query_tokens,
+            "prefix_hit_tokens": stats.prefix_hit_tokens,
+            "prefix_evictions": stats.prefix_evictions,
+            "encoded_items": stats.encoded_items,
         }
 
     async def _drain(self, drain_s: float) -> None:
@@ -178,6 +182,7 @@ class EngineWorker:
             items=items,
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
+            tenant=task.accepted.tenant,
         )
         flow = Flow(job, task, log)
         self._flows[task.request_id] = flow

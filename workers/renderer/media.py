@@ -1,7 +1,7 @@
 """From a content part's URL to a picture: from the request itself, or from the internet, once.
 
-Fetched bytes are kept for a while by URL, and while one thread fetches a URL all others that want
-it wait for that. All functions block, and may be called from many threads.
+Fetched bytes are kept for a while by tenant and URL, and while one thread fetches a URL all others
+of that tenant that want it wait for that. All functions block, and may be called from many threads.
 """
 
 import threading
@@ -13,6 +13,9 @@ from shared.lru import ByteLRU
 from workers.renderer.fetch import Fetcher
 from workers.renderer.images import LoadedImage, decode_data_url, decode_image
 
+_Key = tuple[str, str]
+"""Tenant and URL."""
+
 
 class MediaLoader:
     def __init__(self, config: RendererConfig) -> None:
@@ -20,14 +23,14 @@ class MediaLoader:
         self._config = config
         self._fetcher = Fetcher(config)
         self._lock = threading.Lock()
-        self._fetched: ByteLRU[str, bytes] = ByteLRU(config.url_cache_mib * 2**20)
-        self._flights: dict[str, Future[bytes]] = {}
+        self._fetched: ByteLRU[_Key, bytes] = ByteLRU(config.url_cache_mib * 2**20)
+        self._flights: dict[_Key, Future[bytes]] = {}
 
-    def load(self, url: str, field: str) -> LoadedImage:
+    def load(self, url: str, field: str, tenant: str = "") -> LoadedImage:
         """Raises a RequestError that names `field`."""
-        return decode_image(self.read(url, field), self._config, field)
+        return decode_image(self.read(url, field, tenant), self._config, field)
 
-    def read(self, url: str, field: str) -> bytes:
+    def read(self, url: str, field: str, tenant: str) -> bytes:
         """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
         scheme = url[:8].lower()
         if scheme.startswith("data:"):
@@ -36,33 +39,35 @@ class MediaLoader:
             raise InvalidMedia(
                 "a picture's URL must begin with data:, http: or https:", field=field
             )
+        key = (tenant, url)
         with self._lock:
-            if (kept := self._fetched.get(url)) is not None:
+            if (kept := self._fetched.get(key)) is not None:
                 return kept
-            flight = self._flights.get(url)
+            flight = self._flights.get(key)
             if flight is None:
-                ours = self._flights[url] = Future()
+                ours = self._flights[key] = Future()
         if flight is None:
-            return self._fetch(url, field, ours)
+            return self._fetch(key, field, ours)
         try:
             return flight.result()
         except RequestError as error:
             # The same answer, to another request's field.
             raise type(error)(error.message, field=field) from None
 
-    def _fetch(self, url: str, field: str, flight: "Future[bytes]") -> bytes:
+    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> bytes:
+        _, url = key
         try:
             data = self._fetcher.fetch(url, field)
         except BaseException as error:
-            self._land(url)
+            self._land(key)
             flight.set_exception(error)
             raise
-        self._land(url, data)
+        self._land(key, data)
         flight.set_result(data)
         return data
 
-    def _land(self, url: str, data: bytes | None = None) -> None:
+    def _land(self, key: _Key, data: bytes | None = None) -> None:
         with self._lock:
-            del self._flights[url]
+            del self._flights[key]
             if data is not None:
-                self._fetched.put(url, data, len(data))
+                self._fetched.put(key, data, len(data))

@@ -1,8 +1,8 @@
 """Pictures, each processed once on this machine for as long as its result is remembered.
 
-A picture is known by the hash of its file and of the processor's settings. What has been made of
-it is in an arena: ours, or that of another renderer of this machine. So one that comes again is
-neither decoded nor processed, and its bytes are where the engine can have them.
+A picture is known by the hash of its tenant, its file and the processor's settings. What has been
+made of it is in an arena: ours, or that of another renderer of this machine. So one that comes
+again is neither decoded nor processed, and its bytes are where the engine can have them.
 """
 
 import asyncio
@@ -67,14 +67,16 @@ class Pictures:
         self._in_thread = in_thread
         self._making: dict[str, asyncio.Task[Picture]] = {}
 
-    async def prepare(self, processor: Processor, url: str, field: str, ttl_s: float) -> Prepared:
+    async def prepare(
+        self, processor: Processor, url: str, field: str, tenant: str, ttl_s: float
+    ) -> Prepared:
         """`ttl_s` is how long the engine may ask for it. Raises a RequestError naming `field`."""
-        data = await self._in_thread(self._media.read, url, field)
-        mm_hash = processor.hash_picture(await self._in_thread(hash_source, data))
+        data = await self._in_thread(self._media.read, url, field, tenant)
+        mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
         if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
-        picture = await self._make(processor, mm_hash, data, field)
+        picture = await self._make(processor, mm_hash, data, field, tenant)
         ref = parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
         metadata = {name: picture.fields[name] for name in processor.metadata}
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
@@ -91,13 +93,15 @@ class Pictures:
             return None
         return Prepared(mm_hash, num_tokens, ref, {}, metadata)
 
-    async def _make(self, processor: Processor, mm_hash: str, data: bytes, field: str) -> Picture:
+    async def _make(
+        self, processor: Processor, mm_hash: str, data: bytes, field: str, tenant: str
+    ) -> Picture:
         """Those who want the same picture at the same time wait for the first."""
         making = self._making.get(mm_hash)
         if making is None:
 
             def make() -> Picture:
-                return processor.process(decode_image(data, self._config, field), field)
+                return processor.process(decode_image(data, self._config, field), field, tenant)
 
             self.counters.processed += 1
             making = self._making[mm_hash] = asyncio.ensure_future(self._in_thread(make))

@@ -120,7 +120,9 @@ class Processor:
                 field="messages",
             )
 
-    def render(self, messages: Sequence[Message], images: Iterable[LoadedImage]) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], images: Iterable[LoadedImage], tenant: str = ""
+    ) -> Rendered:
         """`images` are those of `prompt.image_parts`, in that order; each is taken when its turn
         comes, after `check` and after the text, and let go before the next but one.
 
@@ -129,7 +131,9 @@ class Processor:
         """
         token_ids = self.tokenize(messages)
         fields = [field for field, _ in prompt.image_parts(messages)]
-        processed = [self.process(i, field) for i, field in zip(images, fields, strict=True)]
+        processed = [
+            self.process(image, field, tenant) for image, field in zip(images, fields, strict=True)
+        ]
         counts = [picture.num_tokens for picture in processed]
         token_ids, ranges = self.expand(token_ids, counts)
         tensors: list[TensorData] = []
@@ -145,16 +149,19 @@ class Processor:
         """Fields of a picture that the language model needs, whoever encodes the picture."""
         return () if self._layout is None else self._layout.metadata
 
-    def hash_picture(self, source_hash: str) -> str:
-        """The mm_hash of what `process` makes of the picture in this file."""
-        assert self._layout is not None
-        return content_hash(source_hash, self._layout.fingerprint)
+    def hash_picture(self, source_hash: str, tenant: str) -> str:
+        """The mm_hash of what `process` makes of the picture in this file.
 
-    def process(self, image: LoadedImage, field: str) -> Picture:
+        It differs between tenants, and so does the key of whatever is kept by it.
+        """
+        assert self._layout is not None
+        return content_hash(tenant, source_hash, self._layout.fingerprint)
+
+    def process(self, image: LoadedImage, field: str, tenant: str) -> Picture:
         """Raises InvalidMedia for a picture that the model cannot take."""
         assert self._layout is not None
         fields, num_tokens = self._layout.process(image.image, field)
-        return Picture(self.hash_picture(image.source_hash), num_tokens, fields)
+        return Picture(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
 
     def expand(
         self, token_ids: list[int], counts: Sequence[int]

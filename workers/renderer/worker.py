@@ -140,7 +140,9 @@ class RendererWorker:
         # be a gigabyte.
         for field, part in prompt.image_parts(task.messages):
             prepared.append(
-                await self._pictures.prepare(processor, part.image_url.url, field, ttl_s)
+                await self._pictures.prepare(
+                    processor, part.image_url.url, field, task.accepted.tenant, ttl_s
+                )
             )
             await job.delivery.progress()
         counts = [picture.num_tokens for picture in prepared]

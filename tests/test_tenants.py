@@ -1,0 +1,85 @@
+"""Every cache there is, and that what one tenant has put into it is another's under another key."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.config import ModelConfig, RendererConfig
+from shared.multimodal import PlaceholderRange
+from shared.sampling import SamplingParams
+from workers.engine.prefix import block_hashes
+from workers.engine.sequence import EngineRequest, Item, Sequence
+from workers.renderer.media import MediaLoader
+from workers.renderer.processor import Processor
+from workers.settings import DEMO_MODEL
+
+ROOT = Path(__file__).parents[1]
+URL = "https://example.com/a.png"
+# Where something is kept for a later request, one line each.
+KEEPS = re.compile(r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(")
+NOT_OF_REQUESTS = ["shared/codec.py"]  # decoders, by type
+
+
+class Fetched:
+    """In the place of the fetcher: the cache behind it is what is looked at."""
+
+    def fetch(self, url: str, field: str) -> bytes:
+        return b"picture"
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor(ModelConfig(DEMO_MODEL))
+
+
+def block_key(tenant: str, processor: Processor) -> object:
+    """Of a picture that has one hash for both: the chain is salted by itself."""
+    items = [Item("image", "a" * 64, PlaceholderRange(0, 4), {})]
+    request = EngineRequest("r", [1] * 8, items, SamplingParams(), tenant=tenant)
+    return block_hashes(Sequence(request, 0, 0, [1] * 8, 1), 2, 4)[-1]
+
+
+def picture_key(tenant: str, processor: Processor) -> object:
+    """mm_hash, by which the renderer keeps pixels and the engine embeddings."""
+    return processor.hash_picture("b" * 64, tenant)
+
+
+def url_key(tenant: str, processor: Processor) -> object:
+    media = MediaLoader(RendererConfig())
+    media._fetcher = Fetched()  # type: ignore[assignment]
+    media.read(URL, "field", tenant)
+    (key,) = media._fetched._entries
+    return key
+
+
+CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
+    "prefixes": ("workers/engine/scheduler.py", block_key),
+    "embeddings": ("workers/engine/runner.py", picture_key),
+    "processed pictures": ("workers/renderer/pictures.py", picture_key),
+    "fetched files": ("workers/renderer/media.py", url_key),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_key_differs_between_tenants_and_not_between_requests(
+    cache: str, processor: Processor
+) -> None:
+    _, key = CACHES[cache]
+    keys = {tenant: key(tenant, processor) for tenant in ("", "a", "b")}
+    assert len(set(keys.values())) == 3
+    assert keys == {tenant: key(tenant, processor) for tenant in keys}
+    if isinstance(keys["a"], str):
+        assert len(bytes.fromhex(keys["a"])) >= 32, "a hash in full"
+
+
+def test_there_are_no_other_caches() -> None:
+    """A new one belongs into the table above."""
+    found = [
+        str(file.relative_to(ROOT))
+        for folder in ("shared", "workers")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for _ in KEEPS.findall(file.read_text())
+    ]
+    assert sorted(found) == sorted([*NOT_OF_REQUESTS, *(module for module, _ in CACHES.values())])

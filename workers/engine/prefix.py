@@ -1,0 +1,40 @@
+"""What a full KV block is called: a hash of everything that its keys and values depend on.
+
+A block's hash covers the hash of the block before it, and so all tokens from the beginning on, and
+with them the block's place. Pictures are covered by their content and by where they lie: all of
+them are filled with the same placeholder token. Sampling parameters have no part in it.
+
+The chain begins with the tenant, so that nobody finds what another tenant has computed, and cannot
+even learn from how soon an answer comes that there was something to find. Hashes are SHA-256 in
+full: whoever found two prompts with the same one could read answers to the other.
+"""
+
+import struct
+
+from shared.multimodal import content_hash
+from workers.engine.sequence import Sequence
+
+
+def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
+    """Of its first `num_blocks` blocks, all of which must be full of known tokens.
+
+    The sequence keeps them: its tokens do not change, there are only more of them.
+    """
+    hashes = sequence.block_hashes
+    for index in range(len(hashes), num_blocks):
+        parent = hashes[-1] if hashes else content_hash(sequence.request.tenant)
+        hashes.append(_block_hash(parent, sequence, index * block_size, block_size))
+    return hashes[:num_blocks]
+
+
+def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) -> str:
+    token_ids = sequence.token_ids[start : start + block_size]
+    assert len(token_ids) == block_size, "the block is not full"
+    request = sequence.request
+    items = [request.items[i] for i in request.items_within(start, start + block_size)]
+    return content_hash(
+        parent,
+        # Whatever the machine's own byte order, for hashes may be compared between machines.
+        struct.pack(f"<{block_size}q", *token_ids),
+        [[item.mm_hash, item.placeholder.offset - start] for item in items],
+    )
