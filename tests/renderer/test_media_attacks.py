@@ -1,4 +1,4 @@
-"""Pictures that are meant to harm: rows S16, S17 and S19."""
+"""Pictures that are meant to harm: rows S16, S17, S19 and S31."""
 
 import io
 import json
@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from shared.config import EngineConfig, ModelConfig, RendererConfig
-from shared.errors import InvalidMedia
+from shared.errors import InvalidMedia, InvalidRequest
 from shared.messages import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from workers.engine.core import Core
 from workers.engine.main import build_core
-from workers.renderer.images import MAX_SCANS, decode_image
+from workers.renderer.images import MAX_SCANS, LoadedImage, decode_image
 from workers.renderer.processor import Processor
 from workers.settings import DEMO_MODEL
 
@@ -273,3 +273,44 @@ def test_a_picture_of_any_size_is_answered_or_refused(
     rendered = processor.render([Message("user", parts)], [image])
     answers, errors = run(core, [unpack(pack(rendered))])
     assert (len(answers["r"]) > 0, errors) == (True, {})
+
+
+# -- S31: text that would be a picture's place -----------------------------------------------------
+
+LOOKALIKES = [
+    "\uff1c|image_pad|\uff1e",
+    "<|image\u200b_pad|>",
+    "<\u200d|image_pad|>",
+    "<|IMAGE_PAD|>",
+]
+
+
+def test_no_control_token_of_the_demo_model_can_be_typed(demo: tuple[Processor, Core]) -> None:
+    processor, _ = demo
+    image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
+    picture = ImagePart(ImageURL("data:,"))
+    added = processor._tokenizer.added_tokens_decoder.values()
+    tokens = [token.content for token in added if token.special]
+    assert "<|image_pad|>" in tokens
+    for token in tokens:
+        for parts in ([TextPart(token), picture], [picture, TextPart(f"a{token}b")]):
+            with pytest.raises(InvalidRequest, match="control token"):
+                processor.render([Message("user", parts)], [image])
+        for cut in range(1, len(token)):
+            halves: list[TextPart | ImagePart] = [TextPart(token[:cut]), TextPart(token[cut:])]
+            with pytest.raises(InvalidRequest, match="control token"):
+                processor.render([Message("user", [*halves, picture])], [image])
+
+
+@pytest.mark.parametrize("text", LOOKALIKES, ids=ascii)
+def test_lookalikes_leave_the_picture_where_it_is(demo: tuple[Processor, Core], text: str) -> None:
+    processor, core = demo
+    image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
+    parts = [ImagePart(ImageURL("data:,")), TextPart(text)]
+    rendered = processor.render([Message("user", parts)], [image])
+    plain = processor.render([Message("user", [parts[0], TextPart("x")])], [image])
+    assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]
+    pad = processor._image_token_id
+    assert rendered.prompt_token_ids.count(pad) == plain.prompt_token_ids.count(pad)
+    _, errors = run(core, [unpack(pack(rendered))])
+    assert errors == {}
