@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,3 +150,10 @@ def test_it_finds_nothing_in_what_is_harmless() -> None:
         "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
     )
     assert found(source, CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 40
+    assert named - set(re.findall(r"def (test_\w+)", tests)) == set()
