@@ -9,6 +9,7 @@ it runs again.
 """
 
 import functools
+import itertools
 import secrets
 import time
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from shared.config import BlobsConfig
 from shared.errors import BlobLost, Unavailable
 from shared.messages import BlobAddress, Heartbeat
 from shared.multimodal import BlobRef
-from shared.roads import Blob, BrokerRoad, LocalRoad, Road, TcpRoad
+from shared.roads import CHUNK_BYTES, Blob, BrokerRoad, LocalRoad, Road, TcpRoad
 
 # Workers come and go; roads to those that are gone must not be kept for ever.
 MAX_OWNERS = 64
@@ -92,7 +93,8 @@ class Blobs:
                     return BlobRef(worker, *found)
             except (OSError, TimeoutError, ValueError):
                 continue
-        return None
+        # Another task may have put it here while the neighbours were asked.
+        return self._server.find(name, ttl_s)
 
     async def _neighbours(self) -> dict[str, BlobAddress]:
         """Other workers of our role whose memory we can map, as of a moment ago."""
@@ -118,7 +120,7 @@ class Blobs:
     def _answer(self, question: bytes) -> bytes:
         """To a piece of a blob over the broker; empty if there is none."""
         piece = wire.unpack_piece(question)
-        if piece is None:
+        if piece is None or piece.num_bytes > CHUNK_BYTES:
             return b""
         if piece.operation == wire.RELEASE:
             self._server.release(piece.key)
@@ -189,6 +191,8 @@ class Blobs:
         return Blob(arena.view(slot), functools.partial(arena.slots.unpin_all, reader))
 
     async def _roads_to(self, owner: str) -> list[Road]:
+        if not subjects.is_name(owner):  # it becomes part of a subject
+            return []
         if owner not in self._roads:
             address = await self._address_of(owner)
             if address is None:
@@ -201,6 +205,9 @@ class Blobs:
     def _keep_roads(self, owner: str, address: BlobAddress) -> list[Road]:
         # Somebody else may have asked meanwhile.
         if owner not in self._roads:
+            # One that is new may have come for one that has died.
+            for road in itertools.chain.from_iterable(self._roads.values()):
+                road.close_if_over()
             self._roads[owner] = self._make_roads(owner, address)
             if len(self._roads) > MAX_OWNERS:
                 _, oldest = self._roads.popitem(last=False)

@@ -7,10 +7,10 @@ is reading, too, so nothing changes under its eyes and its death frees it.
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ BACKLOG = 128
 SEND_TIMEOUT_S = 60.0
 
 _log = structlog.get_logger()
-_credentials = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 
 
 @dataclass(slots=True)
@@ -163,8 +162,7 @@ class _Reader:
                 self._done(key)
 
     def _may_map(self) -> bool:
-        option = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
-        if _credentials.unpack(option)[1] == os.getuid():
+        if wire.is_same_user(self._sock):
             return True
         _log.warning("blob_reader_refused", reason="it runs as another user")
         return False
@@ -183,7 +181,8 @@ class _Reader:
             case wire.RELEASE:
                 self._server.release(question.key)
                 await wire.send_answer(self._sock, wire.Answer(True))
-            case wire.FIND:
+            # A name is no permission; and whoever shares our memory could look for it there.
+            case wire.FIND if self._local and 0 <= question.ttl_s < math.inf:
                 ref = self._server.find(question.key.hex(), question.ttl_s)
                 await wire.send_answer(self._sock, _found(ref))
             case _:

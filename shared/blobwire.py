@@ -8,6 +8,7 @@ bytes follow the answer to `GET`; a local reader has them in its mapping, pinned
 """
 
 import asyncio
+import os
 import socket
 import struct
 from typing import Literal, NamedTuple
@@ -29,6 +30,7 @@ FIND: Operation = b"F"
 
 _question = struct.Struct(f"<c{KEY_BYTES}sf")
 _answer = struct.Struct(f"<BQQ{KEY_BYTES}s")
+_credentials = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 NO_KEY = bytes(KEY_BYTES)
 
 
@@ -44,6 +46,13 @@ class Question(NamedTuple):
     key: bytes
     """Or a name, of which these are the bytes of its hexadecimal digits."""
     ttl_s: float = 0.0
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a local connection runs as the same user as we do."""
+    option = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
+    uid: int = _credentials.unpack(option)[1]
+    return uid == os.getuid()
 
 
 async def send_question(sock: socket.socket, question: Question) -> None:

@@ -7,7 +7,7 @@ MIN_SIZE = 64 * 2**10
 
 
 class BufferPool:
-    """Keeps what is given back, up to `max_bytes`. Page aligned."""
+    """Page aligned; keeps what is given back, up to `max_bytes`, and makes nothing larger."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -15,7 +15,10 @@ class BufferPool:
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> mmap.mmap:
-        """At least `num_bytes` long; what it contains is not defined."""
+        """At least `num_bytes` long; what it contains is not defined. Raises ValueError for more
+        than the pool may keep: who says how large a blob is may be lying."""
+        if num_bytes > self._max_bytes:
+            raise ValueError(f"{num_bytes} bytes are over the limit of {self._max_bytes}")
         size = max(MIN_SIZE, 1 << max(num_bytes - 1, 0).bit_length())
         if not self._free[size]:
             return mmap.mmap(-1, size)

@@ -90,6 +90,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_key_decoder = msgspec.msgpack.Decoder(str)
 _header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
@@ -135,8 +136,8 @@ def decode(data: bytes | bytearray | memoryview, head_type: type[T]) -> tuple[T,
     view = memoryview(data).toreadonly()
     header_end, body_offset = _read_prefix(view)
     header_bytes = view[_PREFIX.size : header_end]
-    _check_nesting(bytes(header_bytes))
     try:
+        _check_nesting(bytes(header_bytes))
         header = _header_decoder.decode(header_bytes)
         head = _head_decoder(head_type).decode(header.head)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError for keys
@@ -235,12 +236,13 @@ class _Format(NamedTuple):
     """Width of the length field; each unit of length then adds the next two."""
     bytes_per_unit: int = 0
     children_per_unit: int = 0
+    is_map: bool = False
 
 
 def _formats() -> dict[int, _Format]:
     """By first byte. Extension types are left out: no head has any, and pickles hide in them."""
     formats = {op: _Format(1) for op in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3)}
-    formats |= {0x80 + n: _Format(1, children=2 * n) for n in range(16)}
+    formats |= {0x80 + n: _Format(1, children=2 * n, is_map=True) for n in range(16)}
     formats |= {0x90 + n: _Format(1, children=n) for n in range(16)}
     formats |= {0xA0 + n: _Format(1 + n) for n in range(32)}
     sizes = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5}
@@ -250,7 +252,9 @@ def _formats() -> dict[int, _Format]:
     arrays = {0xDC: 2, 0xDD: 4}
     formats |= {op: _Format(1, 0, width, children_per_unit=1) for op, width in arrays.items()}
     maps = {0xDE: 2, 0xDF: 4}
-    formats |= {op: _Format(1, 0, width, children_per_unit=2) for op, width in maps.items()}
+    formats |= {
+        op: _Format(1, 0, width, children_per_unit=2, is_map=True) for op, width in maps.items()
+    }
     return formats
 
 
@@ -266,30 +270,49 @@ _RUN_OF_SCALARS = re.compile(
 
 
 def _check_nesting(data: bytes) -> None:
-    """Raise DecodeError unless `data` is whole msgpack of bounded depth and number of values."""
+    """Raise unless `data` is whole msgpack of bounded depth and number of values, and the keys of
+    each map are strings that differ: of two values under one key, msgspec would take the last.
+
+    Raises DecodeError or ValueError.
+    """
     offset = num_nodes = 0
     pending = [1]  # values still to come, per open container
+    keys: list[set[str] | None] = [None]  # those so far, per open container that is a map
     while pending:
         if not pending[-1]:
             pending.pop()
+            keys.pop()
             continue
-        if pending[-1] >= _RUN_LEN and (run := _RUN_OF_SCALARS.match(data, offset)):
+        seen, left = keys[-1], pending[-1]
+        if seen is None and left >= _RUN_LEN and (run := _RUN_OF_SCALARS.match(data, offset)):
             pending[-1] -= _RUN_LEN
             offset = run.end()
             continue
         pending[-1] -= 1
-        offset, children = _step(data, offset)
+        start = offset
+        offset, children, is_map = _step(data, offset)
         num_nodes += 1
+        if seen is not None and left % 2 == 0:
+            _add_key(seen, data[start:offset])
         if children:
             pending.append(children)
+            keys.append(set() if is_map else None)
         if len(pending) > MAX_DEPTH + 1 or num_nodes > MAX_NODES:
             raise DecodeError(
                 f"the header is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} values"
             )
 
 
-def _step(data: bytes, offset: int) -> tuple[int, int]:
-    """Offset after the value at `offset`, without its children, and the number of those."""
+def _add_key(seen: set[str], packed: bytes) -> None:
+    key = _key_decoder.decode(packed)
+    if key in seen:
+        raise DecodeError("the header has the same key twice")
+    seen.add(key)
+
+
+def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
+    """Offset after the value at `offset`, without its children, the number of those, and whether
+    they are keys and values."""
     if offset >= len(data):
         _refuse_truncated()
     form = _FORMATS.get(data[offset])
@@ -299,7 +322,7 @@ def _step(data: bytes, offset: int) -> tuple[int, int]:
     end = offset + form.size + form.length_bytes + length * form.bytes_per_unit
     if end > len(data):
         _refuse_truncated()
-    return end, form.children + length * form.children_per_unit
+    return end, form.children + length * form.children_per_unit, form.is_map
 
 
 def _refuse_truncated() -> NoReturn:

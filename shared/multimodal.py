@@ -3,8 +3,10 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
@@ -18,8 +20,8 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     """A large payload that a worker keeps; the key is the permission to read it."""
 
     worker: str
-    key: bytes
-    num_bytes: int
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    num_bytes: Annotated[int, Meta(ge=0)]
 
 
 class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -58,6 +58,8 @@ class Road(Protocol):
     async def get(self, ref: BlobRef) -> Blob: ...
     async def tell(self, ref: BlobRef, operation: wire.Operation) -> None: ...
     def close(self) -> None: ...
+    def close_if_over(self) -> None:
+        """Let go of an owner that has died: its memory lives as long as anybody maps it."""
 
 
 class _SocketRoad:
@@ -75,6 +77,10 @@ class _SocketRoad:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+    def close_if_over(self) -> None:
+        if self._sock is not None and not self._turn.locked() and _is_over(self._sock):
+            self.close()
 
     async def _ask(self, question: wire.Question) -> wire.Answer:
         """While having the turn. After whatever goes wrong the connection is not used again: an
@@ -111,6 +117,15 @@ class _SocketRoad:
         raise NotImplementedError
 
 
+def _is_over(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _close_result(connecting: asyncio.Task[socket.socket]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()
@@ -140,6 +155,11 @@ class LocalRoad(_SocketRoad):
             answer = await self._ask(wire.Question(wire.FIND, bytes.fromhex(name), ttl_s))
         return (answer.key, answer.num_bytes) if answer.found else None
 
+    def close(self) -> None:
+        super().close()
+        # What is being read keeps the mapping for itself.
+        self._arena = None
+
     def _done(self, sock: socket.socket | None, key: bytes) -> None:
         # The end of an earlier connection has ended what was read on it.
         if sock is not self._sock:
@@ -163,6 +183,9 @@ class LocalRoad(_SocketRoad):
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)
             sock.connect("\0" + self._name)
+            # Once its owner is gone, anybody may take the name.
+            if not wire.is_same_user(sock):
+                raise ValueError("who listens there runs as another user")
             hello, fds, _, _ = socket.recv_fds(sock, len(wire.HELLO), 1)
             if hello != wire.HELLO or len(fds) != 1:
                 raise ValueError("who listens there does not speak of blobs")
@@ -246,4 +269,7 @@ class BrokerRoad:
         await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
 
     def close(self) -> None:
+        pass
+
+    def close_if_over(self) -> None:
         pass

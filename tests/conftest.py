@@ -1,5 +1,10 @@
-"""One real nats-server per test session, on a free port; a connection for each test."""
+"""One real nats-server per test session, on a free port; a connection for each test.
 
+And a watch over every error that is made in any test: none that may reach a client tells of our
+insides.
+"""
+
+import re
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -7,6 +12,24 @@ import pytest
 from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
+from shared.errors import ConfigError, PagemillError
+
+INSIDES = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
+
+
+@pytest.fixture(autouse=True)
+def errors_tell_nothing_of_our_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    told: list[str] = []
+    make = PagemillError.__init__
+
+    def watched(self: PagemillError, message: str, *, field: str | None = None) -> None:
+        make(self, message, field=field)
+        if not isinstance(self, ConfigError):  # which is for the operator, and names files
+            told.append(f"{field}: {message}")
+
+    monkeypatch.setattr(PagemillError, "__init__", watched)
+    yield
+    assert [text for text in told if INSIDES.search(text)] == []
 
 
 @pytest.fixture(scope="session")

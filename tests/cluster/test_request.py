@@ -32,6 +32,7 @@ from shared.messages import (
 )
 from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
+from tests.renderer.test_media_attacks import jpeg_of_many_scans, webp
 from workers.asking import Question, build_request
 
 CASES = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
@@ -216,6 +217,16 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
     "a truncated picture": (
         body([image(data_url((PICTURES / "red.png").read_bytes()[:100]))]),
         "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "a JPEG of 100,000 scans": (
+        body([image(data_url(jpeg_of_many_scans(100_000)))]),
+        "invalid_media",
+        "messages[0].content[0].image_url.url",
+    ),
+    "an animation": (
+        body([image(data_url(webp((16_383, 16_383), 1000)))]),
+        "media_too_large",
         "messages[0].content[0].image_url.url",
     ),
     "too many pixels": (

@@ -101,6 +101,24 @@ def test_what_is_wrong_is_named(
     assert part in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA", "num_frames": -1}},
+        {"type": "video_url", "video_url": {"url": "https://host/a.mp4", "fps": 1e-9}},
+        {"type": "input_audio", "input_audio": {"data": "AA", "format": "flac"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/flac;base64,AA"}},
+        {"type": "image_embeds", "image_embeds": "AA"},
+        {"type": "file", "file": {"file_id": "../../etc/passwd"}},
+    ],
+    ids=lambda part: part["type"],
+)
+def test_films_and_sounds_are_not_even_looked_at(part: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedContent) as caught:
+        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS)
+    assert caught.value.field == "messages[0].content[0].type"
+
+
 def test_an_unknown_model_is_told_what_there_is() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):

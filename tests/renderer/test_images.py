@@ -253,12 +253,17 @@ def test_a_damaged_exif_block_is_refused_without_a_warning():
 
 def test_truncations_and_bit_flips_end_in_a_picture_or_a_refusal():
     rng = random.Random(3)
+    exif = Image.Exif()
+    exif[0x0112] = 6
     seeds = [saved(picture(), fmt) for fmt in ("JPEG", "PNG", "WEBP")]
-    seeds += [saved(picture("P"), "PNG"), saved(picture("CMYK"), "JPEG", progressive=True)]
+    seeds += [saved(picture(mode), "PNG") for mode in ("P", "1", "LA", "I;16")]
+    seeds += [saved(picture("CMYK"), "JPEG", progressive=True), saved(picture(), "JPEG", exif=exif)]
+    seeds += [saved(picture("RGBA"), "WEBP", lossless=True)]
+    assert len(seeds) == 10
     outcomes = set()
     for i in range(1000):
         data = bytearray(seeds[i % len(seeds)])
-        if i % 2:
+        if i % 20 < 10:
             del data[rng.randrange(len(data)) :]
         else:
             for _ in range(rng.randint(1, 8)):

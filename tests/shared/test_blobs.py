@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -16,37 +16,13 @@ import pytest
 from shared import subjects
 from shared.blobs import Blobs
 from shared.broker import Broker
-from shared.bus import Bus
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
-from shared.messages import BlobAddress, Heartbeat, to_json
+from shared.messages import BlobAddress
 from shared.multimodal import BlobRef
 
 MIB = 2**20
-CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
 NAME = "ab" * 32
-
-
-@pytest.fixture
-async def start(bus: Bus) -> AsyncIterator[Callable]:
-    """Start a worker's blobs, and tell of them as its heartbeat would."""
-    started: list[Blobs] = []
-
-    async def start(
-        config: BlobsConfig = CONFIG,
-        told: Callable[[BlobAddress], BlobAddress] = lambda address: address,
-    ) -> Blobs:
-        worker = f"test-{secrets.token_hex(4)}"
-        blobs = Blobs(bus, "test", worker, config)
-        await blobs.start()
-        started.append(blobs)
-        beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
-        await bus.put_heartbeat(worker, to_json(beat))
-        return blobs
-
-    yield start
-    for blobs in started:
-        await blobs.close()
 
 
 def put(blobs: Blobs, data: bytes, name: str = NAME, ttl_s: float = 60) -> BlobRef:

@@ -12,8 +12,8 @@ Network = IPv4Network | IPv6Network
 
 # `is_global` of Python 3.11 lets these through: addresses of a protocol's own machinery, of local
 # services, and of clouds' metadata.
-_DENIED: tuple[Network, ...] = tuple(
-    ip_network(network)
+_DENIED = tuple(
+    IPv4Network(network)
     for network in (
         "0.0.0.0/8",
         "100.64.0.0/10",  # between a provider and its customers
@@ -22,13 +22,10 @@ _DENIED: tuple[Network, ...] = tuple(
         "192.88.99.0/24",  # 6to4 relays
         "224.0.0.0/4",
         "240.0.0.0/4",
-        "::/96",  # IPv4-compatible, long deprecated
-        "64:ff9b:1::/48",  # NAT64 of a network's own choice
-        "100::/64",
-        "fec0::/10",  # site-local, deprecated
-        "ff00::/8",
     )
 )
+# All of IPv6 that is given out; the rest is for translators, local networks and days to come.
+_GLOBAL_UNICAST = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
@@ -51,13 +48,12 @@ def parse_address(text: str) -> Address:
 
 
 def _is_public(address: Address) -> bool:
+    if isinstance(address, IPv4Address):
+        return address.is_global and not any(address in network for network in _DENIED)
     # A mapped or translated address is as public as the one inside, which is judged on its own.
-    wrapped = isinstance(address, IPv6Address) and (
-        address.ipv4_mapped is not None or address in _NAT64
-    )
-    return wrapped or (
-        address.is_global and not any(address in n for n in _DENIED if n.version == address.version)
-    )
+    if address.ipv4_mapped is not None or address in _NAT64:
+        return True
+    return address.is_global and address in _GLOBAL_UNICAST
 
 
 def _inside(address: Address) -> list[IPv4Address]:

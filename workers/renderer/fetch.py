@@ -2,16 +2,19 @@
 
 A URL is taken apart once, strictly, and what was found is what is dialled. A name is resolved once;
 all of its addresses must be ones that may be dialled, and the connection is made to one of these,
-not to the name. Every hop of a redirect goes the same way. All functions block.
+not to the name. Every hop of a redirect goes the same way. One deadline holds for all of it, from
+the first name to the last byte. All functions block.
 """
 
 import re
 import socket
+import ssl
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import httpcore2
@@ -23,7 +26,6 @@ from workers.renderer.addresses import Network, may_dial, parse_address, parse_n
 MAX_REDIRECTS = 3
 MAX_URL_LEN = 8192
 MAX_CONNECTIONS = 16
-KEEPALIVE_S = 5.0
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = [
@@ -66,7 +68,7 @@ def parse_url(url: str, field: str) -> Target:
 
 
 class Fetcher:
-    """Thread-safe; connections are kept for the next picture of the same server."""
+    """Thread-safe."""
 
     def __init__(self, config: RendererConfig) -> None:
         """Raises ValueError for a network that is none."""
@@ -74,7 +76,8 @@ class Fetcher:
         networks = [parse_network(text) for text in config.media_networks]
         self._pool = httpcore2.ConnectionPool(
             max_connections=MAX_CONNECTIONS,
-            keepalive_expiry=KEEPALIVE_S,
+            # What a server sends behind an answer would be the answer to the next request.
+            max_keepalive_connections=0,
             network_backend=_GuardedBackend(networks),
         )
 
@@ -112,7 +115,7 @@ class Fetcher:
                     raise InvalidMedia(
                         f"the picture's server answered {response.status}", field=field
                     )
-                return self._read(response.iter_stream(), deadline, field)
+                return self._read(response.iter_stream(), field)
         except _Blocked:
             raise MediaBlocked("the picture's host is not on the internet", field=field) from None
         except (
@@ -125,7 +128,7 @@ class Fetcher:
         ):
             raise InvalidMedia("the picture could not be fetched in time", field=field) from None
 
-    def _read(self, chunks: Iterable[bytes], deadline: float, field: str) -> bytes:
+    def _read(self, chunks: Iterable[bytes], field: str) -> bytes:
         limit = self._config.max_image_bytes
         body = bytearray()
         for chunk in chunks:
@@ -134,8 +137,6 @@ class Fetcher:
                 raise MediaTooLarge(
                     f"the picture has more than the limit of {limit} bytes", field=field
                 )
-            if time.monotonic() > deadline:
-                raise TimeoutError
         return bytes(body)
 
 
@@ -149,11 +150,17 @@ class _Blocked(Exception):
 
 
 class _GuardedBackend(httpcore2.NetworkBackend):
-    """Every connection passes here, and by an address that has been looked at."""
+    """Every connection passes here, and by an address that has been looked at.
+
+    It and its streams take each `timeout` for a moment of `time.monotonic()`: a server that sends a
+    byte now and then would stay within any time that counts from one byte to the next.
+    """
 
     def __init__(self, allowed: Sequence[Network]) -> None:
         self._allowed = allowed
         self._dial = httpcore2.SyncBackend()
+        # The system's resolver takes no timeout, and waits half a minute for a silent name server.
+        self._resolvers = ThreadPoolExecutor(MAX_CONNECTIONS, "resolve")
 
     def connect_tcp(
         self,
@@ -163,12 +170,51 @@ class _GuardedBackend(httpcore2.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = [str(entry[4][0]) for entry in found]
+        resolving = self._resolvers.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in resolving.result(_left_s(timeout))]
         # One that may not be dialled among others that may is how a name is turned against us.
         if not all(may_dial(parse_address(address), self._allowed) for address in addresses):
             raise _Blocked
-        return self._dial.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+        return _DeadlineStream(
+            self._dial.connect_tcp(
+                addresses[0], port, _left_s(timeout), local_address, socket_options
+            )
+        )
+
+
+class _DeadlineStream(httpcore2.NetworkStream):
+    def __init__(self, stream: httpcore2.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left_s(timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left_s(timeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.NetworkStream:
+        secured = self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout))
+        return _DeadlineStream(secured)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def _left_s(deadline: float | None) -> float:
+    """Raises TimeoutError when it has passed."""
+    assert deadline is not None, "every request has one"
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
 
 
 def _host_header(target: Target) -> str:
@@ -178,8 +224,9 @@ def _host_header(target: Target) -> str:
 
 
 def _timeouts(deadline: float) -> dict[str, float]:
-    left_s = max(deadline - time.monotonic(), 0.001)
-    return {"connect": left_s, "read": left_s, "write": left_s, "pool": left_s}
+    # The pool's own is a time as usual; the others go to `_GuardedBackend`.
+    moments = dict.fromkeys(("connect", "read", "write"), deadline)
+    return moments | {"pool": _left_s(deadline)}
 
 
 def _location(headers: Iterable[tuple[bytes, bytes]]) -> str:

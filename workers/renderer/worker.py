@@ -174,5 +174,5 @@ class RendererWorker:
 def _decode(data: bytes) -> RenderTask:
     try:
         return _decode_task(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"not a render task: {error}") from error

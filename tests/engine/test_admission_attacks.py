@@ -1,0 +1,290 @@
+"""Requests that no renderer would make, at the engine's door: rows S28 to S30 and S32."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
+from shared.messages import ImagePart, ImageURL, Message, TextPart
+from shared.multimodal import PlaceholderRange
+from tests.road import pack, run, unpack
+from tests.shared.test_codec import envelope, packed
+from workers.engine.core import Core
+from workers.engine.main import build_core
+from workers.engine.sequence import EngineRequest, Item
+from workers.renderer.images import LoadedImage
+from workers.renderer.processor import Processor
+from workers.settings import DEMO_MODEL
+
+MODEL = ModelConfig(str(DEMO_MODEL), max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor(MODEL)
+
+
+@pytest.fixture(scope="module")
+def core() -> Core:
+    return build_core(MODEL, EngineConfig(num_blocks=128))
+
+
+def message(
+    processor: Processor, request_id: str = "r", colours: tuple[str, ...] = ("red",)
+) -> bytes:
+    """An engine task as the renderer publishes it."""
+    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")) for _ in colours]
+    parts.append(TextPart("What color is this image?"))
+    images = [LoadedImage(Image.new("RGB", (90, 70), colour), colour) for colour in colours]
+    return pack(processor.render([Message("user", parts)], images), request_id)
+
+
+@pytest.fixture
+def good(processor: Processor) -> EngineRequest:
+    return unpack(message(processor))
+
+
+def with_item(request: EngineRequest, **changes: Any) -> EngineRequest:
+    """The request with its first item changed; `fields` that are None are dropped."""
+    item = request.items[0]
+    fields = item.fields | changes.pop("fields", {})
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return replace(request, items=[replace(item, fields=fields, **changes), *request.items[1:]])
+
+
+def patches(rows: int = 0, channels: int = 3, pixels: int = 196) -> Tensor:
+    return torch.zeros(rows, channels, pixels, dtype=torch.uint8)
+
+
+def table(value: float) -> Tensor:
+    spoilt = torch.zeros(3, 256)
+    spoilt[2, 255] = value
+    return spoilt
+
+
+FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
+    "no patches": lambda item: {"pixel_patches": None},
+    "no table": lambda item: {"pixel_table": None},
+    "no grid": lambda item: {"image_grid_thw": None},
+    **{
+        f"patches of {dtype}": lambda item, dtype=dtype: {
+            "pixel_patches": item.fields["pixel_patches"].to(dtype)
+        }
+        for dtype in (torch.int8, torch.bool, torch.int16, torch.float16, torch.float32)
+    },
+    "complex patches": lambda item: {
+        "pixel_patches": item.fields["pixel_patches"].to(torch.complex64)
+    },
+    "sparse patches": lambda item: {
+        "pixel_patches": item.fields["pixel_patches"].to_sparse().to(torch.float32)
+    },
+    "one row too few": lambda item: {"pixel_patches": item.fields["pixel_patches"][:-1]},
+    "one row too many": lambda item: {
+        "pixel_patches": patches(len(item.fields["pixel_patches"]) + 1)
+    },
+    "no rows": lambda item: {"pixel_patches": patches(0)},
+    "one pixel too few": lambda item: {"pixel_patches": item.fields["pixel_patches"][..., :-1]},
+    "a channel too many": lambda item: {
+        "pixel_patches": patches(len(item.fields["pixel_patches"]), channels=4)
+    },
+    "flat patches": lambda item: {"pixel_patches": item.fields["pixel_patches"].flatten()},
+    "a further dimension": lambda item: {"pixel_patches": item.fields["pixel_patches"][None]},
+    "a scalar": lambda item: {"pixel_patches": torch.tensor(1, dtype=torch.uint8)},
+    "a table with NaN": lambda item: {"pixel_table": table(torch.nan)},
+    "a table with infinity": lambda item: {"pixel_table": table(torch.inf)},
+    "a table with minus infinity": lambda item: {"pixel_table": table(-torch.inf)},
+    "a double table": lambda item: {"pixel_table": item.fields["pixel_table"].double()},
+    "a short table": lambda item: {"pixel_table": item.fields["pixel_table"][:, :255]},
+    "a table of one channel": lambda item: {"pixel_table": item.fields["pixel_table"][:1]},
+    "an empty table": lambda item: {"pixel_table": torch.zeros(0, 256)},
+    **{
+        f"a grid of {grid}": lambda item, grid=grid: {"image_grid_thw": torch.tensor(grid)}
+        for grid in (
+            [1, 2**62, 4],
+            [1, 2**32, 2**32],
+            [2**63 - 1, 1, 1],
+            [1, -6, -4],
+            [0, 6, 4],
+            [2, 6, 4],
+            [1, 0, 0],
+            [1, 1, 24],
+            [1, 3, 8],
+            [1, 6],
+            [1, 6, 4, 1],
+            [],
+            [[1, 6, 4]],
+        )
+    },
+    "a grid of floats": lambda item: {"image_grid_thw": torch.tensor([1.0, 6.0, 4.0])},
+    "a grid of int32": lambda item: {"image_grid_thw": item.fields["image_grid_thw"].int()},
+}
+
+
+@pytest.fixture
+def tower_calls(core: Core, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many items the model was asked to look at."""
+    family = core._runner._model.family  # type: ignore[attr-defined]
+    calls: list[int] = []
+    really = family.encode
+    monkeypatch.setattr(
+        family, "encode", lambda request: calls.append(len(request.items)) or really(request)
+    )
+    return calls
+
+
+def test_what_is_as_it_should_be_is_answered(
+    core: Core, good: EngineRequest, tower_calls: list[int]
+) -> None:
+    answers, errors = run(core, [good])
+    assert answers["r"]
+    assert errors == {}
+    assert tower_calls == [1]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_of_another_kind_or_shape_never_reach_the_model(
+    core: Core, good: EngineRequest, tower_calls: list[int], name: str
+) -> None:
+    spoilt = with_item(good, fields=FIELDS[name](good.items[0]))
+    answers, errors = run(core, [spoilt])
+    assert type(errors["r"]) is InvalidRequest
+    assert errors["r"].field == "items"
+    assert answers == {"r": []}
+    assert tower_calls == []
+
+
+@pytest.mark.parametrize("modality", ["video", "audio", "", "Image"])
+def test_another_modality_is_refused(core: Core, good: EngineRequest, modality: str) -> None:
+    _, errors = run(core, [with_item(good, modality=modality)])
+    assert type(errors["r"]) is UnsupportedContent
+
+
+# -- S30: as many embeddings as places ------------------------------------------------------------
+
+
+def move(request: EngineRequest, offset: int = 0, length: int = 0) -> EngineRequest:
+    placeholder = request.items[0].placeholder
+    return with_item(
+        request,
+        placeholder=PlaceholderRange(placeholder.offset + offset, placeholder.length + length),
+    )
+
+
+WRONG: dict[str, Callable[[EngineRequest], EngineRequest]] = {
+    "one place too few": lambda request: move(request, 0, -1),
+    "one place too many": lambda request: move(request, 0, 1),
+    "one further on": lambda request: move(request, 1, 0),
+    "one before": lambda request: move(request, -1, 0),
+    "over a word": lambda request: move(request, -1, 1),
+    "a larger picture": lambda request: with_item(
+        request,
+        fields={"pixel_patches": patches(400), "image_grid_thw": torch.tensor([1, 20, 20])},
+    ),
+    "a smaller picture": lambda request: with_item(
+        request, fields={"pixel_patches": patches(4), "image_grid_thw": torch.tensor([1, 2, 2])}
+    ),
+    "no picture for its places": lambda request: with_item(request, fields={"pixel_patches": None}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_who_has_too_few_embeddings_fails_alone(
+    core: Core, processor: Processor, name: str
+) -> None:
+    colours = ("red", "blue", "green", "yellow", "black", "white", "red")
+    others = [unpack(message(processor, f"r{i}", (c,))) for i, c in enumerate(colours)]
+    alone, _ = run(core, others)
+    bad = WRONG[name](unpack(message(processor, "bad")))
+    answers, errors = run(core, [*others[:3], bad, *others[3:]])
+    assert set(errors) == {"bad"}
+    assert isinstance(errors["bad"], InvalidRequest)
+    assert answers == alone | {"bad": []}
+
+
+@pytest.mark.parametrize("placeholder", [(-1, 4), (0, 0), (0, -1), (10**9, 4), (0, 2**62)])
+def test_places_outside_of_the_prompt_are_refused_at_the_door(
+    core: Core, good: EngineRequest, placeholder: tuple[int, int]
+) -> None:
+    with pytest.raises(InvalidRequest, match="placeholder"):
+        core.add(with_item(good, placeholder=PlaceholderRange(*placeholder)))
+    assert not core.has_work
+
+
+# -- S32: token ids -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**9, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
+@pytest.mark.parametrize("place", [0, 3, -1])
+def test_token_ids_out_of_range_are_refused_at_the_door(
+    core: Core, good: EngineRequest, token_id: int, place: int
+) -> None:
+    token_ids = [1, 2, 3, 4, 5]
+    token_ids[place] = token_id
+    with pytest.raises(InvalidRequest) as caught:
+        core.add(EngineRequest("r", token_ids, [], good.sampling))
+    assert caught.value.field == "messages"
+    assert not core.has_work
+
+
+def test_the_first_id_out_of_range_is_the_vocabularys_size(core: Core, good: EngineRequest) -> None:
+    size = core._vocab_size
+    with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
+        core.add(EngineRequest("r", [size], [], good.sampling))
+    answers, errors = run(core, [EngineRequest("r", [size - 1], [], good.sampling)])
+    assert answers["r"]
+    assert errors == {}
+
+
+@pytest.mark.parametrize("token_ids", [[True], [1.0], ["1"], [None], [b"1"], [[1]], "12", None, {}])
+def test_what_is_no_token_id_is_not_even_decoded(processor: Processor, token_ids: Any) -> None:
+    task = msgspec.to_builtins(msgspec.msgpack.decode(_head(message(processor))))
+    assert unpack(envelope(packed([], task | {"items": []}))).prompt_token_ids
+    with pytest.raises(DecodeError, match="prompt_token_ids"):
+        unpack(envelope(packed([], task | {"items": [], "prompt_token_ids": token_ids})))
+
+
+def _head(data: bytes) -> bytes:
+    _, head = msgspec.msgpack.decode(
+        data[16 : 16 + int.from_bytes(data[8:12], "little")],
+        type=tuple[list[Any], msgspec.Raw],
+    )
+    return bytes(head)
+
+
+def test_an_empty_prompt_is_refused_at_the_door(core: Core, good: EngineRequest) -> None:
+    with pytest.raises(RequestError):
+        core.add(EngineRequest("r", [], [], good.sampling))
+    assert not core.has_work
+
+
+# -- S29: what is received is only read -----------------------------------------------------------
+
+
+def test_the_engine_writes_into_nothing_that_it_was_sent(core: Core, processor: Processor) -> None:
+    """The memory of this envelope may be written, so a write would show."""
+    received = bytearray(message(processor, colours=("red", "blue")))
+    before = hashlib.sha256(received).digest()
+    request = unpack(received)
+    tensors = [tensor for item in request.items for tensor in item.fields.values()]
+    start = torch.frombuffer(received, dtype=torch.uint8).data_ptr()
+    assert all(start <= t.data_ptr() < start + len(received) for t in tensors)
+    answers, errors = run(core, [request])
+    assert answers["r"]
+    assert errors == {}
+    assert hashlib.sha256(received).digest() == before
+    assert [tensor._version for tensor in tensors] == [0] * len(tensors)
+
+
+def test_the_renderers_own_table_is_only_read(core: Core, processor: Processor) -> None:
+    """It is one for all pictures."""
+    first = message(processor)
+    run(core, [unpack(first)])
+    assert message(processor) == first

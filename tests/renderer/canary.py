@@ -1,0 +1,96 @@
+"""A real server that counts who knocks, and fetchers to send there."""
+
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+
+from shared.config import RendererConfig
+from workers.renderer import fetch
+from workers.renderer.fetch import Fetcher
+
+LOOPBACK = ["127.0.0.0/8"]
+
+
+class Canary:
+    """A real server; `answers` says what it does with a path."""
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.connections = 0
+        self.paths: list[str] = []
+        self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
+        canary = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def setup(self) -> None:
+                canary.connections += 1
+                super().setup()
+
+            def do_GET(self) -> None:
+                canary.paths.append(self.path)
+                answer = canary.answers.get(urlsplit(self.path).path, send(b"picture"))
+                answer(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+            def server_bind(self) -> None:
+                if ":" in address:  # and with it every IPv4 address
+                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                super().server_bind()
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass
+
+        self._server = Server((address, 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def url(self, path: str = "/a.png", host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.port}{path}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def send(body: bytes, status: int = 200, **headers: str) -> Callable:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def config(networks: list[str] | None = None, **given: object) -> RendererConfig:
+    given = {"media_hosts": ["*"], "fetch_timeout_s": 1.0} | given
+    return RendererConfig(media_networks=networks or [], **given)  # type: ignore[arg-type]
+
+
+def fetcher(networks: list[str] | None = None, **given: object) -> Fetcher:
+    return Fetcher(config(networks, **given))
+
+
+def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
+    """Names resolve to each of `answers` in turn; returns the names that were asked for."""
+    asked: list[str] = []
+    really = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *args: object, **options: object) -> list:
+        if host.endswith(tuple("0123456789")):  # the dial itself
+            return really(host, port, *args, **options)  # type: ignore[arg-type]
+        asked.append(host)
+        found = answers[min(len(asked), len(answers)) - 1]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", getaddrinfo)
+    return asked

@@ -1,0 +1,57 @@
+"""Renderer and engine in one process: through the envelope, and without a broker."""
+
+from collections.abc import Iterable
+
+from shared.codec import decode, encode
+from shared.errors import PagemillError
+from shared.messages import Acceptance, EngineTask
+from shared.sampling import SamplingParams
+from shared.tensors import to_torch
+from workers.engine.core import Core
+from workers.engine.sequence import EngineRequest, Item
+from workers.renderer.processor import Rendered
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def pack(rendered: Rendered, request_id: str = "r", sampling: SamplingParams = GREEDY) -> bytes:
+    """The message that the renderer would publish, every tensor in it."""
+    accepted = Acceptance(0.0, 1.0, 1, "receipt")
+    task = EngineTask(
+        request_id, "m", "batch", rendered.prompt_token_ids, rendered.items, sampling, accepted, []
+    )
+    return encode(task, rendered.tensors)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
+    """What the engine makes of it; the tensors are views of `data`."""
+    task, tensors = decode(data, EngineTask)
+    items = [
+        Item(
+            item.modality,
+            item.mm_hash,
+            item.placeholder,
+            {name: to_torch(tensors[index]) for name, index in item.fields.items()},
+        )
+        for item in task.items
+    ]
+    return EngineRequest(task.request_id, task.prompt_token_ids, items, task.sampling_params)
+
+
+def run(
+    core: Core, requests: Iterable[EngineRequest]
+) -> tuple[dict[str, list[int]], dict[str, PagemillError]]:
+    """All of them at once, to their ends: tokens, and errors, by request."""
+    answers: dict[str, list[int]] = {}
+    errors: dict[str, PagemillError] = {}
+    for request in requests:
+        answers[request.request_id] = []
+        core.add(request)
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                errors[output.request_id] = output.error
+            for delta in output.choices:
+                answers[output.request_id] += delta.token_ids
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    return answers, errors

@@ -1,0 +1,33 @@
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from shared.blobs import Blobs
+from shared.bus import Bus
+from shared.config import BlobsConfig
+from shared.messages import BlobAddress, Heartbeat, to_json
+
+CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
+
+
+@pytest.fixture
+async def start(bus: Bus) -> AsyncIterator[Callable]:
+    """Start a worker's blobs, and tell of them as its heartbeat would."""
+    started: list[Blobs] = []
+
+    async def start(
+        config: BlobsConfig = CONFIG,
+        told: Callable[[BlobAddress], BlobAddress] = lambda address: address,
+    ) -> Blobs:
+        worker = f"test-{secrets.token_hex(4)}"
+        blobs = Blobs(bus, "test", worker, config)
+        await blobs.start()
+        started.append(blobs)
+        beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
+        await bus.put_heartbeat(worker, to_json(beat))
+        return blobs
+
+    yield start
+    for blobs in started:
+        await blobs.close()

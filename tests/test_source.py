@@ -1,0 +1,159 @@
+"""What no module may do, read from the source itself: rows S03, S13, S23 and S41."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(file for folder in ("workers", "shared") for file in (ROOT / folder).rglob("*.py"))
+
+# They make code of data.
+CODE = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "joblib", "shelve", "jsonpickle"}
+CODE |= {"torch.load", "torch.hub", "torch.jit.load", "numpy.load", "yaml.load", "yaml.full_load"}
+CODE |= {"yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader", "multiprocessing", "runpy"}
+CODE |= {"eval", "exec", "compile", "__import__", "importlib.import_module"}
+# They ask other people's servers, or read a file by a name.
+NETWORK = {"requests", "httpx", "aiohttp", "urllib3", "http.client", "urllib.request", "ftplib"}
+NETWORK |= {"httpcore", "httpcore2", "websockets", "smtplib", "telnetlib"}
+SOCKETS = {"socket.create_connection", "socket.socket", "socket.getaddrinfo", "socket.socketpair"}
+SOCKETS |= {"asyncio.open_connection"}
+FILES_BY_NAME = {"open", "io.open", "os.open", "PIL.Image.open"}
+FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
+
+ALLOWED = {
+    "workers.renderer.fetch": {"httpcore2", "socket.getaddrinfo"},
+    "workers.renderer.images": {"PIL.Image.open"},  # of bytes
+    "shared.roads": {"socket.socket", "socket.create_connection"},  # addresses from heartbeats
+    "shared.blobwire": {"socket.socket"},  # that it is given
+    "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
+    # The operator's own files, on the operator's own machine.
+    "shared.broker": {"socket.socket", ".open"},
+    "workers.settings": {".read_text"},
+    "workers.asking": {".read_bytes"},
+    "workers.operating": {".read_bytes"},
+    "workers.local": {".open"},
+}
+
+
+def names_used(tree: ast.AST) -> Iterator[str]:
+    """Dotted names by what they were imported as; a method of what is not a name as `.method`."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+                bound = alias.asname or alias.name.partition(".")[0]
+                aliases[bound] = alias.name if alias.asname else bound
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            root, *path = _dotted(node)
+            if root in aliases or hasattr(builtins, root):
+                yield ".".join([aliases.get(root, root), *path])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # Others have methods of this name, too; that of a file takes a mode.
+            is_file = node.func.attr != "open" or _is_mode(node.args)
+            yield f".{node.func.attr}" if is_file else ".open of something else"
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [*_dotted(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else ["?"]
+
+
+def _is_mode(args: list[ast.expr]) -> bool:
+    first = args[0].value if args and isinstance(args[0], ast.Constant) else None
+    return isinstance(first, str) and set(first) <= set("rwabx+t")
+
+
+def found(source: str, banned: set[str]) -> set[str]:
+    """Which of `banned` are used, or something within them."""
+    used = set(names_used(ast.parse(source)))
+    return {name for name in banned if any(f"{u}.".startswith(f"{name}.") for u in used)}
+
+
+def in_all(banned: set[str]) -> dict[str, set[str]]:
+    by_module = {module_of(file): found(file.read_text(), banned) for file in FILES}
+    return {module: names for module, names in by_module.items() if names}
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_no_module_makes_code_of_data() -> None:
+    # The command line's own roles, by a table.
+    assert in_all(CODE) == {"workers.__main__": {"importlib.import_module"}}
+
+
+def test_no_other_module_asks_servers_or_opens_files() -> None:
+    assert in_all(NETWORK | SOCKETS | FILES_BY_NAME) == ALLOWED
+
+
+def test_no_model_brings_its_code_and_nothing_is_downloaded() -> None:
+    for call in calls():
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert "trust_remote_code" not in keywords
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+            assert keywords["local_files_only"] == "True"
+
+
+def test_no_digest_is_shortened_and_no_key_is_pythons_own_hash() -> None:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
+                assert "digest" not in ast.unparse(node.value.func)
+    assert "hash" not in {ast.unparse(call.func) for call in calls()}
+
+
+def calls() -> Iterator[ast.Call]:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                yield node
+
+
+@pytest.mark.parametrize(
+    ("line", "banned"),
+    [
+        ("import pickle", CODE),
+        ("from pickle import loads as read", CODE),
+        ("import torch as t; t.load(x)", CODE),
+        ("from torch import load; load(x)", CODE),
+        ("import yaml; yaml.load(x)", CODE),
+        ("eval(x)", CODE),
+        ("f = exec", CODE),
+        ("import urllib.request", NETWORK),
+        ("from urllib import request", NETWORK),
+        ("def f(): import httpx", NETWORK),
+        ("import socket as s; s.create_connection(x)", SOCKETS),
+        ("from PIL import Image; Image.open(x)", FILES_BY_NAME),
+        ("import PIL.Image as I; I.open(x)", FILES_BY_NAME),
+        ("open(x)", FILES_BY_NAME),
+        ("Path(x).read_bytes()", FILES_BY_NAME),
+    ],
+)
+def test_the_reading_of_the_source_finds_it(line: str, banned: set[str]) -> None:
+    assert found(line, banned)
+
+
+def test_it_finds_nothing_in_what_is_harmless() -> None:
+    source = (
+        "import yaml, torch\nyaml.safe_load(x)\ntorch.frombuffer(x)\nfrom urllib.parse import *"
+    )
+    assert found(source, CODE | NETWORK | SOCKETS | FILES_BY_NAME) == set()
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 40
+    assert named - set(re.findall(r"def (test_\w+)", tests)) == set()
