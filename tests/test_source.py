@@ -32,6 +32,8 @@ ALLOWED = {
     "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
     # The operator's own files, on the operator's own machine.
     "shared.broker": {"socket.socket", ".open"},
+    "workers.renderer.layouts": {".read_bytes"},
+    "workers.renderer.processor": {".read_text"},
     "workers.settings": {".read_text"},
     "workers.asking": {".read_bytes"},
     "workers.operating": {".read_bytes"},

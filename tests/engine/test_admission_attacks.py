@@ -1,7 +1,7 @@
 """Requests that no renderer would make, at the engine's door: rows S28 to S30 and S32."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
 from shared.messages import ImagePart, ImageURL, Message, TextPart
 from shared.multimodal import PlaceholderRange
+from shared.towers import Fields
 from tests.road import pack, run, unpack
 from tests.shared.test_codec import envelope, packed
 from workers.engine.core import Core
@@ -34,7 +35,9 @@ def processor() -> Processor:
 
 @pytest.fixture(scope="module")
 def core() -> Core:
-    return build_core(MODEL, EngineConfig(num_blocks=128))
+    return build_core(
+        MODEL, EngineConfig(num_blocks=128, prefix_caching=False, embedding_cache_mib=0)
+    )
 
 
 def message(
@@ -131,12 +134,15 @@ FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
 @pytest.fixture
 def tower_calls(core: Core, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many items the model was asked to look at."""
-    family = core._runner._model.family  # type: ignore[attr-defined]
-    calls: list[int] = []
-    really = family.encode
-    monkeypatch.setattr(
-        family, "encode", lambda request: calls.append(len(request.items)) or really(request)
-    )
+    runner: Any = core._runner
+    tower, calls = runner._tower, []
+
+    class Watched:
+        def encode(self, batch: Sequence[Fields]) -> list[Tensor]:
+            calls.append(len(batch))
+            return tower.encode(batch)
+
+    monkeypatch.setattr(runner, "_tower", Watched())
     return calls
 
 

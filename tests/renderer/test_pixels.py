@@ -82,7 +82,7 @@ def restored(picture: Picture, num_frames: int) -> np.ndarray:
 def assert_same(loaded: Loaded, image: Image.Image, expected: Image.Image) -> None:
     """`image` is what we have decoded, `expected` what transformers is given."""
     ours, own = loaded
-    picture = ours.process(LoadedImage(image, "hash"), FIELD)
+    picture = ours.process(LoadedImage(image, "hash"), FIELD, "")
     wanted = own(images=[expected], return_tensors="np")
     values = restored(picture, own.temporal_patch_size)
     theirs = wanted["pixel_values"].astype(np.float32)
@@ -179,4 +179,4 @@ def test_every_mode(load: Callable[[str], Loaded], file: str, name: str) -> None
 
 def test_the_settings_are_told_apart(load: Callable[[str], Loaded]) -> None:
     """Or the tests above would compare one with itself."""
-    assert len({load(name)[0].hash_picture("file") for name in SETTINGS}) == len(SETTINGS)
+    assert len({load(name)[0].hash_picture("file", "") for name in SETTINGS}) == len(SETTINGS)
