@@ -88,7 +88,7 @@ def _tensor(num_bytes: int) -> torch.Tensor:
 
 async def run_owner(url: str, ip: str) -> None:
     bus = await Bus.connect(url, "owner")
-    blobs = Blobs(bus, "bench", "owner", BlobsConfig(arena_mib=1024, listen=ip))
+    blobs = Blobs(bus, "bench", "owner", BlobsConfig(arena_mib=256, listen=ip))
     await blobs.start()
     made = {num_bytes: parts_of(num_bytes) for num_bytes in SIZES.values()}
     tensors = {num_bytes: _tensor(num_bytes) for num_bytes in SIZES.values()}
