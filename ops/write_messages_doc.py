@@ -25,7 +25,10 @@ from shared.messages import (
     Hop,
     ImagePart,
     ImageURL,
+    MediaHead,
+    MediaPin,
     Message,
+    PinnedPart,
     RenderTask,
     TextPart,
     TokenChunk,
@@ -154,6 +157,26 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         ATTEMPT,
     ),
     (
+        subjects.media("<sha256>"),
+        "client or renderer → renderers, JSON",
+        "A picture that is there. Publish its bytes to `pm.media.<sha256>.<number>`, from 0 on and"
+        " in pieces well below 1 MB, and then this: from its acknowledgement on any request may"
+        " name the picture by the URL `media:<sha256>`, the SHA-256 of its bytes in lower-case"
+        " hexadecimal. It is kept for at least as long as the longest request may take, and each"
+        " request that names it keeps it for that time again. Readers compute the hash anew; a"
+        " name of which not everything is there gets the error `media_not_found`.",
+        MediaHead(1_204_233, 3),
+    ),
+    (
+        subjects.pin("<request_id>", 41),
+        "renderer → renderer, msgpack (shown as JSON)",
+        "What was fetched for a request from http and https URLs, in the order of its parts, by"
+        " SHA-256 of URL and bytes. The number is that of the request in its queue. Written before"
+        " the request is handed on, on the condition that there is none: later attempts see the"
+        " same pictures.",
+        MediaPin([PinnedPart("f1d2d2f9…", "9c0f6a51…")]),
+    ),
+    (
         subjects.dead("<role>", "<request_id>"),
         "worker → operator, msgpack (shown as JSON)",
         "A message that was given up: what it was, how often it was tried, and why it failed.",
@@ -204,6 +227,9 @@ whoever holds or ends the request | nobody |
 | `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
 | `pm.ended.<request_id>` | none | coordinators | whoever has the request in hand |
 | `pm.attempt.<request_id>` | {subjects.ATTEMPTS_STREAM}, in memory | workers | workers, operators |
+| `pm.media.<sha256>`, `pm.media.<sha256>.<number>` | {subjects.MEDIA_STREAM} | \
+clients, renderers | renderers |
+| `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
 | `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |
 

@@ -92,7 +92,8 @@ class Blobs:
                     return BlobRef(worker, *found)
             except (OSError, TimeoutError, ValueError):
                 continue
-        return None
+        # Others of this worker may have put it while we asked.
+        return self._server.find(name, ttl_s)
 
     async def _neighbours(self) -> dict[str, BlobAddress]:
         """Other workers of our role whose memory we can map, as of a moment ago."""

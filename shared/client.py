@@ -1,10 +1,10 @@
-"""What a client does: publish a request, follow its token log, cancel it."""
+"""What a client does: publish a request, follow its token log, cancel it, store pictures."""
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
-from shared import subjects
+from shared import media, subjects
 from shared.bus import Bus
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
 from shared.messages import GenerateRequest, LogRecord, decode_log_record, to_json
@@ -64,6 +64,17 @@ async def cancel(bus: Bus, request_id: str) -> None:
     _check_name(request_id, "request_id")
     # The stream keeps one of them at a time, and needs no id to tell.
     await bus.publish_unnamed(subjects.cancel(request_id), b"")
+
+
+async def pin_media(bus: Bus, data: bytes) -> str:
+    """Store a picture's file once, and return the URL by which any number of requests may name it.
+
+    It is there for at least as long as the longest request may take, and anew from each request
+    that names it. Raises Unavailable.
+    """
+    name = await media.name_of(data)
+    await media.store(bus, name, data)
+    return media.url_of(name)
 
 
 class _Reader:

@@ -6,6 +6,9 @@ renderer → engine         EngineTask                 pm.stage.engine.…      
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
+client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
+client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
+renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
 anyone → coordinator      (empty)                    pm.cancel.<id>
 coordinator → holders     (empty)                    pm.ended.<id>
@@ -33,7 +36,8 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
 
 
 class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
-    """`url` is a `data:` URL with base64, or http(s) where the operator allows it."""
+    """`url` is a `data:` URL with base64, `media:` and the SHA-256 of a picture that was stored
+    before, or http(s) where the operator allows it."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
@@ -217,6 +221,29 @@ class Attempt(Struct, frozen=True):
     log_len: int
     """Records in the token log when it began: a later attempt that finds more knows of progress."""
     outcome: Literal["open", "handed_back", "failed"] = "open"
+
+
+class MediaHead(Struct, frozen=True):
+    """Written after the chunks of a picture: from then on it is there.
+
+    The chunks are the picture's bytes in a row, of any size that a message may have.
+    """
+
+    num_bytes: Annotated[int, Meta(ge=0)]
+    num_chunks: Annotated[int, Meta(ge=0, le=1024)]
+
+
+class PinnedPart(Struct, frozen=True, array_like=True):
+    url_hash: str
+    """SHA-256 of the URL, which may hold a secret."""
+    media: str
+    """SHA-256 of the bytes that were fetched from it."""
+
+
+class MediaPin(Struct, frozen=True):
+    """What was fetched for a request, in the order of its parts: later attempts take the same."""
+
+    parts: list[PinnedPart]
 
 
 class BlobAddress(Struct, frozen=True):

@@ -12,6 +12,7 @@ TOKENS_STREAM = "TOKENS"
 DEAD_STREAM = "DEAD"
 CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
+MEDIA_STREAM = "MEDIA"
 # A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
 WORKERS_STREAM = "KV_pm_workers"
 
@@ -20,6 +21,8 @@ STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
 CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
+MEDIA_FILTER = "pm.media.>"
+PINS_FILTER = "pm.pin.>"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.*"
@@ -106,6 +109,20 @@ def ended(request_id: str) -> str:
 def attempts(request_id: str) -> str:
     """Who has taken a request in hand, and how that went."""
     return f"pm.attempt.{request_id}"
+
+
+def media(name: str) -> str:
+    """What a stored picture consists of; `name` is the SHA-256 of its bytes in hexadecimal."""
+    return f"pm.media.{name}"
+
+
+def media_chunk(name: str, number: int) -> str:
+    return f"pm.media.{name}.{number}"
+
+
+def pin(request_id: str, sequence: int) -> str:
+    """What the URLs of a request were found to be; another acceptance of its id finds anew."""
+    return f"pm.pin.{request_id}.{sequence}"
 
 
 def blob(worker: str) -> str:

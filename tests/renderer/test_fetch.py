@@ -21,9 +21,10 @@ LOOPBACK = ["127.0.0.0/8"]
 
 
 class Canary:
-    """A real server on the loopback address; `answer` says what it does with a path."""
+    """A real server on a loopback address; `answers` says what it does with a path."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.connections = 0
         self.paths: list[str] = []
         self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
@@ -42,12 +43,12 @@ class Canary:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), Handler)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def url(self, path: str = "/a.png", host: str = "127.0.0.1") -> str:
-        return f"http://{host}:{self.port}{path}"
+    def url(self, path: str = "/a.png", host: str | None = None) -> str:
+        return f"http://{host or self._host}:{self.port}{path}"
 
     def close(self) -> None:
         self._server.shutdown()

@@ -14,6 +14,15 @@ from workers.renderer.fetch import Fetcher
 from workers.renderer.images import LoadedImage, decode_data_url, decode_image
 
 
+def is_remote(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def is_stored(url: str) -> bool:
+    """Whether it names a picture in the broker's own store."""
+    return url.startswith("media:")
+
+
 class MediaLoader:
     def __init__(self, config: RendererConfig) -> None:
         """Raises ValueError for a network in the configuration that is none."""
@@ -29,12 +38,11 @@ class MediaLoader:
 
     def read(self, url: str, field: str) -> bytes:
         """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
-        scheme = url[:8].lower()
-        if scheme.startswith("data:"):
+        if url[:5].lower() == "data:":
             return decode_data_url(url, self._config, field)
-        if not scheme.startswith(("http://", "https://")):
+        if not is_remote(url):
             raise InvalidMedia(
-                "a picture's URL must begin with data:, http: or https:", field=field
+                "a picture's URL must begin with data:, media:, http: or https:", field=field
             )
         with self._lock:
             if (kept := self._fetched.get(url)) is not None:
@@ -49,6 +57,16 @@ class MediaLoader:
         except RequestError as error:
             # The same answer, to another request's field.
             raise type(error)(error.message, field=field) from None
+
+    def recall(self, url: str) -> bytes | None:
+        """What is kept by this URL; does not block."""
+        with self._lock:
+            return self._fetched.get(url)
+
+    def remember(self, url: str, data: bytes) -> None:
+        """Keep what somebody else has fetched."""
+        with self._lock:
+            self._fetched.put(url, data, len(data))
 
     def _fetch(self, url: str, field: str, flight: "Future[bytes]") -> bytes:
         try:

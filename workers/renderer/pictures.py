@@ -17,7 +17,6 @@ from shared.config import RendererConfig
 from shared.errors import BlobLost, RequestError
 from shared.multimodal import BlobRef
 from workers.renderer.images import decode_image, hash_source
-from workers.renderer.media import MediaLoader
 from workers.renderer.processor import Picture, Processor
 
 Result = TypeVar("Result")
@@ -50,19 +49,20 @@ class InThread(Protocol):
 
 
 class Pictures:
-    def __init__(
-        self, blobs: Blobs, media: MediaLoader, config: RendererConfig, in_thread: InThread
-    ) -> None:
+    def __init__(self, blobs: Blobs, config: RendererConfig, in_thread: InThread) -> None:
         self.counters = Counters()
         self._blobs = blobs
-        self._media = media
         self._config = config
         self._in_thread = in_thread
         self._making: dict[str, asyncio.Task[Picture]] = {}
 
-    async def prepare(self, processor: Processor, url: str, field: str, ttl_s: float) -> Prepared:
-        """`ttl_s` is how long the engine may ask for it. Raises a RequestError naming `field`."""
-        data = await self._in_thread(self._media.read, url, field)
+    async def prepare(
+        self, processor: Processor, data: bytes, field: str, ttl_s: float
+    ) -> Prepared:
+        """`data` is the picture's file, `ttl_s` how long the engine may ask for what is made of it.
+
+        Raises a RequestError naming `field`.
+        """
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data))
         if (known := await self._find(mm_hash, ttl_s)) is not None:
             self.counters.hits += 1

@@ -18,7 +18,8 @@ from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.runtime import Context
 from shared.stage import Job, serve
 from workers.renderer import prompt
-from workers.renderer.media import MediaLoader
+from workers.renderer.jobmedia import JobMedia
+from workers.renderer.media import MediaLoader, is_remote
 from workers.renderer.pictures import Pictures, Prepared
 from workers.renderer.processor import Processor
 
@@ -47,7 +48,8 @@ class RendererWorker:
         self._blobs = blobs
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
-        self._pictures = Pictures(blobs, MediaLoader(limits), limits, self._in_thread)
+        self._loader = MediaLoader(limits)
+        self._pictures = Pictures(blobs, limits, self._in_thread)
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
@@ -137,14 +139,18 @@ class RendererWorker:
         processor = self._processors[task.model]
         token_ids = await self._in_thread(self._begin, processor, task, job)
         ttl_s = (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000
+        media = await self._media_of(task, job)
         prepared = []
         # One at a time, and dropped once it is processed: eight rasters of the largest size would
         # be a gigabyte.
         for field, part in prompt.image_parts(task.messages):
-            prepared.append(
-                await self._pictures.prepare(processor, part.image_url.url, field, ttl_s)
+            source = await media.read(part.image_url.url, field)
+            picture, _ = await asyncio.gather(
+                self._pictures.prepare(processor, source.data, field, ttl_s), media.keep(source)
             )
+            prepared.append(picture)
             await job.delivery.progress()
+        await media.pin()
         counts = [picture.num_tokens for picture in prepared]
         token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
         items, tensors = await self._pack(prepared, ranges)
@@ -160,6 +166,15 @@ class RendererWorker:
             round=task.round,
         )
         return codec.encode(engine_task, tensors)
+
+    async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
+        limits = self._config.renderer
+        media = JobMedia(self._context.bus, self._loader, limits, self._in_thread, task)
+        tried_before = job.delivery.attempt > 1 or task.round > 0
+        urls = (part.image_url.url for _, part in prompt.image_parts(task.messages))
+        if tried_before and any(is_remote(url) for url in urls):
+            await media.recall()
+        return media
 
     @staticmethod
     def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
