@@ -6,6 +6,10 @@ renderer → engine         EngineTask                 pm.stage.engine.…      
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
+client → renderer → client   GenerateRequest → RenderedPrompt | Refusal
+                                                     pm.render.<model>           envelope | JSON
+client → renderer → client   TokenizeRequest → Tokenized | Refusal
+                                                     pm.tokenize.<model>         JSON
 client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
 client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
 renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
@@ -185,6 +189,39 @@ LogRecord = TokenChunk | Finish | Failure
 
 
 # ---------------------------------------------------------------------------------------------
+# questions to a renderer, answered at once and without an engine
+
+
+class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the two: `messages` go through the model's chat template, `prompt` is taken as is."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)] | None = None
+    prompt: str | None = None
+
+
+class Tokenized(Struct, frozen=True, tag="tokens"):
+    """Pictures count with all the tokens that they fill."""
+
+    count: int
+    max_model_len: int
+    """Prompt and answer together; a prompt with more tokens is not refused here."""
+    token_ids: list[int]
+
+
+class RenderedPrompt(Struct, frozen=True):
+    """What an engine would be given: the items' tensors are in the envelope."""
+
+    prompt_token_ids: list[int]
+    items: list[MultiModalKwargsItem]
+
+
+class Refusal(Struct, frozen=True, tag="error"):
+    """An answer that is none."""
+
+    error: ErrorInfo
+
+
+# ---------------------------------------------------------------------------------------------
 # beside the road
 
 
@@ -273,6 +310,10 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
 _request_from_json = msgspec.json.Decoder(GenerateRequest)
 _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+_tokenize_from_json = msgspec.json.Decoder(TokenizeRequest)
+_tokenize_from_msgpack = msgspec.msgpack.Decoder(TokenizeRequest)
+_tokenized = msgspec.json.Decoder(Tokenized | Refusal)
+_refusal = msgspec.json.Decoder(Refusal)
 _log_record = msgspec.json.Decoder(LogRecord)
 
 _attempt = msgspec.json.Decoder(Attempt)
@@ -288,6 +329,25 @@ def decode_request(data: bytes) -> GenerateRequest:
     decoder = _request_from_msgpack if packed else _request_from_json
     request: GenerateRequest = decoder.decode(data)
     return request
+
+
+def decode_tokenize_request(data: bytes) -> TokenizeRequest:
+    """JSON or msgpack. Raises msgspec.MsgspecError."""
+    packed = bool(data) and data[0] >= 0x80
+    decoder = _tokenize_from_msgpack if packed else _tokenize_from_json
+    request: TokenizeRequest = decoder.decode(data)
+    return request
+
+
+def decode_tokenized(data: bytes) -> Tokenized | Refusal:
+    answer: Tokenized | Refusal = _tokenized.decode(data)
+    return answer
+
+
+def decode_refusal(data: bytes) -> Refusal | None:
+    """None for an answer that is none: an envelope does not begin with a brace."""
+    refusal: Refusal | None = _refusal.decode(data) if data[:1] == b"{" else None
+    return refusal
 
 
 def decode_log_record(data: bytes) -> LogRecord:

@@ -73,6 +73,19 @@ def stage_consumer(role: str, model: str, lane: str) -> str:
     return f"{role}_{model}_{lane}"
 
 
+def render(model: str) -> str:
+    """Where renderers tell what they would make of a request, without an engine; core NATS."""
+    return f"pm.render.{model}"
+
+
+def tokenize(model: str) -> str:
+    """Where renderers count a prompt's tokens; core NATS."""
+    return f"pm.tokenize.{model}"
+
+
+# Of those who answer on these two.
+RENDERERS_GROUP = "renderers"
+
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 

@@ -98,18 +98,24 @@ class Sink:
 
 
 @contextlib.asynccontextmanager
-async def renderer(
-    url: str, config: Config, change: Callable[[RendererWorker], None] = lambda _: None
-) -> AsyncIterator[RendererWorker]:
-    """One that serves; `change` is made before it does."""
+async def renderer(url: str, config: Config) -> AsyncIterator[RendererWorker]:
+    """One that serves."""
     name = f"renderer-{secrets.token_hex(4)}"
     bus = await Bus.connect(url, name)
     await bus.prepare(config.nats, config.delivery)
     context = Context("renderer", name, None, config, bus, structlog.get_logger())
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
-    change(worker)
+    ready = asyncio.Event()
+    announce = context.ready
+
+    def announce_and_tell(models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        announce(models, load)
+        ready.set()
+
+    context.ready = announce_and_tell  # type: ignore[method-assign]
     serving = asyncio.create_task(worker.serve())
+    await ready.wait()
     try:
         yield worker
     finally:

@@ -17,7 +17,7 @@ from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import Config
 from shared.errors import Fenced
-from shared.messages import Failure, RenderTask
+from shared.messages import Failure
 from shared.tokenlog import read_log
 from tests.renderer.rig import (
     Sink,
@@ -163,7 +163,7 @@ async def test_one_stored_picture_in_many_requests(
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
         found = [(await sink.next())[0] for _ in range(3)]
-        assert worker._pictures.counters.processed == 1
+        assert worker._main_path.pictures.counters.processed == 1
     assert len({item.mm_hash for task in found for item in task.items}) == 1
 
 
@@ -193,11 +193,13 @@ async def test_a_picture_that_nobody_has_stored(
 @pytest.fixture
 async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], JobMedia]:
     """Attempts at one request, each with an empty cache."""
-    task: RenderTask = task_for(bus, model, messages_with([canary.url("/a.png")]))
+    task = task_for(bus, model, messages_with([canary.url("/a.png")]))
 
     def new() -> JobMedia:
         limits = config_for(model).renderer
-        return JobMedia(bus, MediaLoader(limits), limits, asyncio.to_thread, task)
+        loader = MediaLoader(limits)
+        sequence = task.accepted.sequence
+        return JobMedia(bus, loader, limits, asyncio.to_thread, task.request_id, sequence)
 
     return new
 

@@ -16,7 +16,7 @@ from shared import media, subjects
 from shared.bus import Bus
 from shared.config import RendererConfig
 from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge
-from shared.messages import MediaPin, PinnedPart, RenderTask, to_msgpack
+from shared.messages import MediaPin, PinnedPart, to_msgpack
 from workers.renderer.media import MediaLoader, is_remote, is_stored
 from workers.renderer.pictures import InThread
 
@@ -40,14 +40,16 @@ class JobMedia:
         loader: MediaLoader,
         config: RendererConfig,
         in_thread: InThread,
-        task: RenderTask,
+        request_id: str,
+        sequence: int,
     ) -> None:
+        """`sequence` is that of the request's acceptance."""
         self._bus = bus
         self._loader = loader
         self._max_bytes = config.max_image_bytes
         self._in_thread = in_thread
-        self._request_id = task.request_id
-        self._subject = subjects.pin(task.request_id, task.accepted.sequence)
+        self._request_id = request_id
+        self._subject = subjects.pin(request_id, sequence)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Of the pin; 0 for none."""

@@ -38,12 +38,8 @@ class MediaLoader:
 
     def read(self, url: str, field: str) -> bytes:
         """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
-        if url[:5].lower() == "data:":
+        if not self._is_elsewhere(url, field):
             return decode_data_url(url, self._config, field)
-        if not is_remote(url):
-            raise InvalidMedia(
-                "a picture's URL must begin with data:, media:, http: or https:", field=field
-            )
         with self._lock:
             if (kept := self._fetched.get(url)) is not None:
                 return kept
@@ -57,6 +53,21 @@ class MediaLoader:
         except RequestError as error:
             # The same answer, to another request's field.
             raise type(error)(error.message, field=field) from None
+
+    def read_afresh(self, url: str, field: str) -> bytes:
+        """Like `read`, but from the source itself; what is kept is neither used nor changed."""
+        if not self._is_elsewhere(url, field):
+            return decode_data_url(url, self._config, field)
+        return self._fetcher.fetch(url, field)
+
+    @staticmethod
+    def _is_elsewhere(url: str, field: str) -> bool:
+        """False for a picture in the URL itself."""
+        if not is_remote(url) and url[:5].lower() != "data:":
+            raise InvalidMedia(
+                "a picture's URL must begin with data:, media:, http: or https:", field=field
+            )
+        return is_remote(url)
 
     def recall(self, url: str) -> bytes | None:
         """What is kept by this URL; does not block."""

@@ -71,6 +71,11 @@ class Pictures:
         ref = parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields)
 
+    def clear(self) -> None:
+        """Forget everything, and that it ever was."""
+        self._blobs.clear()
+        self.counters.hits = self.counters.processed = 0
+
     async def _find(self, mm_hash: str, ttl_s: float) -> Prepared | None:
         ref = await self._blobs.find(mm_hash, ttl_s)
         if ref is None:

@@ -31,7 +31,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import ImagePart, ImageURL, Message, TextPart
+from shared.messages import Message
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from shared.tensors import from_numpy
 from workers.renderer import prompt
@@ -43,7 +43,6 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
 MAX_BYTES_PER_TOKEN = 16
-WARM_UP_SIZE = (448, 448)
 # Of Qwen2-VL's processor, which raises ValueError beyond it.
 MAX_ASPECT_RATIO = 200
 
@@ -85,7 +84,8 @@ class Processor:
         self._pictures = None if self._image_token_id is None else _Pictures(folder)
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
-        self._max_model_len = min(longest, model.max_model_len or longest)
+        self.max_model_len = min(longest, model.max_model_len or longest)
+        """In tokens, prompt and answer together."""
         self._control_ids = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -97,17 +97,9 @@ class Processor:
         self._encoder.no_truncation()
         self._encoder.no_padding()
 
-    def warm_up(self) -> None:
-        """Render a picture and a text once, so that no client waits for what happens only once.
-
-        Nothing of it is kept.
-        """
-        parts: list[TextPart | ImagePart] = [TextPart("What is it?")]
-        images = []
-        if self._pictures is not None and self._max_images:
-            parts.insert(0, ImagePart(ImageURL("")))
-            images.append(LoadedImage(Image.new("RGB", WARM_UP_SIZE), ""))
-        self.render([Message("user", parts)], images)
+    @property
+    def takes_pictures(self) -> bool:
+        return self._pictures is not None and self._max_images > 0
 
     def check(self, messages: Sequence[Message]) -> None:
         """What can be refused before a picture is loaded or a token is made.
@@ -122,13 +114,7 @@ class Processor:
                 f"{len(fields)} pictures are over the limit of {self._max_images} a request",
                 field=fields[self._max_images],
             )
-        num_bytes = sum(len(text.encode()) for m in messages for text in prompt.texts(m))
-        if num_bytes > MAX_BYTES_PER_TOKEN * self._max_model_len:
-            raise ContextTooLong(
-                f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
-                f" each of the model's {self._max_model_len} tokens",
-                field="messages",
-            )
+        self._check_bytes((text for m in messages for text in prompt.texts(m)), "messages")
 
     def render(self, messages: Sequence[Message], images: Iterable[LoadedImage]) -> Rendered:
         """`images` are those of `prompt.image_parts`, in that order; each is taken when its turn
@@ -142,13 +128,7 @@ class Processor:
         processed = [self.process(i, field) for i, field in zip(images, fields, strict=True)]
         counts = [picture.num_tokens for picture in processed]
         token_ids, ranges = self.expand(token_ids, counts)
-        tensors: list[TensorData] = []
-        items = []
-        for picture, placeholder in zip(processed, ranges, strict=True):
-            indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
-            items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
-            tensors += picture.fields.values()
-        return Rendered(token_ids, items, tensors)
+        return join(token_ids, ranges, processed)
 
     def hash_picture(self, source_hash: str) -> str:
         """The mm_hash of what `process` makes of the picture in this file."""
@@ -168,11 +148,25 @@ class Processor:
 
         Raises ContextTooLong.
         """
-        ranges: list[PlaceholderRange] = []
-        if self._image_token_id is not None:
-            token_ids, ranges = prompt.expand(token_ids, self._image_token_id, counts)
+        token_ids, ranges = self.make_room(token_ids, counts)
         self._check_len(token_ids)
         return token_ids, ranges
+
+    def make_room(
+        self, token_ids: list[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        """Like `expand`, however long the prompt becomes."""
+        if self._image_token_id is None:
+            return token_ids, []
+        return prompt.expand(token_ids, self._image_token_id, counts)
+
+    def tokenize_text(self, text: str, field: str) -> list[int]:
+        """Token ids of a text as it is: no template, and control tokens where it spells them.
+
+        Raises ContextTooLong for one that is longer than any prompt can be.
+        """
+        self._check_bytes([text], field)
+        return self._encode_text(text)
 
     def tokenize(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the templated messages, one for each picture.
@@ -230,13 +224,35 @@ class Processor:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
+    def _check_bytes(self, texts: Iterable[str], field: str) -> None:
+        num_bytes = sum(len(text.encode()) for text in texts)
+        if num_bytes > MAX_BYTES_PER_TOKEN * self.max_model_len:
+            raise ContextTooLong(
+                f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
+                f" each of the model's {self.max_model_len} tokens",
+                field=field,
+            )
+
     def _check_len(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
-                f" {self._max_model_len}",
+                f" {self.max_model_len}",
                 field="messages",
             )
+
+
+def join(
+    token_ids: list[int], ranges: Sequence[PlaceholderRange], pictures: Sequence[Picture]
+) -> Rendered:
+    """A prompt with its pictures in their places, and all their tensors."""
+    tensors: list[TensorData] = []
+    items = []
+    for picture, placeholder in zip(pictures, ranges, strict=True):
+        indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
+        items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
+        tensors += picture.fields.values()
+    return Rendered(token_ids, items, tensors)
 
 
 def _neutral(text: str) -> str:

@@ -1,27 +1,29 @@
 """Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
-from shared import codec, parcels, subjects
+from shared import codec, subjects
 from shared.blobs import Blobs
-from shared.codec import TensorData
 from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
-from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.runtime import Context
 from shared.stage import Job, serve
-from workers.renderer import prompt
+from shared.telemetry import Logger
+from workers.renderer import prompt, warmup
 from workers.renderer.jobmedia import JobMedia
+from workers.renderer.main_path import MainPath
 from workers.renderer.media import MediaLoader, is_remote
-from workers.renderer.pictures import Pictures, Prepared
 from workers.renderer.processor import Processor
+from workers.renderer.readonly_path import ReadOnlyPath
+from workers.renderer.services import Services
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -32,6 +34,10 @@ _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 async def main(context: Context) -> None:
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
+    # What the libraries leave behind is for good. A full collection would walk through it all, some
+    # tenths of a second in the middle of somebody's request.
+    gc.collect()
+    gc.freeze()
     await worker.serve()
 
 
@@ -45,24 +51,35 @@ class RendererWorker:
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
-        self._blobs = blobs
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._loader = MediaLoader(limits)
-        self._pictures = Pictures(blobs, limits, self._in_thread)
+        self._main_path = MainPath(blobs, self._config, self._in_thread)
+        self._readonly_path = ReadOnlyPath(context.bus, self._loader, limits, self._in_thread)
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
             processor = self._processors[name] = await self._in_thread(Processor, model)
-            began_ms = self._context.bus.now_ms()
-            try:
-                await self._in_thread(processor.warm_up)
-            except Exception:
-                # The first request will be slow, and no worse.
-                self._context.log.warning("warm_up_failed", model=name, exc_info=True)
-                continue
-            took_ms = round(self._context.bus.now_ms() - began_ms)
-            self._context.log.info("warmed_up", model=name, ms=took_ms)
+            await self._warm_up(name, processor)
+
+    async def _warm_up(self, model: str, processor: Processor) -> None:
+        media = self._open_media("warm-up", 0)
+        log = self._context.log.bind(model=model)
+        with self._timed(log.bind(path="main")):
+            await warmup.main_path(self._main_path, processor, media)
+        with self._timed(log.bind(path="readonly")):
+            await warmup.readonly_path(self._readonly_path, processor)
+
+    @contextlib.contextmanager
+    def _timed(self, log: Logger) -> Iterator[None]:
+        began_ms = self._context.bus.now_ms()
+        try:
+            yield
+        except Exception:
+            # The first request will be slow, and no worse.
+            log.warning("warm_up_failed", exc_info=True)
+        else:
+            log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
 
     async def serve(self) -> None:
         """One consumer per model and lane; all draw on the same threads."""
@@ -79,7 +96,9 @@ class RendererWorker:
             for lane in subjects.LANES
         ]
         await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
-        counters = self._pictures.counters
+        services = Services(context.bus, self._readonly_path, self._processors, config.renderer)
+        await services.start()
+        counters = self._main_path.pictures.counters
         context.ready(
             sorted(self._processors),
             lambda: {
@@ -89,6 +108,7 @@ class RendererWorker:
             },
         )
         async with asyncio.TaskGroup() as group:
+            group.create_task(services.run(context.shutdown.asked, config.delivery.drain_s))
             for consumer in consumers:
                 group.create_task(
                     serve(consumer, self._handle, context.shutdown, config.delivery.drain_s)
@@ -136,81 +156,43 @@ class RendererWorker:
             self._ended.discard(job.request_id)
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
-        processor = self._processors[task.model]
-        token_ids = await self._in_thread(self._begin, processor, task, job)
-        ttl_s = (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000
-        media = await self._media_of(task, job)
-        prepared = []
-        # One at a time, and dropped once it is processed: eight rasters of the largest size would
-        # be a gigabyte.
-        for field, part in prompt.image_parts(task.messages):
-            source = await media.read(part.image_url.url, field)
-            picture, _ = await asyncio.gather(
-                self._pictures.prepare(processor, source.data, field, ttl_s), media.keep(source)
-            )
-            prepared.append(picture)
-            await job.delivery.progress()
-        await media.pin()
-        counts = [picture.num_tokens for picture in prepared]
-        token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
-        items, tensors = await self._pack(prepared, ranges)
+        def begun() -> None:
+            job.waiting = False
+
+        rendered = await self._main_path.render(
+            self._processors[task.model],
+            task.messages,
+            await self._media_of(task, job),
+            (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
+            begun,
+            job.delivery.progress,
+        )
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
-            prompt_token_ids=token_ids,
-            items=items,
+            prompt_token_ids=rendered.prompt_token_ids,
+            items=rendered.items,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self._context.stage.hop(job)],
             round=task.round,
         )
-        return codec.encode(engine_task, tensors)
+        return codec.encode(engine_task, rendered.tensors)
 
     async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
-        limits = self._config.renderer
-        media = JobMedia(self._context.bus, self._loader, limits, self._in_thread, task)
+        media = self._open_media(task.request_id, task.accepted.sequence)
         tried_before = job.delivery.attempt > 1 or task.round > 0
         urls = (part.image_url.url for _, part in prompt.image_parts(task.messages))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media
 
-    @staticmethod
-    def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
-        job.waiting = False
-        return processor.tokenize(task.messages)
-
-    async def _pack(
-        self, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
-    ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
-        """Large pictures stay where they are, small ones go into the message."""
-        items: list[MultiModalKwargsItem] = []
-        tensors: list[TensorData] = []
-        num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)
-        inline = num_bytes <= self._config.blobs.inline_kib * 2**10
-        for picture, placeholder in zip(prepared, ranges, strict=True):
-            ref, fields = picture.ref, picture.fields
-            if ref is not None and inline:
-                fields = fields or await self._copy(ref)
-                await self._blobs.release(ref)
-                ref = None
-            if ref is not None:
-                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, blob=ref)
-            else:
-                indexes = {name: len(tensors) + i for i, name in enumerate(fields)}
-                item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes)
-                tensors += fields.values()
-            items.append(item)
-        return items, tensors
-
-    async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
-        with await self._blobs.get(ref) as blob:
-            fields, _ = parcels.read(blob)
-            return {
-                name: replace(tensor, data=memoryview(bytes(tensor.data)))
-                for name, tensor in fields.items()
-            }
+    def _open_media(self, request_id: str, sequence: int) -> JobMedia:
+        limits = self._config.renderer
+        return JobMedia(
+            self._context.bus, self._loader, limits, self._in_thread, request_id, sequence
+        )
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
