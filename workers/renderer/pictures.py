@@ -67,12 +67,14 @@ class Pictures:
         if (known := await self._find(mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
-        picture = await self._make(processor, mm_hash, data, field)
-        ref = parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+        picture = await self._make(processor, mm_hash, data, field, ttl_s)
+        ref = self._put(mm_hash, picture, ttl_s)
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields)
 
     def clear(self) -> None:
         """Forget everything, and that it ever was."""
+        for making in self._making.values():
+            making.cancel()
         self._blobs.clear()
         self.counters.hits = self.counters.processed = 0
 
@@ -87,16 +89,28 @@ class Pictures:
             return None
         return Prepared(mm_hash, num_tokens, ref, {})
 
-    async def _make(self, processor: Processor, mm_hash: str, data: bytes, field: str) -> Picture:
+    def _put(self, mm_hash: str, picture: Picture, ttl_s: float) -> BlobRef | None:
+        return parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+
+    async def _make(
+        self, processor: Processor, mm_hash: str, data: bytes, field: str, ttl_s: float
+    ) -> Picture:
         """Those who want the same picture at the same time wait for the first."""
         making = self._making.get(mm_hash)
         if making is None:
 
-            def make() -> Picture:
+            def process() -> Picture:
                 return processor.process(decode_image(data, self._config, field), field)
 
+            async def make() -> Picture:
+                picture = await self._in_thread(process)
+                # It is there before this is over: who came between would make it again.
+                if (ref := self._put(mm_hash, picture, ttl_s)) is not None:
+                    self._blobs.forget(ref)
+                return picture
+
             self.counters.processed += 1
-            making = self._making[mm_hash] = asyncio.ensure_future(self._in_thread(make))
+            making = self._making[mm_hash] = asyncio.create_task(make())
             making.add_done_callback(lambda _: self._making.pop(mm_hash))
         try:
             # Whoever gives up does not take it from the others.
