@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench bench-durability chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability bench-rendering chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -30,6 +30,9 @@ bench-durability: .venv/installed  ## what the token log costs, jobs a second; 1
 	$(BIN)/python -m ops.bench.durability
 	$(BIN)/python -m ops.bench.durability --model random-135m --rounds 3
 	$(BIN)/python -m ops.bench.jobs
+
+bench-rendering: .venv/installed  ## first request after a start, requests a second; 2 minutes
+	$(BIN)/python -m ops.bench.rendering
 
 chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick

@@ -25,10 +25,17 @@ from shared.messages import (
     Hop,
     ImagePart,
     ImageURL,
+    MediaHead,
+    MediaPin,
     Message,
+    PinnedPart,
+    Refusal,
+    RenderedPrompt,
     RenderTask,
     TextPart,
     TokenChunk,
+    Tokenized,
+    TokenizeRequest,
     Usage,
 )
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange
@@ -57,6 +64,12 @@ PATH = [
     Hop("coordinator", "coordinator-1f0c22d4", 1, 1795238127000.0, 1795238127001.2),
     Hop("renderer", "renderer-77a01b9e", 1, 1795238127002.0, 1795238127019.5),
 ]
+ITEM = MultiModalKwargsItem(
+    "image",
+    "9c0f6a51…",
+    PlaceholderRange(3, 4),
+    {"pixel_patches": 0, "pixel_table": 1, "image_grid_thw": 2},
+)
 ATTEMPT = Attempt("engine", "engine-5b1e9f42", 1, 1795238127020.4, 0)
 ENGINE_HOP = Hop("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
 
@@ -90,14 +103,7 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
             "demo",
             "interactive",
             [401, 17, 402, 405, 405, 405, 405, 403, 88, 12],
-            [
-                MultiModalKwargsItem(
-                    "image",
-                    "9c0f6a51…",
-                    PlaceholderRange(3, 4),
-                    {"pixel_patches": 0, "pixel_table": 1, "image_grid_thw": 2},
-                )
-            ],
+            [ITEM],
             SAMPLING,
             ACCEPTED,
             PATH,
@@ -154,6 +160,65 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         "A worker has taken a request in hand. A second record with another `outcome` follows if it"
         " gives the request back or fails at it; one that ends well, or dies, leaves none.",
         ATTEMPT,
+    ),
+    (
+        subjects.render("<model>"),
+        "client → renderer → client: GenerateRequest in JSON or msgpack, answered with an envelope"
+        " (its head shown as JSON)",
+        "What an engine would be given, without asking one: a request on core NATS, answered by one"
+        " of the renderers. The tensors that the items name are in the envelope. An answer that"
+        " begins with `{` is a Refusal; one that does not fit into a message is refused with"
+        " `payload_too_large`. Nothing is stored, and the caches of engine-bound work are neither"
+        " used nor changed.",
+        RenderedPrompt([401, 17, 402, 405, 405, 405, 405, 403, 88, 12], [ITEM]),
+    ),
+    (
+        subjects.tokenize("<model>"),
+        "client → renderer, JSON or msgpack",
+        "How many tokens a prompt has. Either `messages`, as in a request, or a `prompt` that is"
+        " taken as it is. A request on core NATS.",
+        TokenizeRequest(prompt="What color is it?"),
+    ),
+    (
+        "the answer to `pm.tokenize.<model>`",
+        "renderer → client, JSON",
+        "Pictures count with all the tokens that they fill. A prompt that is too long for the model"
+        " is counted all the same.",
+        Tokenized(5, 32_768, [88, 12, 31, 7, 64]),
+    ),
+    (
+        "the answer to `pm.render.<model>` and `pm.tokenize.<model>`",
+        "renderer → client, JSON",
+        "A question that gets no other answer. With `overloaded`, ask again a little later.",
+        Refusal(
+            ErrorInfo(
+                "media_not_found",
+                "no picture of this name is stored here",
+                "messages[0].content[0].image_url.url",
+                "client",
+                False,
+            )
+        ),
+    ),
+    (
+        subjects.media("<sha256>"),
+        "client or renderer → renderers, JSON",
+        "A picture that is there. Publish its bytes to `pm.media.<sha256>.<number>`, from 0 on and"
+        " in pieces well below 1 MB, and then this: from its acknowledgement on any request may"
+        " name the picture by the URL `media:<sha256>`, the SHA-256 of its bytes in lower-case"
+        " hexadecimal. It is kept for at least as long as the longest request may take, and each"
+        " request that names it keeps it for that time again. Readers compute the hash anew; a"
+        " name of which not everything is there gets the error `media_not_found`.",
+        MediaHead(1_204_233, 3),
+    ),
+    (
+        subjects.pin("<request_id>", 41),
+        "renderer → renderer, msgpack (shown as JSON)",
+        "What was fetched for a request from http and https URLs, in the order of its parts, by"
+        " SHA-256 of URL and bytes. The number is that of the request in its queue. Written before"
+        " the request is handed on, on the condition that there is none: later attempts see the"
+        " same pictures.",
+        MediaPin([PinnedPart("f1d2d2f9…", "9c0f6a51…")]),
     ),
     (
         subjects.dead("<role>", "<request_id>"),
@@ -216,6 +281,10 @@ whoever holds or ends the request | nobody |
 | `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
 | `pm.ended.<request_id>` | none | coordinators | whoever has the request in hand |
 | `pm.attempt.<request_id>` | {subjects.ATTEMPTS_STREAM}, in memory | workers | workers, operators |
+| `pm.render.<model>`, `pm.tokenize.<model>` | none | clients, who get an answer | renderers |
+| `pm.media.<sha256>`, `pm.media.<sha256>.<number>` | {subjects.MEDIA_STREAM} | \
+clients, renderers | renderers |
+| `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
 | `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |
 
@@ -241,7 +310,7 @@ def document() -> str:
     parts = [INTRODUCTION]
     for subject, direction, text, example in EXAMPLES:
         kind = type(example)
-        title = subject if subject.startswith("bucket") else f"`{subject}`"
+        title = f"`{subject}`" if subject.startswith("pm.") else subject
         if example is None:
             parts.append(f"## {title}\n\n{direction}\n\n{text}\n")
             continue

@@ -66,9 +66,7 @@ class Blobs:
         return self._server.address
 
     async def close(self) -> None:
-        for roads in self._roads.values():
-            for road in roads:
-                road.close()
+        self._close_roads()
         await self._server.close()
 
     # -- giving -------------------------------------------------------------------------------
@@ -139,6 +137,17 @@ class Blobs:
     def forget(self, ref: BlobRef) -> None:
         """Take back what has not been given to anybody."""
         self._server.release(ref.key)
+
+    def clear(self) -> None:
+        """Forget all that has been put, and the way to everybody else."""
+        self._close_roads()
+        self._server.clear()
+
+    def _close_roads(self) -> None:
+        for roads in self._roads.values():
+            for road in roads:
+                road.close()
+        self._roads.clear()
 
     # -- having -------------------------------------------------------------------------------
 

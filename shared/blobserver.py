@@ -77,6 +77,12 @@ class BlobServer:
             lease.expiry.cancel()
             self.arena.slots.unpin(lease.name, key.hex())
 
+    def clear(self) -> None:
+        """Take everything back that nobody is reading just now."""
+        for key in list(self._leases):
+            self.release(key)
+        self.arena.slots.clear()
+
     def _lease(self, key: bytes, slot: Slot | None, ttl_s: float) -> BlobRef | None:
         if slot is None:
             return None
@@ -105,8 +111,7 @@ class BlobServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-        for key in list(self._leases):
-            self.release(key)
+        self.clear()
         self.arena.close()
 
     def _accept_from(self, listener: socket.socket) -> None:

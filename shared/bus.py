@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -461,6 +461,18 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
+    async def share(
+        self, subject: str, group: str, answer: Callable[[bytes], Awaitable[bytes]]
+    ) -> "Share":
+        """Answer, many at a time, the questions on `subject` that do not go to others of `group`.
+
+        `answer` must not raise.
+        """
+        share = Share(answer)
+        share.subscription = await self._nc.subscribe(subject, group, cb=share.receive)
+        await self._flush()
+        return share
+
     async def _flush(self) -> None:
         """Returns once the server knows all that was sent. Raises Unavailable."""
         loop = asyncio.get_running_loop()
@@ -536,6 +548,35 @@ class Listener:
                 return await self._unread.get()
         except TimeoutError:
             return None
+
+
+class Share:
+    """A part of the questions on a subject."""
+
+    def __init__(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+        self.subscription: Subscription | None = None
+        self._answer = answer
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def receive(self, msg: Msg) -> None:
+        task = asyncio.create_task(self._respond(msg))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Leave new questions to the others, and answer those that are there already."""
+        if self.subscription is not None:
+            with contextlib.suppress(NatsError):
+                await self.subscription.unsubscribe()
+        if self._answering:
+            _, late = await asyncio.wait(self._answering, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    async def _respond(self, msg: Msg) -> None:
+        # Who does not get an answer asks again, or somebody else.
+        with contextlib.suppress(NatsError):
+            await msg.respond(await self._answer(bytes(msg.data)))
 
 
 class _NotAnswered(Exception):

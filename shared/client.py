@@ -1,13 +1,26 @@
-"""What a client does: publish a request, follow its token log, cancel it."""
+"""What a client does: publish a request, follow its token log, cancel it; store a picture; ask a
+renderer what it would make of a request."""
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from shared import subjects
+from shared import codec, media, subjects
 from shared.bus import Bus
+from shared.codec import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
-from shared.messages import GenerateRequest, LogRecord, decode_log_record, to_json
+from shared.messages import (
+    GenerateRequest,
+    LogRecord,
+    Refusal,
+    RenderedPrompt,
+    Tokenized,
+    TokenizeRequest,
+    decode_log_record,
+    decode_refusal,
+    decode_tokenized,
+    to_json,
+)
 from shared.tokenlog import is_final
 
 # Live records may be lost on the way; after this silence the log itself is asked, and less and less
@@ -16,6 +29,8 @@ SILENCE_S = 2.0
 MAX_SILENCE_S = 15.0
 # By then the coordinator has ended what nobody else has.
 GRACE_S = 15.0
+# Of a renderer: as long as it takes to fetch and process the pictures of one request.
+ANSWER_TIMEOUT_S = 30.0
 
 
 def new_request_id() -> str:
@@ -64,6 +79,49 @@ async def cancel(bus: Bus, request_id: str) -> None:
     _check_name(request_id, "request_id")
     # The stream keeps one of them at a time, and needs no id to tell.
     await bus.publish_unnamed(subjects.cancel(request_id), b"")
+
+
+async def pin_media(bus: Bus, data: bytes) -> str:
+    """Store a picture's file once, and return the URL by which any number of requests may name it.
+
+    It is there for at least as long as the longest request may take, and anew from each request
+    that names it. Raises Unavailable.
+    """
+    name = await media.name_of(data)
+    await media.store(bus, name, data)
+    return media.url_of(name)
+
+
+async def render(
+    bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S
+) -> tuple[RenderedPrompt, list[TensorData]] | Refusal:
+    """What an engine would be given for `request`, and the tensors that its items name.
+
+    Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
+    renderer of the model answers.
+    """
+    answer = await _question(bus, request.model, subjects.render, to_json(request), timeout_s)
+    refusal = decode_refusal(answer)
+    return codec.decode(answer, RenderedPrompt) if refusal is None else refusal
+
+
+async def tokenize(
+    bus: Bus, model: str, request: TokenizeRequest, timeout_s: float = ANSWER_TIMEOUT_S
+) -> Tokenized | Refusal:
+    """The tokens of a prompt. Raises what `render` raises."""
+    answer = await _question(bus, model, subjects.tokenize, to_json(request), timeout_s)
+    return decode_tokenized(answer)
+
+
+async def _question(
+    bus: Bus, model: str, subject_of: Callable[[str], str], question: bytes, timeout_s: float
+) -> bytes:
+    _check_name(model, "model")
+    bus.check_size(question, subject_of(model))
+    try:
+        return await bus.ask(subject_of(model), question, timeout_s)
+    except TimeoutError:
+        raise Unavailable(f"no renderer of {model} has answered in {timeout_s:g} s") from None
 
 
 class _Reader:

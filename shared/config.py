@@ -77,6 +77,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_token_log_mib: Positive = 2048
     """All token logs together; beyond it the oldest go first."""
     max_dead_mib: Positive = 512
+    max_media_mib: Positive = 1024
+    """Fetched and pinned pictures together; beyond it the oldest go first."""
     token_log_age_s: Seconds = 3600.0
     token_log_storage: Literal["file", "memory"] = "file"
     """Logs in memory are faster and lost with the broker: what was in flight begins anew, and may

@@ -8,6 +8,7 @@ PagemillError
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
 │   ├── MediaBlocked        a picture from a place that pictures are not fetched from
 │   ├── MediaTooLarge       a picture over the byte, pixel or count limit
+│   ├── MediaNotFound       a picture that is named by its hash, and is not stored here
 │   ├── ContextTooLong      prompt and answer do not fit the model's context
 │   ├── PayloadTooLarge     a message over the broker's limit
 │   └── Cancelled           somebody asked for it
@@ -82,6 +83,10 @@ class MediaBlocked(RequestError):
 
 class MediaTooLarge(RequestError):
     code = "media_too_large"
+
+
+class MediaNotFound(RequestError):
+    code = "media_not_found"
 
 
 class ContextTooLong(RequestError):

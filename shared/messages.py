@@ -8,6 +8,13 @@ encoder → engine          EmbeddingRecord            pm.embedding.<key>       
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
+client → renderer → client   GenerateRequest → RenderedPrompt | Refusal
+                                                     pm.render.<model>           envelope | JSON
+client → renderer → client   TokenizeRequest → Tokenized | Refusal
+                                                     pm.tokenize.<model>         JSON
+client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
+client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
+renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
 anyone → coordinator      (empty)                    pm.cancel.<id>
 coordinator → holders     (empty)                    pm.ended.<id>
@@ -43,7 +50,8 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
 
 
 class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
-    """`url` is a `data:` URL with base64, or http(s) where the operator allows it."""
+    """`url` is a `data:` URL with base64, `media:` and the SHA-256 of a picture that was stored
+    before, or http(s) where the operator allows it."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
@@ -213,6 +221,39 @@ LogRecord = TokenChunk | Finish | Failure
 
 
 # ---------------------------------------------------------------------------------------------
+# questions to a renderer, answered at once and without an engine
+
+
+class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the two: `messages` go through the model's chat template, `prompt` is taken as is."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)] | None = None
+    prompt: str | None = None
+
+
+class Tokenized(Struct, frozen=True, tag="tokens"):
+    """Pictures count with all the tokens that they fill."""
+
+    count: int
+    max_model_len: int
+    """Prompt and answer together; a prompt with more tokens is not refused here."""
+    token_ids: list[int]
+
+
+class RenderedPrompt(Struct, frozen=True):
+    """What an engine would be given: the items' tensors are in the envelope."""
+
+    prompt_token_ids: list[int]
+    items: list[MultiModalKwargsItem]
+
+
+class Refusal(Struct, frozen=True, tag="error"):
+    """An answer that is none."""
+
+    error: ErrorInfo
+
+
+# ---------------------------------------------------------------------------------------------
 # beside the road
 
 
@@ -252,6 +293,29 @@ class Attempt(Struct, frozen=True):
     outcome: Literal["open", "handed_back", "failed"] = "open"
 
 
+class MediaHead(Struct, frozen=True):
+    """Written after the chunks of a picture: from then on it is there.
+
+    The chunks are the picture's bytes in a row, of any size that a message may have.
+    """
+
+    num_bytes: Annotated[int, Meta(ge=0)]
+    num_chunks: Annotated[int, Meta(ge=0, le=1024)]
+
+
+class PinnedPart(Struct, frozen=True, array_like=True):
+    url_hash: str
+    """SHA-256 of the URL, which may hold a secret."""
+    media: str
+    """SHA-256 of the bytes that were fetched from it."""
+
+
+class MediaPin(Struct, frozen=True):
+    """What was fetched for a request, in the order of its parts: later attempts take the same."""
+
+    parts: list[PinnedPart]
+
+
 class BlobAddress(Struct, frozen=True):
     """Where a worker's large payloads can be had, beside the broker."""
 
@@ -279,6 +343,10 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
 _request_from_json = msgspec.json.Decoder(GenerateRequest)
 _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+_tokenize_from_json = msgspec.json.Decoder(TokenizeRequest)
+_tokenize_from_msgpack = msgspec.msgpack.Decoder(TokenizeRequest)
+_tokenized = msgspec.json.Decoder(Tokenized | Refusal)
+_refusal = msgspec.json.Decoder(Refusal)
 _log_record = msgspec.json.Decoder(LogRecord)
 
 _attempt = msgspec.json.Decoder(Attempt)
@@ -294,6 +362,25 @@ def decode_request(data: bytes) -> GenerateRequest:
     decoder = _request_from_msgpack if packed else _request_from_json
     request: GenerateRequest = decoder.decode(data)
     return request
+
+
+def decode_tokenize_request(data: bytes) -> TokenizeRequest:
+    """JSON or msgpack. Raises msgspec.MsgspecError."""
+    packed = bool(data) and data[0] >= 0x80
+    decoder = _tokenize_from_msgpack if packed else _tokenize_from_json
+    request: TokenizeRequest = decoder.decode(data)
+    return request
+
+
+def decode_tokenized(data: bytes) -> Tokenized | Refusal:
+    answer: Tokenized | Refusal = _tokenized.decode(data)
+    return answer
+
+
+def decode_refusal(data: bytes) -> Refusal | None:
+    """None for an answer that is none: an envelope does not begin with a brace."""
+    refusal: Refusal | None = _refusal.decode(data) if data[:1] == b"{" else None
+    return refusal
 
 
 def decode_log_record(data: bytes) -> LogRecord:

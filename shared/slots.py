@@ -92,6 +92,11 @@ class SlotPool:
         assert not slot.pins, f"slot {name} is pinned"
         self._give_back(slot.offset, slot.size)
 
+    def clear(self) -> None:
+        """Remove all that nobody pins."""
+        for name in [name for name, slot in self._slots.items() if not slot.pins]:
+            self.remove(name)
+
     def check(self) -> None:
         """Slots and free extents cover the area exactly once, and pins agree from both sides."""
         extents = sorted([*self._free, *((s.offset, s.size) for s in self._slots.values())])

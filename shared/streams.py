@@ -14,6 +14,9 @@ from shared.errors import ConfigError, Unavailable
 
 # A request published again within this window is recognised by its id.
 DUPLICATE_WINDOW_S = 120.0
+# A picture that was stored longer ago is stored again by the next request that needs it, so that it
+# outlives that one too.
+MEDIA_REUSE_S = 600.0
 # Taken in hand again and again, a request leaves this many records at most.
 MAX_ATTEMPT_RECORDS = 64
 
@@ -80,6 +83,16 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
             max_age=delivery.max_timeout_s,
         ),
         token_log,
+        api.StreamConfig(
+            name=subjects.MEDIA_STREAM,
+            subjects=[subjects.MEDIA_FILTER, subjects.PINS_FILTER],
+            max_age=delivery.max_timeout_s + MEDIA_REUSE_S,
+            max_bytes=delivery.max_media_mib * MIB,
+            # What is stored again takes the place of the old, and its age begins anew.
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            num_replicas=replicas,
+        ),
         api.StreamConfig(
             name=subjects.DEAD_STREAM,
             subjects=[subjects.DEAD_FILTER],

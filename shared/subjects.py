@@ -13,6 +13,7 @@ DEAD_STREAM = "DEAD"
 CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
 EMBEDDINGS_STREAM = "EMBEDDINGS"
+MEDIA_STREAM = "MEDIA"
 # A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
 WORKERS_STREAM = "KV_pm_workers"
 
@@ -22,6 +23,8 @@ DEAD_FILTER = "pm.dead.>"
 CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
 EMBEDDINGS_FILTER = "pm.embedding.*"
+MEDIA_FILTER = "pm.media.>"
+PINS_FILTER = "pm.pin.>"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.*"
@@ -72,6 +75,19 @@ def stage_consumer(role: str, model: str, lane: str) -> str:
     return f"{role}_{model}_{lane}"
 
 
+def render(model: str) -> str:
+    """Where renderers tell what they would make of a request, without an engine; core NATS."""
+    return f"pm.render.{model}"
+
+
+def tokenize(model: str) -> str:
+    """Where renderers count a prompt's tokens; core NATS."""
+    return f"pm.tokenize.{model}"
+
+
+# Of those who answer on these two.
+RENDERERS_GROUP = "renderers"
+
 REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 
@@ -113,6 +129,20 @@ def attempts(request_id: str) -> str:
 def embedding(key: str) -> str:
     """Where the embeddings of a picture can be had."""
     return f"pm.embedding.{key}"
+
+
+def media(name: str) -> str:
+    """What a stored picture consists of; `name` is the SHA-256 of its bytes in hexadecimal."""
+    return f"pm.media.{name}"
+
+
+def media_chunk(name: str, number: int) -> str:
+    return f"pm.media.{name}.{number}"
+
+
+def pin(request_id: str, sequence: int) -> str:
+    """What the URLs of a request were found to be; another acceptance of its id finds anew."""
+    return f"pm.pin.{request_id}.{sequence}"
 
 
 def blob(worker: str) -> str:

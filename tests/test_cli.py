@@ -27,7 +27,18 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 def test_version_and_help(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path).stdout.strip() == version("pagemill")
     everything = run("--help", cwd=tmp_path).stdout
-    for command in ("up", "worker", "ask", "follow", "cancel", "where", "dead", "check"):
+    for command in (
+        "up",
+        "worker",
+        "ask",
+        "render",
+        "tokenize",
+        "follow",
+        "cancel",
+        "where",
+        "dead",
+        "check",
+    ):
         assert command in everything
         assert run(command, "--help", cwd=tmp_path).returncode == 0
 

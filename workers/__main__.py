@@ -20,6 +20,7 @@ from shared.errors import PagemillError
 from workers import operating, settings
 from workers.asking import Question, ask_and_print, follow_and_print
 from workers.local import LocalCluster, default_workers
+from workers.previewing import render_and_print, tokenize_and_print
 
 Role = Literal["coordinator", "renderer", "encoder", "engine"]
 ROLE_MODULES = {
@@ -165,6 +166,61 @@ def ask(
     request_id = request_id or new_request_id()
     url = nats or settings.nats_url(loaded)
     return uvloop.run(ask_and_print(asked, request_id, url, as_json=json, durable=durable))
+
+
+@app.command
+def render(
+    question: str,
+    /,
+    *,
+    image: Annotated[list[Path] | None, Parameter(name=["--image", "-i"])] = None,
+    model: str | None = None,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Print what an engine would be given: token ids, and each picture's place and tensors.
+
+    Parameters
+    ----------
+    question
+        What to ask.
+    image
+        A picture that the question is about; may be given several times.
+    model
+        By default the first one configured.
+    json
+        One JSON object, token ids included.
+    """
+    loaded = settings.load_config(settings.find_config_file(config))
+    asked = Question(model or next(iter(loaded.models)), question, image or [], {})
+    url = nats or settings.nats_url(loaded)
+    return uvloop.run(render_and_print(asked, url, as_json=json))
+
+
+@app.command
+def tokenize(
+    text: str,
+    /,
+    *,
+    model: str | None = None,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Print the tokens of a text as it is, without the model's chat template.
+
+    Parameters
+    ----------
+    model
+        By default the first one configured.
+    json
+        One JSON object.
+    """
+    loaded = settings.load_config(settings.find_config_file(config))
+    url = nats or settings.nats_url(loaded)
+    name = model or next(iter(loaded.models))
+    return uvloop.run(tokenize_and_print(name, text, url, as_json=json))
 
 
 @app.command

@@ -153,13 +153,12 @@ class FakeRendered:
 class FakeProcessor:
     """In the place of the real one where its import, 3 to 4 s, would be most of a short run."""
 
+    takes_pictures = False
+
     def __init__(self, model: ModelConfig) -> None:
         pass
 
     def check(self, messages: Sequence[Message]) -> None:
-        pass
-
-    def warm_up(self) -> None:
         pass
 
     def tokenize(self, messages: Sequence[Message]) -> list[int]:

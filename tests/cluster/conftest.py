@@ -20,6 +20,8 @@ from shared.sampling import SamplingParams
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 ROOT = Path(__file__).parent.parent.parent
+# The only one that pictures may be fetched from.
+PICTURE_HOST = "127.0.0.2"
 CONFIG = f"""
 models:
   demo:
@@ -27,7 +29,10 @@ models:
     max_model_len: 1024
     sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
-renderer: {{max_image_pixels: 4000000}}
+renderer:
+  max_image_pixels: 4000000
+  media_hosts: [{PICTURE_HOST}]
+  media_networks: [127.0.0.0/8]
 blobs: {{inline_kib: 1}}  # every picture goes beside the message
 """
 

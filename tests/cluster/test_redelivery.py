@@ -13,9 +13,18 @@ from ops.demo import PICTURES
 from shared import subjects
 from shared.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import Finish, GenerateRequest, LogRecord
+from shared.messages import (
+    Finish,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    LogRecord,
+    Message,
+    TextPart,
+)
 from shared.tokenlog import read_log
 from tests.cluster.conftest import (
+    PICTURE_HOST,
     Cluster,
     answer,
     request_text,
@@ -23,6 +32,7 @@ from tests.cluster.conftest import (
     stop_cluster,
 )
 from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
+from tests.renderer.canary import Canary, send
 from workers.asking import Question, build_request
 
 LONG = {"ignore_eos": True, "max_tokens": 900}
@@ -100,6 +110,31 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     assert "red" in text_of(records).lower()
     roles = [hop.role for hop in final.path]
     assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
+
+
+async def test_a_picture_whose_url_has_changed_when_its_payload_is_lost(
+    cluster: Cluster, client: Bus
+) -> None:
+    canary = Canary(PICTURE_HOST)
+    canary.answers["/a.png"] = send((PICTURES / "red.png").read_bytes())
+    message = Message(
+        "user",
+        [ImagePart(ImageURL(canary.url(host=PICTURE_HOST))), TextPart("What color is this image?")],
+    )
+    renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
+    os.kill(engine, signal.SIGSTOP)
+    running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
+    await _wait_until_in_hand(cluster.url, "engine")
+    canary.answers["/a.png"] = send((PICTURES / "blue.png").read_bytes())
+    os.kill(renderer, signal.SIGKILL)
+    os.kill(engine, signal.SIGCONT)
+    records = await running
+    canary.close()
+    final = records[-1]
+    assert isinstance(final, Finish)
+    assert [hop.role for hop in final.path].count("renderer") == 2
+    assert "red" in text_of(records).lower()
+    assert len(canary.paths) == 1
 
 
 async def test_the_broker_killed_mid_answer(cluster: Cluster, client: Bus) -> None:

@@ -311,6 +311,28 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
     assert records[-1]["type"] == "finish"
 
 
+def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:
+    asked = ("--nats", cluster.url, "--image", str(RED), "What is it?")
+    done = run(*PAGEMILL, "render", "--json", *asked)
+    assert done.returncode == 0, done.stderr
+    rendered = json.loads(done.stdout)
+    (item,) = rendered["items"]
+    ids = rendered["prompt_token_ids"]
+    assert len(set(ids[item["offset"] : item["offset"] + item["length"]])) == 1
+    assert item["fields"]["pixel_patches"]["dtype"] == "uint8"
+    plain = run(*PAGEMILL, "render", *asked)
+    assert f"{len(ids)} tokens" in plain.stdout
+    assert item["mm_hash"] in plain.stdout
+    text = ("--nats", cluster.url, "What is it?")
+    counted = json.loads(run(*PAGEMILL, "tokenize", "--json", *text).stdout)
+    assert counted["count"] == len(counted["token_ids"]) > 0
+    assert counted["max_model_len"] == 1024
+    assert f"{counted['count']} tokens" in run(*PAGEMILL, "tokenize", *text).stdout
+    refused = run(*PAGEMILL, "render", "--nats", cluster.url, "What is <|image_pad|>?")
+    assert refused.returncode == 1
+    assert "invalid_request" in refused.stderr
+
+
 def test_ask_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     missing = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", "no-such.png", "What?")
     assert missing.returncode == 1

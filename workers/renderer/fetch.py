@@ -75,6 +75,8 @@ class Fetcher:
         self._config = config
         networks = [parse_network(text) for text in config.media_networks]
         self._pool = httpcore2.ConnectionPool(
+            # It reads a file of certificates; the pool would make one for each connection.
+            ssl_context=httpcore2.default_ssl_context(),
             max_connections=MAX_CONNECTIONS,
             # What a server sends behind an answer would be the answer to the next request.
             max_keepalive_connections=0,

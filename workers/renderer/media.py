@@ -17,6 +17,15 @@ _Key = tuple[str, str]
 """Tenant and URL."""
 
 
+def is_remote(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def is_stored(url: str) -> bool:
+    """Whether it names a picture in the broker's own store."""
+    return url.startswith("media:")
+
+
 class MediaLoader:
     def __init__(self, config: RendererConfig) -> None:
         """Raises ValueError for a network in the configuration that is none."""
@@ -32,13 +41,8 @@ class MediaLoader:
 
     def read(self, url: str, field: str, tenant: str) -> bytes:
         """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
-        scheme = url[:8].lower()
-        if scheme.startswith("data:"):
+        if not self._is_elsewhere(url, field):
             return decode_data_url(url, self._config, field)
-        if not scheme.startswith(("http://", "https://")):
-            raise InvalidMedia(
-                "a picture's URL must begin with data:, http: or https:", field=field
-            )
         key = (tenant, url)
         with self._lock:
             if (kept := self._fetched.get(key)) is not None:
@@ -53,6 +57,31 @@ class MediaLoader:
         except RequestError as error:
             # The same answer, to another request's field.
             raise type(error)(error.message, field=field) from None
+
+    def read_afresh(self, url: str, field: str) -> bytes:
+        """Like `read`, but from the source itself; what is kept is neither used nor changed."""
+        if not self._is_elsewhere(url, field):
+            return decode_data_url(url, self._config, field)
+        return self._fetcher.fetch(url, field)
+
+    @staticmethod
+    def _is_elsewhere(url: str, field: str) -> bool:
+        """False for a picture in the URL itself."""
+        if not is_remote(url) and url[:5].lower() != "data:":
+            raise InvalidMedia(
+                "a picture's URL must begin with data:, media:, http: or https:", field=field
+            )
+        return is_remote(url)
+
+    def recall(self, url: str, tenant: str) -> bytes | None:
+        """What is kept by this URL; does not block."""
+        with self._lock:
+            return self._fetched.get((tenant, url))
+
+    def remember(self, url: str, data: bytes, tenant: str) -> None:
+        """Keep what somebody else has fetched."""
+        with self._lock:
+            self._fetched.put((tenant, url), data, len(data))
 
     def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> bytes:
         _, url = key

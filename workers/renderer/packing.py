@@ -24,24 +24,31 @@ class Packer:
         self._config = config
 
     async def pack(
-        self, task: RenderTask, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
+        self,
+        task: RenderTask | None,
+        prepared: Sequence[Prepared],
+        ranges: Sequence[PlaceholderRange],
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
-        """The items of an engine task and the tensors of its envelope.
+        """The items of an engine task and the tensors of its envelope. Without a `task` nobody will
+        have them, and no encoder is asked.
 
         Raises Overloaded or Unavailable when the encoders' queue takes no more.
         """
         tensors: list[TensorData] = []
         items: list[MultiModalKwargsItem] = []
-        inline = self._fit_inline([p for p in prepared if not self._goes_to_encoder(task, p)])
+        stay = [p for p in prepared if not self._goes_to_encoder(task, p)]
+        inline = self._fit_inline(stay)
         for picture, placeholder in zip(prepared, ranges, strict=True):
-            if self._goes_to_encoder(task, picture):
+            if task is not None and self._goes_to_encoder(task, picture):
                 item = await self._send_to_encoder(task, picture, placeholder, tensors)
             else:
                 item = await self._item(picture, placeholder, tensors, inline)
             items.append(item)
         return items, tensors
 
-    def _goes_to_encoder(self, task: RenderTask, picture: Prepared) -> bool:
+    def _goes_to_encoder(self, task: RenderTask | None, picture: Prepared) -> bool:
+        if task is None:
+            return False
         model = self._config.models[task.model]
         return model.tower == "encoder" and picture.num_tokens > model.local_tokens
 

@@ -17,7 +17,6 @@ from shared.config import RendererConfig
 from shared.errors import BlobLost, RequestError
 from shared.multimodal import BlobRef
 from workers.renderer.images import decode_image, hash_source
-from workers.renderer.media import MediaLoader
 from workers.renderer.processor import Picture, Processor
 
 Result = TypeVar("Result")
@@ -57,29 +56,35 @@ class InThread(Protocol):
 
 
 class Pictures:
-    def __init__(
-        self, blobs: Blobs, media: MediaLoader, config: RendererConfig, in_thread: InThread
-    ) -> None:
+    def __init__(self, blobs: Blobs, config: RendererConfig, in_thread: InThread) -> None:
         self.counters = Counters()
         self._blobs = blobs
-        self._media = media
         self._config = config
         self._in_thread = in_thread
         self._making: dict[str, asyncio.Task[Picture]] = {}
 
     async def prepare(
-        self, processor: Processor, url: str, field: str, tenant: str, ttl_s: float
+        self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
     ) -> Prepared:
-        """`ttl_s` is how long the engine may ask for it. Raises a RequestError naming `field`."""
-        data = await self._in_thread(self._media.read, url, field, tenant)
+        """`data` is the picture's file, `ttl_s` how long the engine may ask for what is made of it.
+
+        Raises a RequestError naming `field`.
+        """
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
         if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
-        picture = await self._make(processor, mm_hash, data, field, tenant)
-        ref = parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+        picture = await self._make(processor, mm_hash, data, field, tenant, ttl_s)
+        ref = self._put(mm_hash, picture, ttl_s)
         metadata = {name: picture.fields[name] for name in processor.metadata}
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
+
+    def clear(self) -> None:
+        """Forget everything, and that it ever was."""
+        for making in self._making.values():
+            making.cancel()
+        self._blobs.clear()
+        self.counters.hits = self.counters.processed = 0
 
     async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> Prepared | None:
         ref = await self._blobs.find(mm_hash, ttl_s)
@@ -93,18 +98,34 @@ class Pictures:
             return None
         return Prepared(mm_hash, num_tokens, ref, {}, metadata)
 
+    def _put(self, mm_hash: str, picture: Picture, ttl_s: float) -> BlobRef | None:
+        return parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+
     async def _make(
-        self, processor: Processor, mm_hash: str, data: bytes, field: str, tenant: str
+        self,
+        processor: Processor,
+        mm_hash: str,
+        data: bytes,
+        field: str,
+        tenant: str,
+        ttl_s: float,
     ) -> Picture:
         """Those who want the same picture at the same time wait for the first."""
         making = self._making.get(mm_hash)
         if making is None:
 
-            def make() -> Picture:
+            def process() -> Picture:
                 return processor.process(decode_image(data, self._config, field), field, tenant)
 
+            async def make() -> Picture:
+                picture = await self._in_thread(process)
+                # It is there before this is over: who came between would make it again.
+                if (ref := self._put(mm_hash, picture, ttl_s)) is not None:
+                    self._blobs.forget(ref)
+                return picture
+
             self.counters.processed += 1
-            making = self._making[mm_hash] = asyncio.ensure_future(self._in_thread(make))
+            making = self._making[mm_hash] = asyncio.create_task(make())
             making.add_done_callback(lambda _: self._making.pop(mm_hash))
         try:
             # Whoever gives up does not take it from the others.

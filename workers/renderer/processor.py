@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from shared.codec import TensorData
@@ -22,7 +21,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import ImagePart, ImageURL, Message, TextPart
+from shared.messages import Message
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage
@@ -31,7 +30,6 @@ from workers.renderer.layouts import Layout, layout_of
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
 MAX_BYTES_PER_TOKEN = 16
-WARM_UP_SIZE = (448, 448)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,8 @@ class Processor:
         self._takes_strings = self._layout is None or _writes_strings(tokenizer)
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
-        self._max_model_len = min(longest, model.max_model_len or longest)
+        self.max_model_len = min(longest, model.max_model_len or longest)
+        """In tokens, prompt and answer together."""
         self._control_ids = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -87,17 +86,9 @@ class Processor:
         self._encoder.no_truncation()
         self._encoder.no_padding()
 
-    def warm_up(self) -> None:
-        """Render a picture and a text once, so that no client waits for what happens only once.
-
-        Nothing of it is kept.
-        """
-        parts: list[TextPart | ImagePart] = [TextPart("What is it?")]
-        images = []
-        if self._layout is not None and self._max_images:
-            parts.insert(0, ImagePart(ImageURL("")))
-            images.append(LoadedImage(Image.new("RGB", WARM_UP_SIZE), ""))
-        self.render([Message("user", parts)], images)
+    @property
+    def takes_pictures(self) -> bool:
+        return self._layout is not None and self._max_images > 0
 
     def check(self, messages: Sequence[Message]) -> None:
         """What can be refused before a picture is loaded or a token is made.
@@ -112,13 +103,7 @@ class Processor:
                 f"{len(fields)} pictures are over the limit of {self._max_images} a request",
                 field=fields[self._max_images],
             )
-        num_bytes = sum(len(text.encode()) for m in messages for text in prompt.texts(m))
-        if num_bytes > MAX_BYTES_PER_TOKEN * self._max_model_len:
-            raise ContextTooLong(
-                f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
-                f" each of the model's {self._max_model_len} tokens",
-                field="messages",
-            )
+        self._check_bytes((text for m in messages for text in prompt.texts(m)), "messages")
 
     def render(
         self, messages: Sequence[Message], images: Iterable[LoadedImage], tenant: str = ""
@@ -136,13 +121,7 @@ class Processor:
         ]
         counts = [picture.num_tokens for picture in processed]
         token_ids, ranges = self.expand(token_ids, counts)
-        tensors: list[TensorData] = []
-        items = []
-        for picture, placeholder in zip(processed, ranges, strict=True):
-            indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
-            items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
-            tensors += picture.fields.values()
-        return Rendered(token_ids, items, tensors)
+        return join(token_ids, ranges, processed)
 
     @property
     def metadata(self) -> tuple[str, ...]:
@@ -170,11 +149,25 @@ class Processor:
 
         Raises ContextTooLong.
         """
-        ranges: list[PlaceholderRange] = []
-        if self._image_token_id is not None:
-            token_ids, ranges = prompt.expand(token_ids, self._image_token_id, counts)
+        token_ids, ranges = self.make_room(token_ids, counts)
         self._check_len(token_ids)
         return token_ids, ranges
+
+    def make_room(
+        self, token_ids: list[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        """Like `expand`, however long the prompt becomes."""
+        if self._image_token_id is None:
+            return token_ids, []
+        return prompt.expand(token_ids, self._image_token_id, counts)
+
+    def tokenize_text(self, text: str, field: str) -> list[int]:
+        """Token ids of a text as it is: no template, and control tokens where it spells them.
+
+        Raises ContextTooLong for one that is longer than any prompt can be.
+        """
+        self._check_bytes([text], field)
+        return self._encode(text)
 
     def tokenize(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the templated messages, one for each picture.
@@ -244,13 +237,35 @@ class Processor:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def _check_bytes(self, texts: Iterable[str], field: str) -> None:
+        num_bytes = sum(len(text.encode()) for text in texts)
+        if num_bytes > MAX_BYTES_PER_TOKEN * self.max_model_len:
+            raise ContextTooLong(
+                f"{num_bytes} bytes of text are over the limit of {MAX_BYTES_PER_TOKEN} bytes for"
+                f" each of the model's {self.max_model_len} tokens",
+                field=field,
+            )
+
     def _check_len(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
-                f" {self._max_model_len}",
+                f" {self.max_model_len}",
                 field="messages",
             )
+
+
+def join(
+    token_ids: list[int], ranges: Sequence[PlaceholderRange], pictures: Sequence[Picture]
+) -> Rendered:
+    """A prompt with its pictures in their places, and all their tensors."""
+    tensors: list[TensorData] = []
+    items = []
+    for picture, placeholder in zip(pictures, ranges, strict=True):
+        indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
+        items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
+        tensors += picture.fields.values()
+    return Rendered(token_ids, items, tensors)
 
 
 def _neutral(text: str) -> str:

@@ -1,7 +1,9 @@
 """Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
@@ -14,11 +16,14 @@ from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context
 from shared.stage import Job, serve
-from workers.renderer import prompt
-from workers.renderer.media import MediaLoader
-from workers.renderer.packing import Packer
-from workers.renderer.pictures import Pictures
+from shared.telemetry import Logger
+from workers.renderer import prompt, warmup
+from workers.renderer.jobmedia import JobMedia
+from workers.renderer.main_path import MainPath
+from workers.renderer.media import MediaLoader, is_remote
 from workers.renderer.processor import Processor
+from workers.renderer.readonly_path import ReadOnlyPath
+from workers.renderer.services import Services
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -29,6 +34,10 @@ _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 async def main(context: Context) -> None:
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
+    # What the libraries leave behind is for good. A full collection would walk through it all, some
+    # tenths of a second in the middle of somebody's request.
+    gc.collect()
+    gc.freeze()
     await worker.serve()
 
 
@@ -42,23 +51,35 @@ class RendererWorker:
         self._in_hand: set[str | None] = set()
         self._ended: set[str | None] = set()
         """Of these, the ones that somebody has ended meanwhile."""
-        self._packer = Packer(context.bus, blobs, context.config)
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
-        self._pictures = Pictures(blobs, MediaLoader(limits), limits, self._in_thread)
+        self._loader = MediaLoader(limits)
+        self._main_path = MainPath(context.bus, blobs, self._config, self._in_thread)
+        self._readonly_path = ReadOnlyPath(context.bus, self._loader, limits, self._in_thread)
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
             processor = self._processors[name] = await self._in_thread(Processor, model)
-            began_ms = self._context.bus.now_ms()
-            try:
-                await self._in_thread(processor.warm_up)
-            except Exception:
-                # The first request will be slow, and no worse.
-                self._context.log.warning("warm_up_failed", model=name, exc_info=True)
-                continue
-            took_ms = round(self._context.bus.now_ms() - began_ms)
-            self._context.log.info("warmed_up", model=name, ms=took_ms)
+            await self._warm_up(name, processor)
+
+    async def _warm_up(self, model: str, processor: Processor) -> None:
+        media = self._open_media("warm-up", 0, "")
+        log = self._context.log.bind(model=model)
+        with self._timed(log.bind(path="main")):
+            await warmup.main_path(self._main_path, processor, media)
+        with self._timed(log.bind(path="readonly")):
+            await warmup.readonly_path(self._readonly_path, processor)
+
+    @contextlib.contextmanager
+    def _timed(self, log: Logger) -> Iterator[None]:
+        began_ms = self._context.bus.now_ms()
+        try:
+            yield
+        except Exception:
+            # The first request will be slow, and no worse.
+            log.warning("warm_up_failed", exc_info=True)
+        else:
+            log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
 
     async def serve(self) -> None:
         """One consumer per model and lane; all draw on the same threads."""
@@ -75,7 +96,9 @@ class RendererWorker:
             for lane in subjects.LANES
         ]
         await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
-        counters = self._pictures.counters
+        services = Services(context.bus, self._readonly_path, self._processors, config.renderer)
+        await services.start()
+        counters = self._main_path.pictures.counters
         context.ready(
             sorted(self._processors),
             lambda: {
@@ -85,6 +108,7 @@ class RendererWorker:
             },
         )
         async with asyncio.TaskGroup() as group:
+            group.create_task(services.run(context.shutdown.asked, config.delivery.drain_s))
             for consumer in consumers:
                 group.create_task(
                     serve(consumer, self._handle, context.shutdown, config.delivery.drain_s)
@@ -132,39 +156,44 @@ class RendererWorker:
             self._ended.discard(job.request_id)
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
-        processor = self._processors[task.model]
-        token_ids = await self._in_thread(self._begin, processor, task, job)
-        ttl_s = (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000
-        prepared = []
-        # One at a time, and dropped once it is processed: eight rasters of the largest size would
-        # be a gigabyte.
-        for field, part in prompt.image_parts(task.messages):
-            prepared.append(
-                await self._pictures.prepare(
-                    processor, part.image_url.url, field, task.accepted.tenant, ttl_s
-                )
-            )
-            await job.delivery.progress()
-        counts = [picture.num_tokens for picture in prepared]
-        token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
-        items, tensors = await self._packer.pack(task, prepared, ranges)
+        def begun() -> None:
+            job.waiting = False
+
+        rendered = await self._main_path.render(
+            self._processors[task.model],
+            task.messages,
+            await self._media_of(task, job),
+            (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
+            task,
+            begun,
+            job.delivery.progress,
+        )
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
-            prompt_token_ids=token_ids,
-            items=items,
+            prompt_token_ids=rendered.prompt_token_ids,
+            items=rendered.items,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self._context.stage.hop(job)],
             round=task.round,
         )
-        return codec.encode(engine_task, tensors)
+        return codec.encode(engine_task, rendered.tensors)
 
-    @staticmethod
-    def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
-        job.waiting = False
-        return processor.tokenize(task.messages)
+    async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
+        media = self._open_media(task.request_id, task.accepted.sequence, task.accepted.tenant)
+        tried_before = job.delivery.attempt > 1 or task.round > 0
+        urls = (part.image_url.url for _, part in prompt.image_parts(task.messages))
+        if tried_before and any(is_remote(url) for url in urls):
+            await media.recall()
+        return media
+
+    def _open_media(self, request_id: str, sequence: int, tenant: str) -> JobMedia:
+        limits = self._config.renderer
+        return JobMedia(
+            self._context.bus, self._loader, limits, self._in_thread, request_id, sequence, tenant
+        )
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()

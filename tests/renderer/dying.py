@@ -1,0 +1,25 @@
+"""A renderer that is killed when it has fetched and pinned, and is about to hand over.
+
+Arguments: the configuration file and the broker's URL.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from shared import runtime
+from shared.stage import Stage
+from workers import settings
+from workers.renderer import worker
+
+
+async def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    Stage.hand_over = die  # type: ignore[method-assign]
+    config = settings.load_config(Path(sys.argv[1]))
+    sys.exit(runtime.run("renderer", worker.main, config, sys.argv[2]))

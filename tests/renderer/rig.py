@@ -1,0 +1,125 @@
+"""A renderer in this process, and the queues on both sides of it."""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from PIL import Image
+
+from shared import codec, subjects
+from shared.bus import Bus
+from shared.codec import TensorData
+from shared.config import Config, DeliveryConfig, ModelConfig, RendererConfig
+from shared.consumer import Consumer
+from shared.messages import (
+    Acceptance,
+    EngineTask,
+    ImagePart,
+    ImageURL,
+    Message,
+    RenderTask,
+    TextPart,
+    to_msgpack,
+)
+from shared.runtime import Context
+from shared.sampling import SamplingParams
+from workers.renderer.worker import RendererWorker
+from workers.settings import DEMO_MODEL
+
+_sequences = itertools.count(1_000_000)
+
+
+def png(seed: int = 0, size: tuple[int, int] = (112, 84)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def config_for(model: str, **renderer: Any) -> Config:
+    """Fetches from this machine; `model` is one of the test's own, so that its queues are too."""
+    limits = {"media_hosts": ["127.0.0.1"], "media_networks": ["127.0.0.0/8"]} | renderer
+    return Config(
+        models={model: ModelConfig(str(Path(DEMO_MODEL)))},
+        delivery=DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=2.0),
+        renderer=RendererConfig(**limits),
+    )
+
+
+def new_model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+def messages_with(urls: Sequence[str], text: str = "What is it?") -> list[Message]:
+    return [Message("user", [*(ImagePart(ImageURL(url)) for url in urls), TextPart(text)])]
+
+
+def task_for(bus: Bus, model: str, messages: list[Message]) -> RenderTask:
+    now_ms = bus.now_ms()
+    accepted = Acceptance(now_ms, now_ms + 60_000, next(_sequences), "$JS.ACK.none")
+    request_id = f"t-{secrets.token_hex(6)}"
+    return RenderTask(request_id, model, "interactive", messages, SamplingParams(), accepted, [])
+
+
+async def publish(bus: Bus, task: RenderTask) -> None:
+    subject = subjects.stage("renderer", task.model, task.lane, task.request_id)
+    await bus.publish(subject, to_msgpack(task), secrets.token_hex(8))
+
+
+class Sink:
+    """What the engine of a model would be given."""
+
+    def __init__(self, inbox: Consumer) -> None:
+        self._inbox = inbox
+
+    @classmethod
+    async def open(cls, bus: Bus, model: str) -> "Sink":
+        return cls(
+            await bus.consume(
+                subjects.STAGES_STREAM,
+                subjects.stage_consumer("engine", model, "interactive"),
+                subjects.stage_filter("engine", model, "interactive"),
+                8,
+                30.0,
+            )
+        )
+
+    async def next(self, timeout_s: float = 20.0) -> tuple[EngineTask, list[TensorData]]:
+        delivery = await asyncio.wait_for(self._inbox.next(), timeout_s)
+        await delivery.ack()
+        return codec.decode(delivery.data, EngineTask)
+
+
+@contextlib.asynccontextmanager
+async def renderer(url: str, config: Config) -> AsyncIterator[RendererWorker]:
+    """One that serves."""
+    name = f"renderer-{secrets.token_hex(4)}"
+    bus = await Bus.connect(url, name)
+    await bus.prepare(config.nats, config.delivery)
+    context = Context("renderer", name, None, config, bus, structlog.get_logger())
+    worker = RendererWorker(context, await context.open_blobs())
+    await worker.load()
+    ready = asyncio.Event()
+    announce = context.ready
+
+    def announce_and_tell(models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        announce(models, load)
+        ready.set()
+
+    context.ready = announce_and_tell  # type: ignore[method-assign]
+    serving = asyncio.create_task(worker.serve())
+    await ready.wait()
+    try:
+        yield worker
+    finally:
+        context.shutdown.signal()
+        await serving
+        await context.close()
+        await bus.close()

@@ -1,0 +1,331 @@
+"""Which path uses the main cache, and which leaves it as it was: contents, order and counters."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from PIL import Image
+
+from shared import client, parcels
+from shared.broker import Broker
+from shared.bus import Bus
+from shared.codec import TensorData
+from shared.errors import Unavailable
+from shared.messages import (
+    EngineTask,
+    GenerateRequest,
+    Message,
+    Refusal,
+    RenderedPrompt,
+    Tokenized,
+    TokenizeRequest,
+    to_msgpack,
+)
+from shared.subjects import render as render_subject
+from shared.subjects import tokenize as tokenize_subject
+from tests.renderer.canary import Canary, send
+from tests.renderer.rig import (
+    Sink,
+    config_for,
+    messages_with,
+    new_model,
+    png,
+    publish,
+    renderer,
+    task_for,
+)
+from workers.renderer import services, warmup
+from workers.renderer.images import FORMATS
+from workers.renderer.processor import Processor
+from workers.renderer.worker import RendererWorker
+
+
+class Rig:
+    """A renderer, and all ways to ask it for something."""
+
+    def __init__(self, bus: Bus, model: str, worker: RendererWorker, sink: Sink) -> None:
+        self.bus = bus
+        self.model = model
+        self.worker = worker
+        self._sink = sink
+
+    async def engine(self, messages: list[Message]) -> tuple[EngineTask, list[TensorData]]:
+        await publish(self.bus, task_for(self.bus, self.model, messages))
+        return await self._sink.next()
+
+    async def render(self, messages: list[Message]) -> tuple[RenderedPrompt, list[TensorData]]:
+        answer = await client.render(self.bus, GenerateRequest(self.model, messages))
+        assert not isinstance(answer, Refusal), answer
+        return answer
+
+    async def tokenize(self, messages: list[Message]) -> Tokenized:
+        answer = await client.tokenize(self.bus, self.model, TokenizeRequest(messages))
+        assert isinstance(answer, Tokenized), answer
+        return answer
+
+    async def tokenize_text(self, _: list[Message]) -> Tokenized:
+        answer = await client.tokenize(self.bus, self.model, TokenizeRequest(prompt="What is it?"))
+        assert isinstance(answer, Tokenized), answer
+        return answer
+
+    def caches(self) -> dict[str, Any]:
+        """Of the main path: what is in them, the least recently used first, and their counters."""
+        pictures, fetched = self.worker._main_path.pictures, self.worker._loader._fetched
+        return {
+            "counters": (pictures.counters.hits, pictures.counters.processed),
+            "pictures": list(pictures._blobs._server.arena.slots._slots),
+            "files": [url for _, url in fetched._entries],
+            "file counters": (fetched.hits, fetched.misses),
+        }
+
+
+@pytest.fixture
+def canary() -> Iterator[Canary]:
+    server = Canary()
+    server.answers = {f"/{seed}": send(png(seed)) for seed in range(8)}
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def rig(broker: Broker, bus: Bus) -> AsyncIterator[Rig]:
+    model = new_model()
+    sink = await Sink.open(bus, model)
+    async with renderer(broker.url, config_for(model)) as worker:
+        yield Rig(bus, model, worker, sink)
+
+
+def data_url(data: bytes) -> str:
+    return "data:;base64," + base64.b64encode(data).decode()
+
+
+# The truth table: path, and whether it uses the main cache.
+PATHS: dict[str, tuple[Callable[[Rig, list[Message]], Awaitable[Any]], bool]] = {
+    "for an engine": (Rig.engine, True),
+    "render only": (Rig.render, False),
+    "tokenize messages": (Rig.tokenize, False),
+    "tokenize a text": (Rig.tokenize_text, False),
+}
+
+
+@pytest.mark.parametrize("scheme", ["data", "http", "media"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_who_uses_the_main_cache(rig: Rig, canary: Canary, path: str, scheme: str) -> None:
+    async def url(seed: int) -> str:
+        if scheme == "data":
+            return data_url(png(seed))
+        return (
+            canary.url(f"/{seed}")
+            if scheme == "http"
+            else await client.pin_media(rig.bus, png(seed))
+        )
+
+    ask, uses_main = PATHS[path]
+    assert rig.caches()["pictures"] == [], "the warm-up has left something"
+    assert rig.caches()["counters"] == (0, 0)
+    for seed in (0, 1):
+        await rig.engine(messages_with([await url(seed)]))
+    before = rig.caches()
+    # The least recently used one would move; another one would be added.
+    await ask(rig, messages_with([await url(0), await url(2)]))
+    after = rig.caches()
+    if not uses_main:
+        assert after == before
+        return
+    old, new = before["pictures"], after["pictures"]
+    assert new[0] == old[1], "what was used is not the next to go"
+    assert set(new) > set(old)
+    assert len(new) == 3
+    assert after["counters"] == (1, 3)
+    if scheme != "data":
+        assert after["files"] == [before["files"][1], before["files"][0], await url(2)]
+        assert after["file counters"][0] == 1
+
+
+async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
+    messages = messages_with([data_url(png(1)), canary.url("/2")])
+    engine_task, engine_tensors = await rig.engine(messages)
+    prompt, tensors = await rig.render(messages)
+    counted = await rig.tokenize(messages)
+    assert prompt.prompt_token_ids == engine_task.prompt_token_ids == counted.token_ids
+    assert counted.count == len(counted.token_ids) < counted.max_model_len
+    blobs = rig.worker._main_path.pictures._blobs
+    for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
+        assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
+        fields, blob = await parcels.open_item(blobs, theirs, engine_tensors)
+        assert fields.keys() == ours.fields.keys()
+        for name, tensor in fields.items():
+            other = tensors[ours.fields[name]]
+            assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+            assert bytes(other.data) == bytes(tensor.data)
+        if blob is not None:
+            blob.close()
+
+
+async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:
+    processor = rig.worker._processors[rig.model]
+    answer = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt="two words"))
+    assert isinstance(answer, Tokenized)
+    assert answer.token_ids == processor.tokenize_text("two words", "prompt")
+    assert answer.max_model_len == processor.max_model_len
+    empty = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt=""))
+    assert isinstance(empty, Tokenized)
+    assert empty.count == 0
+
+
+async def test_counting_goes_beyond_what_fits(rig: Rig) -> None:
+    room = rig.worker._processors[rig.model].max_model_len
+    text = "a b " * room
+    answer = await client.tokenize(rig.bus, rig.model, TokenizeRequest([Message("user", text)]))
+    assert isinstance(answer, Tokenized)
+    assert answer.count > room
+    refused = await client.render(rig.bus, GenerateRequest(rig.model, [Message("user", text)]))
+    assert isinstance(refused, Refusal)
+    assert refused.error.code == "context_length_exceeded"
+
+
+BAD_QUESTIONS: list[tuple[str, Any, str, str | None]] = [
+    ("render", b"no json", "invalid_request", None),
+    ("render", b'{"model":"other","messages":[]}', "invalid_request", "messages"),
+    ("render", {"model": "other"}, "invalid_request", "model"),
+    ("render", {"urls": ["media:" + "0" * 64]}, "media_not_found", "content[0].image_url.url"),
+    ("render", {"urls": ["ftp://a/b"]}, "invalid_media", "content[0].image_url.url"),
+    ("render", {"urls": ["data:;base64,AAAA"]}, "invalid_media", "content[0].image_url.url"),
+    ("tokenize", b"{}", "invalid_request", "messages"),
+    ("tokenize", b'{"messages":[]}', "invalid_request", "messages"),
+    ("tokenize", b'{"prompt":5}', "invalid_request", "prompt"),
+    ("tokenize", b'{"prompt":"x","more":1}', "invalid_request", None),
+    ("tokenize", b"\xff", "invalid_request", None),
+]
+
+
+async def test_bad_questions_get_one_clear_error(rig: Rig) -> None:
+    for service, question, code, field in BAD_QUESTIONS:
+        if isinstance(question, dict):
+            model = question.get("model", rig.model)
+            messages = messages_with(question.get("urls", []))
+            question = to_msgpack(GenerateRequest(model, messages))
+        subject = (render_subject if service == "render" else tokenize_subject)(rig.model)
+        refusal = msgspec.json.decode(await rig.bus.ask(subject, question, 10), type=Refusal)
+        assert refusal.error.code == code, question
+        assert refusal.error.fault == "client"
+        assert (refusal.error.field or "").endswith(field or "")
+
+
+async def test_an_answer_that_does_not_fit_is_an_error(
+    broker: Broker, bus: Bus, canary: Canary
+) -> None:
+    model = new_model()
+    async with renderer(broker.url, config_for(model)) as worker:
+        worker._readonly_path.render = _with_little_room(worker)  # type: ignore[method-assign]
+        request = GenerateRequest(model, messages_with([data_url(png(1)), data_url(png(2))]))
+        refusal = await client.render(bus, request)
+    assert isinstance(refusal, Refusal)
+    assert refusal.error.code == "payload_too_large"
+    assert refusal.error.field == "messages[0].content[1].image_url.url"
+
+
+def _with_little_room(worker: RendererWorker) -> Any:
+    render = worker._readonly_path.render
+
+    async def in_50_kb(processor: Processor, messages: list[Message], _: int) -> Any:
+        return await render(processor, messages, 50_000)
+
+    return in_50_kb
+
+
+async def test_nobody_serves_another_model(rig: Rig) -> None:
+    with pytest.raises(Unavailable):
+        await client.render(rig.bus, GenerateRequest("nobodys", [Message("user", "?")]))
+
+
+async def test_a_burst_leaves_threads_to_the_engines_work(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ask, one of the two threads is not theirs."""
+    most, now = 0, 0
+    path = rig.worker._readonly_path
+    in_thread = path._in_thread
+
+    async def counted(function: Any, *args: Any) -> Any:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        try:
+            return await in_thread(function, *args)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(path, "_in_thread", counted)
+    monkeypatch.setattr(services, "MAX_HELD", 16)
+    request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
+    burst = [asyncio.create_task(client.render(rig.bus, request)) for _ in range(24)]
+    task, _ = await rig.engine(messages_with([data_url(png(2))]))
+    assert task.items
+    answers = await asyncio.gather(*burst)
+    refused = [answer.error.code for answer in answers if isinstance(answer, Refusal)]
+    assert most == 1
+    assert 0 < len(refused) <= 8
+    assert set(refused) == {"overloaded"}
+
+
+async def test_questions_are_shared_among_renderers(broker: Broker, bus: Bus) -> None:
+    model = new_model()
+    config = config_for(model)
+    request = GenerateRequest(model, messages_with([data_url(png(1))]))
+    async with renderer(broker.url, config), renderer(broker.url, config) as second:
+        roads = second._main_path.pictures._blobs._roads
+        assert roads == {}, "the warm-up has left a connection to the first"
+        answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
+        assert not any(isinstance(answer, Refusal) for answer in answers)
+    with pytest.raises(Unavailable):
+        await client.render(bus, request)
+
+
+async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
+    broker: Broker, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at its last picture, when there is something to leave."""
+    rendered = 0
+    encode = warmup._encode
+
+    def fail(what: Any) -> None:
+        nonlocal rendered
+        rendered += 1
+        encode(what)
+        if rendered == 3:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(warmup, "_encode", fail)
+    model = new_model()
+    sink = await Sink.open(bus, model)
+    with structlog.testing.capture_logs() as logs:
+        async with renderer(broker.url, config_for(model)) as worker:
+            rig = Rig(bus, model, worker, sink)
+            assert rig.caches()["pictures"] == []
+            assert rig.caches()["counters"] == (0, 0)
+            task, _ = await rig.engine(messages_with([data_url(png(1))]))
+    assert task.items
+    told = [(log["event"], log["path"], log["model"]) for log in logs if "path" in log]
+    assert told == [("warm_up_failed", "main", model), ("warmed_up", "readonly", model)]
+
+
+async def test_the_warm_up_reads_every_kind_of_file(
+    broker: Broker, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str | None] = []
+    really = Image.open
+
+    def open_(*args: Any, **options: Any) -> Image.Image:
+        image = really(*args, **options)
+        opened.append(image.format)
+        return image
+
+    monkeypatch.setattr(Image, "open", open_)
+    async with renderer(broker.url, config_for(new_model())):
+        pass
+    assert sorted(map(str, opened)) == sorted(FORMATS * 2), "once for each path"
