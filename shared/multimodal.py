@@ -10,10 +10,28 @@ from msgspec import Meta
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
-    """The run of placeholder tokens in the expanded prompt that one item fills."""
+    """The run of tokens in the expanded prompt that belong to one item."""
 
     offset: int
     length: int
+    is_embed: bytes | None = None
+    """Which of the tokens embeddings take the place of, a bit for each, the first in the lowest bit
+    of the first byte; None for all of them. The others are text, such as the ends of rows."""
+
+    @property
+    def num_embeds(self) -> int:
+        return self.length if self.is_embed is None else len(self.embed_indexes())
+
+    def embed_indexes(self) -> list[int]:
+        """Of the tokens that embeddings take the place of, counted from `offset`."""
+        mask = b"\xff" * -(-self.length // 8) if self.is_embed is None else self.is_embed
+        return [i for i in range(self.length) if mask[i // 8] >> i % 8 & 1]
+
+
+def pack_mask(is_embed: Sequence[bool]) -> bytes:
+    """For `PlaceholderRange.is_embed`."""
+    bits = sum(1 << i for i, embeds in enumerate(is_embed) if embeds)
+    return bits.to_bytes(-(-len(is_embed) // 8), "little")
 
 
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ class Contents(Struct, frozen=True):
 
     fields: dict[str, int]
     num_tokens: int
-    """Length of the placeholder that it fills."""
+    """Embeddings that will take the place of tokens."""
 
 
 def put(
@@ -47,9 +47,9 @@ async def open_item(
     blob = await blobs.get(item.blob)
     try:
         fields, num_tokens = read(blob)
-        if num_tokens != item.placeholder.length:
+        if num_tokens != item.placeholder.num_embeds:
             raise DecodeError(
-                f"an item of {num_tokens} tokens has a placeholder of {item.placeholder.length}"
+                f"an item of {num_tokens} tokens has a placeholder of {item.placeholder.num_embeds}"
             )
         return fields, blob
     except BaseException:

@@ -17,7 +17,7 @@ from shared.codec import decode, encode
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.messages import Acceptance, EngineTask, ImagePart, ImageURL, Message, TextPart
-from shared.multimodal import PlaceholderRange
+from shared.multimodal import PlaceholderRange, pack_mask
 from shared.sampling import SamplingParams
 from shared.tensors import to_torch
 from shared.towers import LlavaVision
@@ -162,6 +162,70 @@ def test_pictures_that_touch_are_told_apart(tmp_path: Path):
     answers, _ = run_core(road.twins, [case], num_blocks=16, budget=13, steps_between=0)
     assert answers == {"touching": road.expected("", images, 8)}
     assert answers["touching"] != road.expected("", images[::-1], 8)
+
+
+def with_rows(case: Case, newline: int, width: int) -> Case:
+    """Text after every `width` tokens of each picture, as other families mark the ends of rows."""
+    token_ids: list[int] = []
+    items = []
+    end = 0
+    for item in case.request.items:
+        start, length = item.placeholder.offset, item.placeholder.length
+        token_ids += case.request.prompt_token_ids[end:start]
+        run: list[int] = []
+        for i in range(length):
+            run.append(case.request.prompt_token_ids[start + i])
+            if i % width == width - 1:
+                run.append(newline)
+        mask = pack_mask([token_id != newline for token_id in run])
+        items.append(replace(item, placeholder=PlaceholderRange(len(token_ids), len(run), mask)))
+        token_ids += run
+        end = start + length
+    token_ids += case.request.prompt_token_ids[end:]
+    return Case(replace(case.request, prompt_token_ids=token_ids, items=items), case.images)
+
+
+@pytest.mark.parametrize("budget", [5, 7, 512])
+def test_text_within_a_picture_stays_text(plain: Road, budget: int):
+    """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
+    images = [llava.picture(1, 90, 60), llava.picture(2, 42, 42)]
+    case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
+    token_ids = torch.tensor([case.request.prompt_token_ids])
+    pixels = plain.own.image_processor(images, return_tensors="pt")
+    answer = plain.model.generate(
+        input_ids=token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        **pixels,
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=0,
+    )[0, token_ids.shape[1] :].tolist()
+    answers, _ = run_core(plain.twins, [case], num_blocks=64, budget=budget, steps_between=0)
+    assert answers == {"rows": answer}
+
+
+@pytest.mark.parametrize("mask", [b"", b"\xff", b"\x00\x00", b"\xff\xff\xff", b"\xff\x1f"])
+def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: bytes):
+    case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
+    (item,) = case.request.items
+    spoilt = replace(item, placeholder=PlaceholderRange(item.placeholder.offset, 12, mask))
+    with pytest.raises(InvalidRequest, match="is_embed"):
+        run_core(
+            plain.twins,
+            [Case(replace(case.request, items=[spoilt]), [])],
+            num_blocks=64,
+            budget=64,
+            steps_between=0,
+        )
+
+
+def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road):
+    case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
+    (item,) = case.request.items
+    mask = pack_mask([True] * 9 + [False] * 3)
+    moved = replace(item, placeholder=PlaceholderRange(item.placeholder.offset, 12, mask))
+    with pytest.raises(InvalidRequest, match="image tokens"):
+        plain.twins.served.family.check(replace(case.request, items=[moved]))
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -29,7 +29,18 @@ def check_placeholders(request: EngineRequest) -> None:
             raise InvalidRequest(
                 f"placeholder [{placeholder.offset}, {stop}) overlaps another", field="messages"
             )
+        if placeholder.is_embed is not None:
+            _check_mask(placeholder.is_embed, placeholder.length)
         free_from = stop
+
+
+def _check_mask(is_embed: bytes, length: int) -> None:
+    bits = int.from_bytes(is_embed, "little")
+    if len(is_embed) != -(-length // 8) or bits >> length or not bits:
+        raise InvalidRequest(
+            f"a placeholder of {length} tokens needs as many bits in is_embed, not all of them 0",
+            field="messages",
+        )
 
 
 def check_stop_token_ids(request: EngineRequest, vocab_size: int) -> None:

@@ -64,12 +64,13 @@ class Family:
         return None
 
     def _check_placeholder(self, item: Item, count: int, prompt_token_ids: list[int]) -> None:
-        start, length = item.placeholder.offset, item.placeholder.length
-        if length != count:
-            _refuse(f"{length} placeholders for {count} embeddings")
+        start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
+        if num_embeds != count:
+            _refuse(f"{num_embeds} placeholders for {count} embeddings")
         image_token_id = self.model.config.image_token_id
-        if start < 0 or prompt_token_ids[start : start + length] != [image_token_id] * length:
-            _refuse(f"the prompt has no {length} image tokens at {start}")
+        places = [start + index for index in item.placeholder.embed_indexes()]
+        if start < 0 or any(prompt_token_ids[i : i + 1] != [image_token_id] for i in places):
+            _refuse(f"the prompt has no {num_embeds} image tokens at {start}")
 
 
 class Qwen2VL(Family):
@@ -79,6 +80,8 @@ class Qwen2VL(Family):
 
     def check(self, request: EngineRequest) -> None:
         super().check(request)
+        if any(item.placeholder.is_embed is not None for item in request.items):
+            _refuse("a picture's placeholder is one run of tokens in this model")
         _check_apart(_in_order(request.items))
 
     def locate(self, request: EngineRequest) -> PromptPositions | None:

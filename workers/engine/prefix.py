@@ -36,5 +36,8 @@ def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) ->
         parent,
         # Whatever the machine's own byte order, for hashes may be compared between machines.
         struct.pack(f"<{block_size}q", *token_ids),
-        [[item.mm_hash, item.placeholder.offset - start] for item in items],
+        [
+            [item.mm_hash, item.placeholder.offset - start, item.placeholder.is_embed or b""]
+            for item in items
+        ],
     )

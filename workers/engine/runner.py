@@ -5,6 +5,7 @@ own, as far as its batches need them, and beyond it those that may come again. I
 about who runs when.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
+from shared.multimodal import PlaceholderRange
 from shared.towers import Tower
 from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
@@ -25,8 +27,8 @@ from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequenc
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
-    # Offset in the prompt, [length, hidden_size]; only what a batch has needed.
-    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
+    # Place in the prompt, [num_embeds, hidden_size]; only what a batch has needed.
+    embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
 
 
 class Runner:
@@ -79,13 +81,11 @@ class Runner:
             found |= self._run_tower(list(new.values()))
         for item in items:
             embedding = found[item.mm_hash]
-            assert len(embedding) == item.placeholder.length, "one hash, two contents"
-            self._prepared[request.request_id].embeddings.append(
-                (item.placeholder.offset, embedding)
-            )
+            assert len(embedding) == item.placeholder.num_embeds, "one hash, two contents"
+            self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """Embeddings of the items, by mm_hash: [length, hidden_size] each."""
+        """Embeddings of the items, by mm_hash: [num_embeds, hidden_size] each."""
         assert self._tower is not None
         embeddings = self._tower.encode([item.fields for item in items])
         self.encoded_items += len(items)
@@ -141,13 +141,14 @@ class Runner:
         rows = self._model.embed(self._to_device(token_ids))
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             prepared = self._prepared.get(s.sequence.request_id)
-            for offset, embedding in prepared.embeddings if prepared else []:
-                # Both hold tokens [offset, offset + len) and [num_computed_tokens, stop).
+            for placeholder, embedding in prepared.embeddings if prepared else []:
+                # Both hold tokens [offset, offset + length) and [num_computed_tokens, stop).
+                offset = placeholder.offset
                 start = max(offset, s.sequence.num_computed_tokens)
-                stop = min(offset + len(embedding), _stop(s))
+                stop = min(offset + placeholder.length, _stop(s))
                 if start < stop:
                     row = first_row + start - s.sequence.num_computed_tokens
-                    rows[row : row + stop - start] = embedding[start - offset : stop - offset]
+                    _place(rows[row : row + stop - start], embedding, placeholder, start - offset)
         return rows
 
     def _locate(self, scheduled: list[ScheduledSequence]) -> Tensor:
@@ -166,6 +167,18 @@ class Runner:
 
     def _to_device(self, values: list[int] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
+
+
+def _place(rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start: int) -> None:
+    """Put embeddings over the rows of the placeholder's tokens [start, start + len(rows))."""
+    if placeholder.is_embed is None:
+        rows[:] = embedding[start : start + len(rows)]
+        return
+    indexes = placeholder.embed_indexes()
+    first = bisect.bisect_left(indexes, start)
+    last = bisect.bisect_left(indexes, start + len(rows))
+    places = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
+    rows[places] = embedding[first:last]
 
 
 def _stop(s: ScheduledSequence) -> int:
