@@ -51,6 +51,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     local_tokens: Annotated[int, Meta(ge=0)] = 0
     """Pictures of at most so many tokens stay with the engine all the same, which then needs the
     tower too."""
+    share_embeddings: bool = False
+    """Engines that have the tower leave embeddings for one another, and look before they make any;
+    see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
 
 

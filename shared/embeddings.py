@@ -30,7 +30,7 @@ from shared.errors import (
     Poisoned,
 )
 from shared.messages import EmbeddingRecord, ErrorInfo, Failure, to_msgpack
-from shared.multimodal import BlobRef
+from shared.multimodal import BlobRef, embedding_key
 from shared.roads import Blob
 from shared.tensors import from_torch, to_torch
 from shared.tokenlog import last_record
@@ -69,6 +69,7 @@ class Embeddings:
         self._bus = bus
         self._blobs = blobs
         self._role = role
+        self._model = model
         self._ttl_s = config.embeddings.ttl_s
         self._directory: EmbeddingDirectory | None = None
         if config.embeddings.storage == "directory":
@@ -77,6 +78,14 @@ class Embeddings:
             folder = Path(config.embeddings.path) / model
             max_bytes = config.embeddings.max_mib * 2**20
             self._directory = EmbeddingDirectory(folder, role, max_bytes, self._ttl_s)
+
+    @property
+    def shared(self) -> bool:
+        """Whether those who make embeddings here also look for those of others."""
+        return self._role == "both"
+
+    def key_of(self, mm_hash: str) -> str:
+        return embedding_key(self._model, mm_hash)
 
     # -- producer -----------------------------------------------------------------------------
 

@@ -239,3 +239,32 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
     assert done.returncode == EXIT_CONFIG
     assert "embeddings.path" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_engines_with_towers_share_what_they_make(tmp_path: Path) -> None:
+    store = tmp_path / "embeddings"
+    text = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    share_embeddings: true")
+    text += f"embeddings: {{storage: directory, path: {store}}}\n"
+    for cluster in start_with_encoders(tmp_path, text, 0):
+        bus = await Bus.connect(cluster.url, "test")
+        assert "red" in text_of(await answer(bus, about("red.png"))).lower()
+        first = await cluster.pid(bus, "engine")
+        await until(lambda bus=bus: _has_encoded(bus, 1))  # type: ignore[misc]
+        await until(lambda: _exists(store))
+        os.kill(first, signal.SIGKILL)
+        assert "red" in text_of(await answer(bus, about("red.png"))).lower()
+        assert await cluster.pid(bus, "engine") != first
+        await until(lambda bus=bus: _has_encoded(bus, 0))  # type: ignore[misc]
+        await bus.close()
+
+
+async def _has_encoded(bus: Bus, wanted: int) -> bool:
+    """The one living engine, since its last answer."""
+    return any(
+        beat.load["encoded_items"] == wanted and beat.load["prefix_query_tokens"] > 0
+        for beat in await living(bus, "engine")
+    )
+
+
+async def _exists(store: Path) -> bool:
+    return any(store.glob("demo/*/encoder_cache.safetensors"))  # noqa: ASYNC240

@@ -1,8 +1,10 @@
 """The engine's process: a model and everything around it, behind the worker that feeds it."""
 
 import asyncio
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from shared.config import EngineConfig, ModelConfig
 from shared.embeddings import Embeddings
@@ -23,15 +25,23 @@ async def main(context: Context) -> None:
         raise ConfigError("an engine serves one model: name it with --model", field="model")
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    core = await asyncio.to_thread(build_core, config.models[name], config.engine)
+    model = config.models[name]
     blobs = await context.open_blobs()
     embeddings = None
-    if config.models[name].tower == "encoder":
+    if model.tower == "encoder":
         embeddings = Embeddings(context.bus, blobs, config, name, "consumer")
-    await EngineWorker(context, name, core, Opener(blobs, embeddings, to_torch)).serve()
+    elif model.share_embeddings:
+        embeddings = Embeddings(context.bus, blobs, config, name, "both")
+    opener = Opener(blobs, embeddings, to_torch)
+    core = await asyncio.to_thread(build_core, model, config.engine, opener.share)
+    await EngineWorker(context, name, core, opener).serve()
 
 
-def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
+def build_core(
+    model: ModelConfig,
+    engine: EngineConfig,
+    on_encoded: Callable[[str, Tensor], None] = lambda mm_hash, embedding: None,
+) -> Core:
     """Load a model and everything around it; raises ConfigError when it cannot be served."""
     loaded = load(model, engine)
     return Core(
@@ -41,6 +51,7 @@ def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
             loaded.block_size,
             loaded.tower,
             engine.embedding_cache_mib * 2**20,
+            on_encoded,
         ),
         loaded.decode,
         loaded.eos_token_ids,

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shared import parcels
 from shared.blobs import Blobs
 from shared.codec import TensorData
-from shared.embeddings import Embeddings
-from shared.errors import DecodeError
+from shared.embeddings import Embeddings, Held
+from shared.errors import DecodeError, Overloaded, Unavailable
 from shared.messages import EngineTask
 from shared.multimodal import MultiModalKwargsItem
 from shared.roads import Blob
@@ -24,11 +26,13 @@ class Opener:
         embeddings: Embeddings | None,
         restore: Callable[[TensorData], Any],
     ) -> None:
-        """`restore` makes of a tensor's bytes what the runner takes; `embeddings` is None where no
-        encoder works for the model."""
+        """`restore` makes of a tensor's bytes what the runner takes; `embeddings` is None where
+        nobody makes any for others."""
         self._blobs = blobs
         self._embeddings = embeddings
         self._restore = restore
+        self._loop = asyncio.get_running_loop()
+        self._sharing: set[asyncio.Task[None]] = set()
 
     async def open(
         self,
@@ -43,14 +47,35 @@ class Opener:
         """
         if item.embedding is None:
             fields, blob = await parcels.open_item(self._blobs, item, tensors)
-            return self._held(item, fields, blob)
-        if self._embeddings is None:
+            held = await self._find(item.mm_hash)
+        elif self._embeddings is None:
             raise DecodeError("an item's embeddings are elsewhere, and nobody makes any")
-        held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
-        fields = parcels.named(item.fields, tensors)
-        opened = self._held(item, fields, held.blob, held.embedding)
-        await self._embeddings.acknowledge(held)
-        return opened
+        else:
+            fields, blob = parcels.named(item.fields, tensors), None
+            held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
+        return await self._opened(item, fields, blob, held)
+
+    async def _find(self, mm_hash: str) -> Held | None:
+        """What another engine has left for all."""
+        if self._embeddings is None or not self._embeddings.shared:
+            return None
+        return await self._embeddings.get(self._embeddings.key_of(mm_hash), mm_hash)
+
+    def share(self, mm_hash: str, embedding: Tensor) -> None:
+        """Leave for others what our tower has made. Called in the step thread; takes no time."""
+        if self._embeddings is not None and self._embeddings.shared:
+            self._loop.call_soon_threadsafe(self._start_sharing, mm_hash, embedding)
+
+    def _start_sharing(self, mm_hash: str, embedding: Tensor) -> None:
+        task = asyncio.create_task(self._share(mm_hash, embedding))
+        self._sharing.add(task)
+        task.add_done_callback(self._sharing.discard)
+
+    async def _share(self, mm_hash: str, embedding: Tensor) -> None:
+        assert self._embeddings is not None
+        # Without room, or without a broker, others will make their own.
+        with contextlib.suppress(Overloaded, Unavailable):
+            await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
 
     async def release(self, task: EngineTask) -> None:
         """Nobody will want the request's own payloads again."""
@@ -58,19 +83,22 @@ class Opener:
             if item.blob is not None:
                 await self._blobs.release(item.blob)
 
-    def _held(
+    async def _opened(
         self,
         item: MultiModalKwargsItem,
         fields: dict[str, TensorData],
         blob: Blob | None,
-        embedding: Any = None,
+        held: Held | None,
     ) -> Item:
         restored = {name: self._restore(tensor) for name, tensor in fields.items()}
+        embedding = None if held is None else held.embedding
         opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
-        if blob is not None:
-            # The step thread may look at it longer than the request is in hand.
-            loop = asyncio.get_running_loop()
-            weakref.finalize(opened, _close_soon, loop, blob).atexit = False
+        # The step thread may look at them longer than the request is in hand.
+        for view in (blob, None if held is None else held.blob):
+            if view is not None:
+                weakref.finalize(opened, _close_soon, self._loop, view).atexit = False
+        if held is not None and self._embeddings is not None:
+            await self._embeddings.acknowledge(held)
         return opened
 
 

@@ -6,7 +6,7 @@ about who runs when.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,11 +39,14 @@ class Runner:
         block_size: int,
         tower: Tower | None = None,
         embedding_cache_bytes: int = 0,
+        on_encoded: Callable[[str, Tensor], None] = lambda mm_hash, embedding: None,
     ) -> None:
-        """Without a tower all items must come with their embeddings."""
+        """Without a tower all items must come with their embeddings. `on_encoded` is told of all
+        that it makes, and may keep them."""
         self.encoded_items = 0
         self._model = model
         self._tower = tower
+        self._on_encoded = on_encoded
         self._block_size = block_size
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
@@ -94,6 +97,7 @@ class Runner:
             # A view of the tower's whole output would keep all of it for as long as one item.
             made[item.mm_hash] = embedding.clone()
             self._embeddings.put(item.mm_hash, made[item.mm_hash], embedding.nbytes)
+            self._on_encoded(item.mm_hash, made[item.mm_hash])
         return made
 
     def release(self, request_id: str) -> None:
