@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from transformers import Qwen2VLImageProcessorPil
 from shared import blobwire as wire
 from shared import codec, telemetry
 from shared.blobs import Blobs
-from shared.broker import Broker
+from shared.broker import end_with_parent, find_binary, free_port
 from shared.buffers import BufferPool
 from shared.bus import Bus
 from shared.config import BlobsConfig
@@ -265,16 +266,30 @@ def namespaces() -> Iterator[list[str]]:
         ip("netns", "del", NAMESPACE)
 
 
+@contextlib.contextmanager
+def broker(folder: Path, ip: str) -> Iterator[str]:
+    """A server with our limits that listens on `ip`, and keeps nothing."""
+    config, port = folder / "nats.conf", free_port()
+    config.write_text(f"host: {ip}\nport: {port}\nmax_payload: 8MB\nmax_pending: 512MB\n")
+    with subprocess.Popen(
+        [find_binary(), "-c", str(config)], stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+    ) as process:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection((ip, port), 1):
+                break
+            time.sleep(0.05)
+        yield f"nats://{ip}:{port}"
+        process.kill()
+
+
 def main(rounds: int, apart: bool) -> None:
     console = Console(width=120)
     with contextlib.ExitStack() as stack:
         prefix = stack.enter_context(namespaces()) if apart else []
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-"))
-        broker = Broker(Path(folder))
-        broker.start()
-        stack.callback(broker.kill)
         ip = OWNER_IP if apart else "127.0.0.1"
-        url = f"nats://{ip}:{broker.port}"
+        url = stack.enter_context(broker(Path(folder), ip))
         this = [sys.executable, "-m", "ops.bench.payload"]
         owner = stack.enter_context(
             subprocess.Popen([*this, "--owner", url, ip], stdout=subprocess.PIPE)
