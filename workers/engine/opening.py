@@ -4,26 +4,28 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from shared import parcels
 from shared.blobs import Blobs
 from shared.codec import TensorData
-from shared.embeddings import Embeddings, Held
 from shared.errors import DecodeError, Overloaded, Unavailable
 from shared.messages import EngineTask
 from shared.multimodal import MultiModalKwargsItem
 from shared.roads import Blob
 from workers.engine.sequence import Item
 
+if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it
+    from torch import Tensor
+
+    from shared.embeddings import Embeddings, Held
+
 
 class Opener:
     def __init__(
         self,
         blobs: Blobs,
-        embeddings: Embeddings | None,
+        embeddings: "Embeddings | None",
         restore: Callable[[TensorData], Any],
     ) -> None:
         """`restore` makes of a tensor's bytes what the runner takes; `embeddings` is None where
@@ -55,23 +57,23 @@ class Opener:
             held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
         return await self._opened(item, fields, blob, held)
 
-    async def _find(self, mm_hash: str) -> Held | None:
+    async def _find(self, mm_hash: str) -> "Held | None":
         """What another engine has left for all."""
         if self._embeddings is None or not self._embeddings.shared:
             return None
         return await self._embeddings.get(self._embeddings.key_of(mm_hash), mm_hash)
 
-    def share(self, mm_hash: str, embedding: Tensor) -> None:
+    def share(self, mm_hash: str, embedding: "Tensor") -> None:
         """Leave for others what our tower has made. Called in the step thread; takes no time."""
         if self._embeddings is not None and self._embeddings.shared:
             self._loop.call_soon_threadsafe(self._start_sharing, mm_hash, embedding)
 
-    def _start_sharing(self, mm_hash: str, embedding: Tensor) -> None:
+    def _start_sharing(self, mm_hash: str, embedding: "Tensor") -> None:
         task = asyncio.create_task(self._share(mm_hash, embedding))
         self._sharing.add(task)
         task.add_done_callback(self._sharing.discard)
 
-    async def _share(self, mm_hash: str, embedding: Tensor) -> None:
+    async def _share(self, mm_hash: str, embedding: "Tensor") -> None:
         assert self._embeddings is not None
         # Without room, or without a broker, others will make their own.
         with contextlib.suppress(Overloaded, Unavailable):
@@ -88,7 +90,7 @@ class Opener:
         item: MultiModalKwargsItem,
         fields: dict[str, TensorData],
         blob: Blob | None,
-        held: Held | None,
+        held: "Held | None",
     ) -> Item:
         restored = {name: self._restore(tensor) for name, tensor in fields.items()}
         embedding = None if held is None else held.embedding
