@@ -60,7 +60,7 @@ def image() -> ImagePart:
 
 def restored(folder: Path, image: LoadedImage) -> torch.Tensor:
     """What the tower is given of a picture that has been sent."""
-    fields = Processor(ModelConfig(str(folder))).process(image, "field").fields
+    fields = Processor(ModelConfig(str(folder))).process(image, "field", "").fields
     vision = LlavaVision(AutoConfig.from_pretrained(folder))
     opened = {name: to_torch(tensor) for name, tensor in fields.items()}
     vision.check(opened)
@@ -100,7 +100,7 @@ def test_pictures_of_every_mode_are_restored(plain: Path, mode: str):
 
 def test_fields_have_the_promised_shapes(plain: Path):
     picture = Processor(ModelConfig(str(plain))).process(
-        LoadedImage(llava.picture(1, 90, 60), "source"), "field"
+        LoadedImage(llava.picture(1, 90, 60), "source"), "field", ""
     )
     assert {name: (t.dtype, t.shape) for name, t in picture.fields.items()} == {
         "pixels": ("uint8", (3, SIDE, SIDE)),
@@ -210,7 +210,9 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path):
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])
 def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, int]):
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
-        Processor(ModelConfig(str(plain))).process(LoadedImage(llava.picture(0, *size), ""), "f")
+        Processor(ModelConfig(str(plain))).process(
+            LoadedImage(llava.picture(0, *size), ""), "f", ""
+        )
     assert caught.value.field == "f"
 
 
@@ -267,9 +269,9 @@ def test_a_missing_processor_config_is_named(tmp_path: Path):
 
 
 def test_pictures_of_other_settings_have_other_names(plain: Path, tmp_path: Path):
-    names = {Processor(ModelConfig(str(plain))).hash_picture("source")}
+    names = {Processor(ModelConfig(str(plain))).hash_picture("source", "")}
     for number, settings in enumerate(({"resample": 2}, {"strategy": "full"})):
         folder = tmp_path / str(number)
         llava.write_processor(folder, **settings)
-        names.add(Processor(ModelConfig(str(folder))).hash_picture("source"))
+        names.add(Processor(ModelConfig(str(folder))).hash_picture("source", ""))
     assert len(names) == 3
