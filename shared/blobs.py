@@ -8,6 +8,7 @@ A blob is gone with its owner, or when its time is over. That is a `BlobLost`: t
 it runs again.
 """
 
+import asyncio
 import functools
 import secrets
 import time
@@ -33,6 +34,11 @@ from shared.roads import Blob, BrokerRoad, LocalRoad, Road, TcpRoad
 MAX_OWNERS = 64
 # How long a list of neighbours is good for.
 NEIGHBOURS_S = 2.0
+# How often it is looked whether owners have gone, whose memory would last as long as we map it.
+SWEEP_S = 1.0
+# An owner that is frozen, or has just lost the broker, hears of it later; nobody waits for that.
+RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
+RELEASE_S = 1.0
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -52,6 +58,8 @@ class Blobs:
         """By owner, the fastest first."""
         self._near: dict[str, BlobAddress] = {}
         self._look_again_s = 0.0
+        self._sweeping: asyncio.Task[None] | None = None
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         config = self._config
@@ -59,12 +67,26 @@ class Blobs:
         if config.listen is not None:
             self._server.listen((config.listen, config.port), config.advertise or config.listen)
         await self._bus.serve(subjects.blob(self._worker), self._answer)
+        self._sweeping = asyncio.create_task(self._sweep())
 
     @property
     def address(self) -> BlobAddress:
         return self._server.address
 
+    @property
+    def capacity(self) -> int:
+        """Bytes; what is larger never finds room."""
+        return self._server.arena.slots.capacity
+
+    def load(self) -> dict[str, float]:
+        """What a heartbeat tells of them."""
+        slots = self._server.arena.slots
+        return {"arena_pinned": slots.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
+
     async def close(self) -> None:
+        for task in (self._sweeping, *self._releasing):
+            if task is not None:
+                task.cancel()
         for roads in self._roads.values():
             for road in roads:
                 road.close()
@@ -154,17 +176,34 @@ class Blobs:
         raise BlobLost("a payload cannot be had from where it was kept")
 
     async def release(self, ref: BlobRef) -> None:
-        """Nobody will ask for it by this reference again. If the owner does not hear of it, the
-        reference lasts until its time is over."""
+        """Nobody will ask for it by this reference again; returns when the owner knows, or soon. If
+        it never hears of it, the reference lasts until its time is over."""
         if ref.worker == self._worker:
             self.forget(ref)
             return
-        for road in await self._roads_to(ref.worker):
+        task = asyncio.create_task(self._release(ref))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+        await asyncio.wait({task}, timeout=RELEASE_S)
+
+    async def _release(self, ref: BlobRef) -> None:
+        for pause_s in RELEASE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if await self._tell_released(ref):
+                return
+
+    async def _tell_released(self, ref: BlobRef) -> bool:
+        try:
+            roads = await self._roads_to(ref.worker)
+        except Unavailable:
+            return False
+        for road in roads:
             try:
                 await road.release(ref)
-                return
+                return True
             except (OSError, TimeoutError, ValueError, Unavailable):
                 continue
+        return False
 
     def _get_own(self, ref: BlobRef) -> Blob:
         reader = f"self-{secrets.token_hex(8)}"
@@ -202,6 +241,15 @@ class Blobs:
         if address.tcp is not None:
             roads.append(TcpRoad(address.tcp, self._pool))
         return [*roads, BrokerRoad(self._bus, owner, self._pool)]
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for owner, roads in list(self._roads.items()):
+                if any(road.ended for road in roads):
+                    del self._roads[owner]
+                    for road in roads:
+                        road.close()
 
     async def _address_of(self, owner: str) -> BlobAddress | None:
         stored = await self._bus.last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))

@@ -175,8 +175,7 @@ class _Reader:
                 self._server.release(question.key)
                 await wire.send_answer(self._sock, wire.Answer(True))
             case wire.FIND:
-                ref = self._server.find(question.key.hex(), question.ttl_s)
-                await wire.send_answer(self._sock, _found(ref))
+                await self._find(question)
             case _:
                 return False
         return True
@@ -193,6 +192,16 @@ class _Reader:
                 view = self._server.arena.view(slot)
                 await asyncio.get_running_loop().sock_sendall(self._sock, view)
             self._done(key)
+
+    async def _find(self, question: wire.Question) -> None:
+        ref = self._server.find(question.key.hex(), question.ttl_s)
+        try:
+            await wire.send_answer(self._sock, _found(ref))
+        except BaseException:
+            # Nobody else has this key.
+            if ref is not None:
+                self._server.release(ref.key)
+            raise
 
     def _done(self, key: bytes) -> None:
         if (name := self._reading.pop(key, None)) is not None:

@@ -29,6 +29,11 @@ def put(
     return blobs.put(mm_hash, parts, ttl_s)
 
 
+def num_bytes(fields: Mapping[str, TensorData]) -> int:
+    """Of the tensors alone."""
+    return sum(tensor.data.nbytes for tensor in fields.values())
+
+
 def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
     """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
     contents, tensors = codec.decode(blob.data, Contents)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,8 @@ from shared.multimodal import BlobRef
 
 CONNECT_TIMEOUT_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
+# After an owner has not answered, those who wait for their turn take another road at once.
+REST_S = 2.0
 # A tenth of what a line of one gigabit carries.
 MIN_BYTES_S = 12 * 2**20
 # Of a message over the broker, which does best well below its limit; four keep the line full.
@@ -58,6 +61,10 @@ class Road(Protocol):
     async def get(self, ref: BlobRef) -> Blob: ...
     async def release(self, ref: BlobRef) -> None: ...
     def close(self) -> None: ...
+    @property
+    def ended(self) -> bool:
+        """It was open, and the owner has closed it or is dead."""
+        ...
 
 
 class _SocketRoad:
@@ -66,6 +73,7 @@ class _SocketRoad:
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
         self._turn = asyncio.Lock()
+        self._rests_until_s = 0.0
 
     async def release(self, ref: BlobRef) -> None:
         async with self._turn:
@@ -76,16 +84,31 @@ class _SocketRoad:
             self._sock.close()
             self._sock = None
 
+    @property
+    def ended(self) -> bool:
+        if self._sock is None or self._turn.locked():
+            return False
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     async def _ask(self, question: wire.Question) -> wire.Answer:
         """While having the turn. After whatever goes wrong the connection is not used again: an
         answer that was not waited for would be taken for that to the next question."""
+        if time.monotonic() < self._rests_until_s:
+            raise ConnectionError("the owner did not answer a moment ago")
         try:
             if self._sock is None:
                 self._sock = await self._connected()
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await wire.send_question(self._sock, question)
                 return await wire.read_answer(self._sock)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                self._rests_until_s = time.monotonic() + REST_S
             self.close()
             raise
 
@@ -133,6 +156,11 @@ class LocalRoad(_SocketRoad):
             data = self._arena.view(answer.offset, answer.num_bytes)
             self._reading[ref.key] += 1
             return Blob(data, functools.partial(self._done, self._sock, ref.key))
+
+    def close(self) -> None:
+        super().close()
+        # Its memory lasts until the last view of it is gone.
+        self._arena = None
 
     async def find(self, name: str, ttl_s: float) -> tuple[bytes, int] | None:
         """A key to the owner's blob of this name, and its size."""
@@ -247,3 +275,7 @@ class BrokerRoad:
 
     def close(self) -> None:
         pass
+
+    @property
+    def ended(self) -> bool:
+        return False

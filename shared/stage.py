@@ -15,6 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared import retry, subjects
+from shared.blobs import Blobs
 from shared.bus import DEAD_AFTER_S, Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
@@ -32,6 +33,7 @@ from shared.messages import (
     to_json,
     to_msgpack,
 )
+from shared.multimodal import BlobRef
 from shared.retry import NO_HISTORY
 from shared.tokenlog import LogWriter, end_request, is_final, last_record
 
@@ -76,6 +78,10 @@ class Job:
     """A worker has died with it in hand, and it has not shown yet that it was not the cause."""
     waiting: bool = False
     """It has not begun; progress of others is progress towards it."""
+    inputs: list[BlobRef] = field(default_factory=list)
+    """Payloads that came with it; released when it is acknowledged, and never before."""
+    outputs: list[BlobRef] = field(default_factory=list)
+    """Payloads made for the next stage. They are ours to take back until its message is stored."""
 
     def identify(self, task: Task) -> None:
         """The message has been read."""
@@ -92,6 +98,8 @@ class Stage:
         self.bus = bus
         self.role = role
         self.worker = worker
+        self.blobs: Blobs | None = None
+        """Of a worker that has to do with large payloads."""
         self._version = version
         self._policy = policy
         self._in_hand: dict[str, Job] = {}
@@ -212,10 +220,18 @@ class Stage:
         msg_id = f"{request_id}:{accepted.sequence}:{role}:{round}"
         subject = subjects.stage(role, model, lane, request_id)
         was_there = await self.bus.publish(subject, data, msg_id)
-        if was_there and round > 0:
+        if was_there and (round > 0 or job.outputs):
             stored = await self.bus.last(subjects.STAGES_STREAM, subject)
-            if stored is not None and stored.msg_id != msg_id:
+            if round > 0 and stored is not None and stored.msg_id != msg_id:
                 raise Unavailable("what was lost is still in the queue")
+            if stored is None or stored.data != data:
+                # Somebody has done this before, with payloads of their own.
+                return
+        job.outputs.clear()
+
+    async def take_back(self, job: Job) -> None:
+        """Release what was made for the next stage, and has not been handed over."""
+        await self._release_payloads(job.outputs)
 
     async def send_back(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
         """Have what is lost made again, from the request as it was accepted.
@@ -263,6 +279,8 @@ class Stage:
             return False
 
     async def _acknowledge(self, job: Job) -> None:
+        # The job last: if we die here, it comes again to somebody who releases them.
+        await self._release_payloads(job.inputs)
         await job.delivery.ack()
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
@@ -372,6 +390,11 @@ class Stage:
             to_msgpack(letter),
             f"dead:{name}:{delivery.subject}:{delivery.sequence}",
         )
+
+    async def _release_payloads(self, refs: list[BlobRef]) -> None:
+        if refs and self.blobs is not None:
+            await asyncio.gather(*(self.blobs.release(ref) for ref in refs))
+            refs.clear()
 
     def _release(self, job: Job) -> None:
         if job.request_id is not None and self._in_hand.get(job.request_id) is job:

@@ -2,14 +2,16 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
 from shared import deadletters, subjects
+from shared.blobs import Blobs
 from shared.bus import Bus
-from shared.config import DeliveryConfig
+from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
 from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned
 from shared.messages import (
@@ -22,6 +24,7 @@ from shared.messages import (
     decode_attempt,
     to_json,
 )
+from shared.multimodal import BlobRef
 from shared.stage import Job, Shutdown, Stage, serve
 from shared.tokenlog import end_request, read_log
 
@@ -375,3 +378,61 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     queue = subjects.stage_consumer("renderer", model, "interactive")
     backlog = await bus.backlog(subjects.STAGES_STREAM, queue)
     assert (backlog.waiting, backlog.in_hand) == (0, 0)
+
+
+@pytest.fixture
+async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
+    opened = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
+    await opened.start()
+    yield opened
+    await opened.close()
+
+
+def put_payload(blobs: Blobs) -> BlobRef:
+    ref = blobs.put(secrets.token_hex(32), [b"payload"], 60)
+    assert ref is not None
+    return ref
+
+
+async def test_payloads_of_a_job_end_with_its_acknowledgement_and_not_before(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    ref = put_payload(blobs)
+    accepted = Acceptance(bus.now_ms() + 60_000, 0.0, 1, "")
+    for settle in ("hand back", "fail", "hand over"):
+        job = await next_job(stage, inbox, accepted)
+        job.inputs = [ref]
+        assert blobs.load()["arena_pinned"] == 1
+        match settle:
+            case "hand back":
+                await stage.hand_back(job)
+            case "fail":
+                await stage.fail(job, RuntimeError("this time"))
+            case _:
+                await stage.hand_over(job, "engine", model, "interactive", b"rendered")
+    assert blobs.load()["arena_pinned"] == 0
+
+
+async def test_payloads_that_were_not_handed_over_are_taken_back(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    accepted = Acceptance(0.0, 0.0, 1, "")
+    first = await next_job(stage, inbox, accepted)
+    first.outputs = [put_payload(blobs)]
+    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    await stage.take_back(first)
+    first.delivery.abandon()
+    assert blobs.load()["arena_pinned"] == 1, "its message is on its way"
+    again = await next_job(stage, inbox, accepted)
+    again.outputs = [put_payload(blobs)]
+    await stage.hand_over(again, "engine", model, "interactive", b"rendered anew")
+    await stage.take_back(again)
+    assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"

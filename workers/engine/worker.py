@@ -154,6 +154,7 @@ class EngineWorker:
     async def _begin(self, job: Job) -> None:
         task, data = codec.decode(job.delivery.data, EngineTask)
         job.identify(task)
+        job.inputs = [item.blob for item in task.items if item.blob is not None]
         log = await self._stage.take(job)
         if log is None:
             return
@@ -211,7 +212,6 @@ class EngineWorker:
                     return
             flow.settled = True
             await self._stage.finish(flow.job)
-            self._start(self._release(flow.task))
             self._context.log.info(
                 "finished",
                 request_id=flow.task.request_id,
@@ -280,12 +280,6 @@ class EngineWorker:
         if self._flows.get(flow.task.request_id) is flow:
             del self._flows[flow.task.request_id]
             self._steps.cancel(flow.task.request_id)
-
-    async def _release(self, task: EngineTask) -> None:
-        """Nobody will want the request's payloads again."""
-        for item in task.items:
-            if item.blob is not None:
-                await self._blobs.release(item.blob)
 
     def _start(self, work: Any) -> None:
         """Run `work` beside; the loop alone would not keep it alive."""

@@ -78,8 +78,11 @@ class Pictures:
         try:
             with await self._blobs.get(ref) as blob:
                 _, num_tokens = parcels.read(blob)
-        except BlobLost:
-            return None
+        except BaseException as error:
+            await self._blobs.release(ref)
+            if isinstance(error, BlobLost):
+                return None
+            raise
         return Prepared(mm_hash, num_tokens, ref, {})
 
     async def _make(self, processor: Processor, mm_hash: str, data: bytes, field: str) -> Picture:

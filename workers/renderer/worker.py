@@ -12,7 +12,7 @@ from shared import codec, parcels, subjects
 from shared.blobs import Blobs
 from shared.codec import TensorData
 from shared.consumer import Delivery
-from shared.errors import DecodeError
+from shared.errors import DecodeError, PayloadTooLarge, Unavailable
 from shared.messages import EngineTask, RenderTask
 from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.runtime import Context
@@ -132,6 +132,7 @@ class RendererWorker:
         finally:
             self._in_hand.discard(job.request_id)
             self._ended.discard(job.request_id)
+            await stage.take_back(job)
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
         processor = self._processors[task.model]
@@ -141,13 +142,14 @@ class RendererWorker:
         # One at a time, and dropped once it is processed: eight rasters of the largest size would
         # be a gigabyte.
         for field, part in prompt.image_parts(task.messages):
-            prepared.append(
-                await self._pictures.prepare(processor, part.image_url.url, field, ttl_s)
-            )
+            picture = await self._pictures.prepare(processor, part.image_url.url, field, ttl_s)
+            prepared.append(picture)
+            if picture.ref is not None:
+                job.outputs.append(picture.ref)
             await job.delivery.progress()
         counts = [picture.num_tokens for picture in prepared]
         token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
-        items, tensors = await self._pack(prepared, ranges)
+        items, tensors = await self._pack(job, prepared, ranges)
         engine_task = EngineTask(
             request_id=task.request_id,
             model=task.model,
@@ -159,7 +161,21 @@ class RendererWorker:
             path=[*task.path, self._context.stage.hop(job)],
             round=task.round,
         )
-        return codec.encode(engine_task, tensors)
+        data = codec.encode(engine_task, tensors)
+        self._check_room(data, prepared)
+        return data
+
+    def _check_room(self, data: bytes, prepared: Sequence[Prepared]) -> None:
+        """What finds no room in the arena goes with the message. Raises PayloadTooLarge when that
+        is too large, or Unavailable when there will be room once others have ended."""
+        try:
+            self._context.bus.check_size(data, "the engine")
+        except PayloadTooLarge:
+            homeless = [picture.fields for picture in prepared if picture.ref is None]
+            largest = max((parcels.num_bytes(fields) for fields in homeless), default=0)
+            if not homeless or largest > self._blobs.capacity:
+                raise
+            raise Unavailable("there is no room for its pictures at present") from None
 
     @staticmethod
     def _begin(processor: Processor, task: RenderTask, job: Job) -> list[int]:
@@ -167,7 +183,7 @@ class RendererWorker:
         return processor.tokenize(task.messages)
 
     async def _pack(
-        self, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
+        self, job: Job, prepared: Sequence[Prepared], ranges: Sequence[PlaceholderRange]
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
         """Large pictures stay where they are, small ones go into the message."""
         items: list[MultiModalKwargsItem] = []
@@ -179,6 +195,7 @@ class RendererWorker:
             if ref is not None and inline:
                 fields = fields or await self._copy(ref)
                 await self._blobs.release(ref)
+                job.outputs.remove(ref)
                 ref = None
             if ref is not None:
                 item = MultiModalKwargsItem("image", picture.mm_hash, placeholder, blob=ref)
