@@ -334,6 +334,7 @@ async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> 
     assert owner.load()["arena_pinned"] == 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + owner.address.local)
+        await asyncio.to_thread(sock.recv, len(wire.HELLO))
         sock.sendall(wire._question.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
         # And ends, before it can be told the key.
     await asyncio.sleep(0.2)
