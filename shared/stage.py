@@ -224,7 +224,10 @@ class Stage:
             stored = await self.bus.last(subjects.STAGES_STREAM, subject)
             if round > 0 and stored is not None and stored.msg_id != msg_id:
                 raise Unavailable("what was lost is still in the queue")
-            if stored is None or stored.data != data:
+            if round > 0 and stored is None:
+                # What was in the way may have gone since; what is known is refused once more.
+                was_there = await self.bus.publish(subject, data, msg_id)
+            if was_there and (stored is None or stored.data != data):
                 # Somebody has done this before, with payloads of their own.
                 return
         job.outputs.clear()

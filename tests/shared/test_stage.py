@@ -10,10 +10,10 @@ import pytest
 
 from shared import deadletters, subjects
 from shared.blobs import Blobs
-from shared.bus import Bus
+from shared.bus import Bus, Stored
 from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned
+from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned, Unavailable
 from shared.messages import (
     Acceptance,
     Attempt,
@@ -436,3 +436,29 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
     await stage.hand_over(again, "engine", model, "interactive", b"rendered anew")
     await stage.take_back(again)
     assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
+
+
+async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
+    bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(bus)
+    inbox, outbox = [await consume(bus, role, model) for role in ("renderer", "engine")]
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    await stage.publish(job, "engine", model, "interactive", b"lost")
+    in_the_way = await asyncio.wait_for(outbox.next(), 5)
+    with pytest.raises(Unavailable):
+        await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    last = bus.last
+
+    async def too_late(*args: str) -> Stored | None:
+        await in_the_way.ack()
+        return await last(*args)
+
+    monkeypatch.setattr(bus, "last", too_late)
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    again = await asyncio.wait_for(outbox.next(), 5)
+    assert again.data == b"made again"
+    await again.ack()
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    await assert_nothing_more(outbox)
