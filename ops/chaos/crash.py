@@ -15,6 +15,7 @@ POINTS = (
     "before_publish",  # a stage is about to hand over
     "after_publish_before_ack",  # it has, and its input is not acknowledged
     "after_ack",
+    "mid_read",  # an engine has a payload under its eyes
     "mid_tokens",  # `mid_tokens:k`: the k-th record of tokens of a log has been written by us
     "before_final",
     "after_final_before_ack",
