@@ -38,7 +38,7 @@ NEIGHBOURS_S = 2.0
 SWEEP_S = 1.0
 # An owner that is frozen, or has just lost the broker, hears of it later; nobody waits for that.
 RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
-RELEASE_S = 1.0
+RELEASE_S = 0.25
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)

@@ -56,9 +56,18 @@ SCENARIOS = {
     "dying with unread payloads": replace(
         BASE,
         mix=replace(CALM, pictures=0.7),
-        crash="after_publish_before_ack=0.1",
+        crash="renderer/after_publish_before_ack=0.06",
         renderers=2,
         timeout_s=30.0,
+    ),
+    # What they had been given is made by others, and then by themselves.
+    "frozen renderers": replace(
+        BASE,
+        mix=replace(CALM, pictures=0.7),
+        renderers=2,
+        fault_every_s=2.5,
+        faults={"stop:renderer": 1.0},
+        timeout_s=60.0,
     ),
     # Payloads wait for engines while others want their room.
     "small arena": replace(
@@ -375,7 +384,7 @@ def _dead_owner_stays_mapped() -> None:
     _put(Blobs, "_sweep", never)
 
 
-@bug("renderer", "dying with unread payloads", "I7")
+@bug("renderer", "frozen renderers", "I7")
 def _payload_not_taken_back() -> None:
     from shared.stage import Stage
 

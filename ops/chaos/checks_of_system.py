@@ -50,9 +50,9 @@ def check_letters(run: Run) -> Iterator[tuple[str, str]]:
 # -- I6 to I8: nothing is kept ----------------------------------------------------------------
 
 
-# A pool makes its threads one by one, when it is busy: those that render, and those that connect to
-# the owners of payloads.
-POOL_THREADS = {"renderer": 4, "engine": 2}
+# Pools make their threads one by one, when they are busy: those that render, and asyncio's own, in
+# which workers connect to the owners of payloads.
+POOL_THREADS = {"renderer": 8, "engine": 6}
 HELD = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 

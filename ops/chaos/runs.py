@@ -58,7 +58,7 @@ QUICK: dict[str, Settings] = {
             "drain:renderer": 1.0,
             "drain:engine": 0.5,
         },
-        crash="after_publish_before_ack=0.02,mid_read=0.02",
+        crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
         timeout_s=60.0,
         mix=Mix(pictures=0.7),
     ),

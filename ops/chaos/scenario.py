@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -78,6 +77,11 @@ def temp_folder(folder: Path) -> Path:
     temp = folder / "tmp"
     temp.mkdir(exist_ok=True)
     return temp
+
+
+def temp_files(folder: Path) -> list[str]:
+    """Folders are some library's for all time, and one for all."""
+    return [path.name for path in temp_folder(folder).rglob("*") if not path.is_dir()]
 
 
 class ThreeBrokers:
@@ -186,7 +190,7 @@ class Scenario:
                 shm_before=shm_before,
                 shm_after=shm_entries(),
                 sockets=arena_sockets(),
-                temp_files=os.listdir(temp_folder(self.folder)),
+                temp_files=temp_files(self.folder),
             )
         finally:
             await store.close()

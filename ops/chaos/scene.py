@@ -31,7 +31,7 @@ from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.proxy import Proxy
-from ops.chaos.scenario import bounds_of, temp_folder, write_config
+from ops.chaos.scenario import bounds_of, temp_files, temp_folder, write_config
 from shared import client
 from shared.bus import Bus
 from shared.errors import PagemillError
@@ -287,7 +287,7 @@ class Scene:
                 shm_before=shm_before,
                 shm_after=[name for name in shm_entries() if "faketime" not in name],
                 sockets=arena_sockets(),
-                temp_files=os.listdir(temp_folder(self.folder)),
+                temp_files=temp_files(self.folder),
             )
         finally:
             await store.close()

@@ -50,7 +50,7 @@ def main(
 ) -> int:
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}-{os.getpid()}.jsonl")
     crash = CrashPoints(
-        parse_triggers(os.environ.get("CHAOS_CRASH", "")),
+        parse_triggers(os.environ.get("CHAOS_CRASH", ""), role),
         os.environ.get("CHAOS_SEED", ""),
         lambda point: journal.write(Did(now(), f"crash {point}")),
     )
