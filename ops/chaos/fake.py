@@ -183,11 +183,12 @@ class FakeProcessor:
 
     def process(self, image: Any, field: str) -> FakePicture:
         mm_hash = self.hash_picture(image.source_hash)
-        number = int(mm_hash[:8], 16)
-        num_bytes = PICTURE_KIB[number % len(PICTURE_KIB)] * 1024
+        num_bytes = picture_bytes(mm_hash)
         data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))
         return FakePicture(
-            mm_hash, 1 + number % 8, {"bytes": TensorData("uint8", (num_bytes,), data)}
+            mm_hash,
+            1 + int(mm_hash[0], 16) // 2,
+            {"bytes": TensorData("uint8", (num_bytes,), data)},
         )
 
     def expand(
@@ -204,6 +205,10 @@ class FakeProcessor:
             for number, (picture, placeholder) in enumerate(zip(pictures, ranges, strict=True))
         ]
         return FakeRendered(token_ids, items, [picture.fields["bytes"] for picture in pictures])
+
+
+def picture_bytes(mm_hash: str) -> int:
+    return PICTURE_KIB[int(mm_hash[:8], 16) % len(PICTURE_KIB)] * 1024
 
 
 def _token_ids(message: Message) -> list[int]:

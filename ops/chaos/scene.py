@@ -414,6 +414,8 @@ SCENES: dict[str, Callable[[], Scene]] = {
         replace(BASE, max_queued=60, num_blocks=136),
         delivery={"max_request_mib": 2, "max_stage_mib": 8},
     ),
+    # Most of what is asked has payloads, on any road.
+    "payloads": lambda: Scene(replace(BASE, mix=replace(BASE.mix, pictures=0.7), listen=True)),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
 }
 

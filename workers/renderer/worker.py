@@ -171,9 +171,8 @@ class RendererWorker:
         try:
             self._context.bus.check_size(data, "the engine")
         except PayloadTooLarge:
-            homeless = [picture.fields for picture in prepared if picture.ref is None]
-            largest = max((parcels.num_bytes(fields) for fields in homeless), default=0)
-            if not homeless or largest > self._blobs.capacity:
+            homeless = any(picture.ref is None for picture in prepared)
+            if not homeless or _num_bytes(prepared) > self._blobs.capacity:
                 raise
             raise Unavailable("there is no room for its pictures at present") from None
 
@@ -217,6 +216,13 @@ class RendererWorker:
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *args)
+
+
+def _num_bytes(prepared: Sequence[Prepared]) -> int:
+    return sum(
+        picture.ref.num_bytes if picture.ref is not None else parcels.num_bytes(picture.fields)
+        for picture in prepared
+    )
 
 
 def _decode(data: bytes) -> RenderTask:
