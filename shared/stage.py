@@ -7,7 +7,7 @@ only then acknowledge the input. A crash in between is a redelivery whose publis
 import asyncio
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -47,6 +47,8 @@ MAX_LETTER_BYTES = 65_536
 ALIVE_S = 1.5
 # How long a suspect waits for its turn to be alone in a worker.
 SUSPECT_PAUSE_S = 0.5
+# How long what was made again waits while the same worker still has what was lost.
+AGAIN_PAUSE_S = 0.5
 
 
 Known = TypeVar("Known")
@@ -114,11 +116,17 @@ class Stage:
         None when this worker has the job in hand already, which is then settled by this delivery:
         the broker has restarted, or progress was told too late. A job that hangs shows none of it
         for this delivery either, so it comes again, and in the end to somebody else.
+
+        None as well for what has been made again while this worker still has in hand what was lost:
+        it is put off until that is over.
         """
         request_id = subjects.last_token(delivery.subject)
         held = self._in_hand.get(request_id)
         if held is None:
             return Job(delivery, self.bus.now_ms(), request_id)
+        if delivery.sequence != held.delivery.sequence:
+            self._start(delivery.retry(AGAIN_PAUSE_S))
+            return None
         held.delivery.abandon()
         held.delivery = delivery
         return None
@@ -129,9 +137,12 @@ class Stage:
         if now_ms - self._last_progress_ms > 1000 * self._policy.ack_wait_s / 4:
             self._last_progress_ms = now_ms
             for job in jobs:
-                task = asyncio.create_task(job.delivery.progress())
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                self._start(job.delivery.progress())
+
+    def _start(self, telling: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(telling)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     @property
     def waiting(self) -> list[Job]:

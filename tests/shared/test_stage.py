@@ -462,3 +462,28 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     await again.ack()
     await stage.publish(job, "engine", model, "interactive", b"made again", 1)
     await assert_nothing_more(outbox)
+
+
+async def test_what_was_made_again_is_not_settled_with_what_was_lost(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    lost = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    assert await stage.take(lost) is not None
+    other = await consume(bus, "renderer", model)
+    async with asyncio.timeout(10):
+        # The message that this worker has in hand is another's meanwhile, who settles it.
+        await (await other.next()).ack()
+        await other.stop()
+        await put(bus, model, request_id, b"made again")
+        again = await inbox.next()
+        while again.data != b"made again":
+            assert stage.receive(again) is None
+            again = await inbox.next()
+        assert stage.receive(again) is None
+        await stage.finish(lost)
+        job = await next_job(stage, inbox)
+        assert job.delivery.data == b"made again"
+        await job.delivery.ack()
