@@ -99,17 +99,21 @@ def _forgotten(run: Run) -> Counter[str]:
 
 def check_roads(run: Run) -> Iterator[tuple[str, str]]:
     """Whoever has gone is connected to nobody, and nobody keeps its memory."""
-    living = {beat.blobs.local for beat in run.final.beats if beat.blobs is not None}
+    arenas = [beat.blobs for beat in run.final.beats if beat.blobs is not None]
+    living = {arena.local for arena in arenas}
+    living |= {f"{arena.tcp[0]}:{arena.tcp[1]}" for arena in arenas if arena.tcp is not None}
     for held in run.final.after:
         name, peers = f"{held.role} {held.pid}", set(held.peers)
         if gone := peers - living:
             yield name, f"has connections to {len(gone)} workers that are gone"
         if len(held.peers) > len(peers):
             yield name, f"has {len(held.peers)} connections to {len(peers)} workers"
-        if held.mappings > 1 + len(peers):
-            yield name, f"maps {held.mappings} arenas, and is connected to {len(peers)} workers"
-        if held.readers > max(len(living) - 1, 0):
-            yield name, f"serves {held.readers} readers, of {len(living) - 1} that there are"
+        near = sum(peer.startswith("pagemill-") for peer in peers)
+        if held.mappings > 1 + near:
+            yield name, f"maps {held.mappings} arenas, and is connected to {near} workers"
+        # By its memory, and by TCP.
+        if held.readers > 2 * max(len(arenas) - 1, 0):
+            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} workers beside it"
     ours = {event.id for event in run.did if event.what == "arena"}
     if left := set(run.final.sockets) & ours - living:
         yield "system", f"{len(left)} sockets of arenas whose workers are gone"

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
 
 from ops.chaos.history import Snapshot, now
 from shared.bus import Bus
@@ -14,9 +13,8 @@ ARENA = b"\0pagemill-"
 
 def take_snapshot(role: str, bus: Bus) -> Snapshot:
     links = {name: _link(name) for name in os.listdir("/proc/self/fd")}
-    roads = [road for name, link in links.items() if link[:7] == "socket:" for road in _road(name)]
-    peers = [peer for peer in roads if peer is not None]
-    readers = len(roads) - len(peers)
+    broker = bus._nc.connected_url
+    peers, readers = _roads(links, None if broker is None else broker.port)
     with open("/proc/self/status") as file:
         threads = next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
     with open("/proc/self/maps") as file:
@@ -28,33 +26,39 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
         role=role,
         pid=os.getpid(),
         # The listing itself has one open.
-        fds=len(links) - 1 - len(roads) - foreign,
+        fds=len(links) - 1 - len(peers) - readers - foreign,
         memfds=sum(link.startswith("/memfd:") for link in links.values()) - foreign,
         threads=threads,
         # Each reader is served by one.
         tasks=len(asyncio.all_tasks()) - readers,
         subscriptions=len(bus._nc._subs),
         mappings=mappings,
-        peers=sorted(peers),
+        peers=peers,
         readers=readers,
     )
 
 
-def _road(name: str) -> Iterator[str | None]:
-    """Whose arena the connection leads to, None if that is our own; nothing if it is no road."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-        if sock.family != socket.AF_UNIX or sock.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            return
-        if _is_arena(sock.getsockname()):
-            yield None
-        elif _is_arena(peer := sock.getpeername()):
-            yield peer[1:].decode()
-
-
-def _is_arena(address: object) -> bool:
-    return isinstance(address, bytes) and address.startswith(ARENA)
+def _roads(links: dict[str, str], broker_port: int | None) -> tuple[list[str], int]:
+    """Addresses of the arenas to which we are connected, and how many are connected to ours."""
+    socks = []
+    for name, link in links.items():
+        if link.startswith("socket:"):
+            with contextlib.suppress(OSError):
+                socks.append(socket.socket(fileno=os.dup(int(name))))
+    ours, peers, readers = set(), [], 0
+    for sock in socks:
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            ours.add(sock.getsockname())
+    for sock in socks:
+        with sock, contextlib.suppress(OSError):
+            peer = sock.getpeername()
+            if sock.getsockname() in ours:
+                readers += 1
+            elif sock.family == socket.AF_INET and peer[1] != broker_port:
+                peers.append(f"{peer[0]}:{peer[1]}")
+            elif isinstance(peer, bytes) and peer.startswith(ARENA):
+                peers.append(peer[1:].decode())
+    return sorted(peers), readers
 
 
 def _link(name: str) -> str:

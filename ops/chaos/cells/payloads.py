@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -38,7 +37,7 @@ from shared.sampling import SamplingParams
 
 # Three roads, each of which waits for an answer, and then the picture is made again; what a frozen
 # worker had in hand is known to be lost after the ack wait.
-FROZEN_S = 15.0
+FROZEN_S = 10.0
 FROZEN_REQUESTS = 6
 LARGE_PICTURES = 5
 MIB = 2**20
@@ -110,9 +109,7 @@ async def owner_truncates(scene: Scene) -> None:
     await lead_in(scene)
     tried = 0
     for slot in [slot for slot in scene.pool.slots if slot.role == "renderer"]:
-        for link in Path(f"/proc/{slot.pid}/fd").iterdir():
-            if not os.readlink(link).startswith("/memfd:pagemill"):
-                continue
+        for link in _arenas(slot.pid):
             tried += 1
             try:
                 os.truncate(link, 0)
@@ -275,6 +272,12 @@ async def _reader(bus: Bus) -> AsyncIterator[Blobs]:
         yield blobs
     finally:
         await blobs.close()
+
+
+def _arenas(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    links = [f"{folder}/{name}" for name in os.listdir(folder)]
+    return [link for link in links if os.readlink(link).startswith("/memfd:pagemill")]
 
 
 async def _must_be_lost(scene: Scene, blobs: Blobs, ref: BlobRef, what: str) -> None:
