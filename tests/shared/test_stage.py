@@ -483,7 +483,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
             assert stage.receive(again) is None
             again = await inbox.next()
         assert stage.receive(again) is None
-        await stage.finish(lost)
+        await stage.hand_over(lost, "engine", model, "interactive", b"rendered")
         job = await next_job(stage, inbox)
         assert job.delivery.data == b"made again"
         await job.delivery.ack()
