@@ -8,8 +8,8 @@ A blob is gone with its owner, or when its time is over. That is a `BlobLost`: t
 it runs again.
 """
 
+import asyncio
 import functools
-import itertools
 import secrets
 import time
 from collections import OrderedDict
@@ -34,6 +34,11 @@ from shared.roads import CHUNK_BYTES, Blob, BrokerRoad, LocalRoad, Road, TcpRoad
 MAX_OWNERS = 64
 # How long a list of neighbours is good for.
 NEIGHBOURS_S = 2.0
+# How often it is looked whether owners have gone, whose memory would last as long as we map it.
+SWEEP_S = 1.0
+# An owner that is frozen, or has just lost the broker, hears of it later; nobody waits for that.
+RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
+RELEASE_S = 0.25
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -53,6 +58,8 @@ class Blobs:
         """By owner, the fastest first."""
         self._near: dict[str, BlobAddress] = {}
         self._look_again_s = 0.0
+        self._sweeping: asyncio.Task[None] | None = None
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         config = self._config
@@ -60,12 +67,26 @@ class Blobs:
         if config.listen is not None:
             self._server.listen((config.listen, config.port), config.advertise or config.listen)
         await self._bus.serve(subjects.blob(self._worker), self._answer)
+        self._sweeping = asyncio.create_task(self._sweep())
 
     @property
     def address(self) -> BlobAddress:
         return self._server.address
 
+    @property
+    def capacity(self) -> int:
+        """Bytes; what is larger never finds room."""
+        return self._server.arena.slots.capacity
+
+    def load(self) -> dict[str, float]:
+        """What a heartbeat tells of them."""
+        slots = self._server.arena.slots
+        return {"arena_pinned": slots.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
+
     async def close(self) -> None:
+        for task in (self._sweeping, *self._releasing):
+            if task is not None:
+                task.cancel()
         self._close_roads()
         await self._server.close()
 
@@ -176,20 +197,35 @@ class Blobs:
             await self._tell(ref, wire.ACKNOWLEDGE)
 
     async def release(self, ref: BlobRef) -> None:
-        """Nobody will ask for it by this reference again. If the owner does not hear of it, the
-        reference lasts until its time is over."""
+        """Nobody will ask for it by this reference again; returns when the owner knows, or soon. If
+        it never hears of it, the reference lasts until its time is over."""
         if ref.worker == self._worker:
             self.forget(ref)
-        else:
-            await self._tell(ref, wire.RELEASE)
+            return
+        task = asyncio.create_task(self._release(ref))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+        await asyncio.wait({task}, timeout=RELEASE_S)
 
-    async def _tell(self, ref: BlobRef, operation: wire.Operation) -> None:
-        for road in await self._roads_to(ref.worker):
+    async def _release(self, ref: BlobRef) -> None:
+        for pause_s in RELEASE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if await self._tell(ref, wire.RELEASE):
+                return
+
+    async def _tell(self, ref: BlobRef, operation: wire.Operation) -> bool:
+        """Whether its owner has heard of it."""
+        try:
+            roads = await self._roads_to(ref.worker)
+        except Unavailable:
+            return False
+        for road in roads:
             try:
                 await road.tell(ref, operation)
-                return
+                return True
             except (OSError, TimeoutError, ValueError, Unavailable):
                 continue
+        return False
 
     def _get_own(self, ref: BlobRef) -> Blob:
         reader = f"self-{secrets.token_hex(8)}"
@@ -214,9 +250,6 @@ class Blobs:
     def _keep_roads(self, owner: str, address: BlobAddress) -> list[Road]:
         # Somebody else may have asked meanwhile.
         if owner not in self._roads:
-            # One that is new may have come for one that has died.
-            for road in itertools.chain.from_iterable(self._roads.values()):
-                road.close_if_over()
             self._roads[owner] = self._make_roads(owner, address)
             if len(self._roads) > MAX_OWNERS:
                 _, oldest = self._roads.popitem(last=False)
@@ -232,6 +265,15 @@ class Blobs:
         if address.tcp is not None:
             roads.append(TcpRoad(address.tcp, self._pool))
         return [*roads, BrokerRoad(self._bus, owner, self._pool)]
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for owner, roads in list(self._roads.items()):
+                if any(road.ended for road in roads):
+                    del self._roads[owner]
+                    for road in roads:
+                        road.close()
 
     async def _address_of(self, owner: str) -> BlobAddress | None:
         stored = await self._bus.last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))

@@ -188,8 +188,7 @@ class _Reader:
                 await wire.send_answer(self._sock, wire.Answer(True))
             # A name is no permission; and whoever shares our memory could look for it there.
             case wire.FIND if self._local and 0 <= question.ttl_s < math.inf:
-                ref = self._server.find(question.key.hex(), question.ttl_s)
-                await wire.send_answer(self._sock, _found(ref))
+                await self._find(question)
             case _:
                 return False
         return True
@@ -206,6 +205,16 @@ class _Reader:
                 view = self._server.arena.view(slot)
                 await asyncio.get_running_loop().sock_sendall(self._sock, view)
             self._done(key)
+
+    async def _find(self, question: wire.Question) -> None:
+        ref = self._server.find(question.key.hex(), question.ttl_s)
+        try:
+            await wire.send_answer(self._sock, _found(ref))
+        except BaseException:
+            # Nobody else has this key.
+            if ref is not None:
+                self._server.release(ref.key)
+            raise
 
     def _done(self, key: bytes) -> None:
         if (name := self._reading.pop(key, None)) is not None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,8 @@ from shared.multimodal import BlobRef
 
 CONNECT_TIMEOUT_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
+# After an owner has not answered, those who wait for their turn take another road at once.
+REST_S = 2.0
 # A tenth of what a line of one gigabit carries.
 MIN_BYTES_S = 12 * 2**20
 # Of a message over the broker, which does best well below its limit; four keep the line full.
@@ -58,8 +61,10 @@ class Road(Protocol):
     async def get(self, ref: BlobRef) -> Blob: ...
     async def tell(self, ref: BlobRef, operation: wire.Operation) -> None: ...
     def close(self) -> None: ...
-    def close_if_over(self) -> None:
-        """Let go of an owner that has died: its memory lives as long as anybody maps it."""
+    @property
+    def ended(self) -> bool:
+        """It was open, and the owner has closed it or is dead."""
+        ...
 
 
 class _SocketRoad:
@@ -68,6 +73,7 @@ class _SocketRoad:
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
         self._turn = asyncio.Lock()
+        self._rests_until_s = 0.0
 
     async def tell(self, ref: BlobRef, operation: wire.Operation) -> None:
         async with self._turn:
@@ -78,20 +84,24 @@ class _SocketRoad:
             self._sock.close()
             self._sock = None
 
-    def close_if_over(self) -> None:
-        if self._sock is not None and not self._turn.locked() and _is_over(self._sock):
-            self.close()
+    @property
+    def ended(self) -> bool:
+        return self._sock is not None and not self._turn.locked() and _is_over(self._sock)
 
     async def _ask(self, question: wire.Question) -> wire.Answer:
         """While having the turn. After whatever goes wrong the connection is not used again: an
         answer that was not waited for would be taken for that to the next question."""
+        if time.monotonic() < self._rests_until_s:
+            raise ConnectionError("the owner did not answer a moment ago")
         try:
             if self._sock is None:
                 self._sock = await self._connected()
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await wire.send_question(self._sock, question)
                 return await wire.read_answer(self._sock)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                self._rests_until_s = time.monotonic() + REST_S
             self.close()
             raise
 
@@ -271,5 +281,6 @@ class BrokerRoad:
     def close(self) -> None:
         pass
 
-    def close_if_over(self) -> None:
-        pass
+    @property
+    def ended(self) -> bool:
+        return False

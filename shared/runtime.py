@@ -60,6 +60,7 @@ class Context:
         """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
+        self.stage.blobs = self._blobs
         return self._blobs
 
     async def close(self) -> None:
@@ -75,8 +76,10 @@ class Context:
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            address = None if self._blobs is None else self._blobs.address
-            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, load(), address)
+            told, address = load(), None
+            if self._blobs is not None:
+                told, address = told | self._blobs.load(), self._blobs.address
+            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, told, address)
             try:
                 await self.bus.put_heartbeat(self.worker, to_json(beat))
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:

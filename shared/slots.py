@@ -46,6 +46,10 @@ class SlotPool:
         """Bytes in no slot."""
         return sum(size for _, size in self._free)
 
+    @property
+    def num_pinned(self) -> int:
+        return sum(bool(slot.pins) for slot in self._slots.values())
+
     def add(self, name: str, num_bytes: int, holder: str) -> Slot | None:
         """A new slot, pinned by `holder`; None when what is pinned leaves no room for it.
 

@@ -7,7 +7,7 @@ only then acknowledge the input. A crash in between is a redelivery whose publis
 import asyncio
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared import retry, subjects
+from shared.blobs import Blobs
 from shared.bus import DEAD_AFTER_S, Bus
 from shared.config import DeliveryConfig
 from shared.consumer import Consumer, Delivery
@@ -32,6 +33,7 @@ from shared.messages import (
     to_json,
     to_msgpack,
 )
+from shared.multimodal import BlobRef
 from shared.retry import NO_HISTORY
 from shared.tokenlog import LogWriter, end_request, is_final, last_record
 
@@ -45,6 +47,8 @@ MAX_LETTER_BYTES = 65_536
 ALIVE_S = 1.5
 # How long a suspect waits for its turn to be alone in a worker.
 SUSPECT_PAUSE_S = 0.5
+# How long what was made again waits while the same worker still has what was lost.
+AGAIN_PAUSE_S = 0.5
 
 
 Known = TypeVar("Known")
@@ -76,6 +80,10 @@ class Job:
     """A worker has died with it in hand, and it has not shown yet that it was not the cause."""
     waiting: bool = False
     """It has not begun; progress of others is progress towards it."""
+    inputs: list[BlobRef] = field(default_factory=list)
+    """Payloads that came with it; released when it is acknowledged, and never before."""
+    outputs: list[BlobRef] = field(default_factory=list)
+    """Payloads made for the next stage. They are ours to take back until its message is stored."""
 
     def identify(self, task: Task) -> None:
         """The message has been read."""
@@ -92,6 +100,8 @@ class Stage:
         self.bus = bus
         self.role = role
         self.worker = worker
+        self.blobs: Blobs | None = None
+        """Of a worker that has to do with large payloads."""
         self._version = version
         self._policy = policy
         self._in_hand: dict[str, Job] = {}
@@ -106,11 +116,17 @@ class Stage:
         None when this worker has the job in hand already, which is then settled by this delivery:
         the broker has restarted, or progress was told too late. A job that hangs shows none of it
         for this delivery either, so it comes again, and in the end to somebody else.
+
+        None as well for what has been made again while this worker still has in hand what was lost:
+        it is put off until that is over.
         """
         request_id = subjects.last_token(delivery.subject)
         held = self._in_hand.get(request_id)
         if held is None:
             return Job(delivery, self.bus.now_ms(), request_id)
+        if delivery.sequence != held.delivery.sequence:
+            self._start(delivery.retry(AGAIN_PAUSE_S))
+            return None
         held.delivery.abandon()
         held.delivery = delivery
         return None
@@ -121,9 +137,12 @@ class Stage:
         if now_ms - self._last_progress_ms > 1000 * self._policy.ack_wait_s / 4:
             self._last_progress_ms = now_ms
             for job in jobs:
-                task = asyncio.create_task(job.delivery.progress())
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                self._start(job.delivery.progress())
+
+    def _start(self, telling: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(telling)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     @property
     def waiting(self) -> list[Job]:
@@ -212,10 +231,21 @@ class Stage:
         msg_id = f"{request_id}:{accepted.sequence}:{role}:{round}"
         subject = subjects.stage(role, model, lane, request_id)
         was_there = await self.bus.publish(subject, data, msg_id)
-        if was_there and round > 0:
+        if was_there and (round > 0 or job.outputs):
             stored = await self.bus.last(subjects.STAGES_STREAM, subject)
-            if stored is not None and stored.msg_id != msg_id:
+            if round > 0 and stored is not None and stored.msg_id != msg_id:
                 raise Unavailable("what was lost is still in the queue")
+            if round > 0 and stored is None:
+                # What was in the way may have gone since; what is known is refused once more.
+                was_there = await self.bus.publish(subject, data, msg_id)
+            if was_there and (stored is None or stored.data != data):
+                # Somebody has done this before, with payloads of their own.
+                return
+        job.outputs.clear()
+
+    async def take_back(self, job: Job) -> None:
+        """Release what was made for the next stage, and has not been handed over."""
+        await self._release_payloads(job.outputs)
 
     async def send_back(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
         """Have what is lost made again, from the request as it was accepted.
@@ -263,6 +293,8 @@ class Stage:
             return False
 
     async def _acknowledge(self, job: Job) -> None:
+        # The job last: if we die here, it comes again to somebody who releases them.
+        await self._release_payloads(job.inputs)
         await job.delivery.ack()
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
@@ -373,6 +405,11 @@ class Stage:
             to_msgpack(letter),
             f"dead:{name}:{delivery.subject}:{delivery.sequence}",
         )
+
+    async def _release_payloads(self, refs: list[BlobRef]) -> None:
+        if refs and self.blobs is not None:
+            await asyncio.gather(*(self.blobs.release(ref) for ref in refs))
+            refs.clear()
 
     def _release(self, job: Job) -> None:
         if job.request_id is not None and self._in_hand.get(job.request_id) is job:

@@ -59,7 +59,10 @@ class LogWriter:
 
     @classmethod
     async def open(cls, bus: Bus, request_id: str, attempt: int) -> "LogWriter":
-        """Raises LogTruncated when the log is not whole any more."""
+        """Raises LogTruncated when the log is not whole any more.
+
+        Deliveries are counted anew for what has been made again, but attempts in a log only rise.
+        """
         stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
         records = [decode_log_record(message.data) for message in stored]
         if records and records[0].index != 0:
@@ -67,6 +70,8 @@ class LogWriter:
                 "the beginning of this request's token log has been removed to make room"
             )
         last_sequence = stored[-1].sequence if stored else 0
+        if records:
+            attempt = max(attempt, records[-1].attempt + 1)
         return cls(bus, request_id, attempt, records, last_sequence)
 
     @property

@@ -107,6 +107,9 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     if keep or not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
+    if payloads := verdict.counts["payloads"]:
+        told = ", ".join(f"{count} {what}" for what, count in sorted(payloads.items()))
+        console.print(f"  payloads: {told}", markup=False)
     return verdict.clean
 
 

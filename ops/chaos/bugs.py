@@ -50,6 +50,36 @@ SCENARIOS = {
         BASE, mix=replace(CALM, raises=0.25), max_deliver=2, requests=100, step_ms=20.0
     ),
     "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
+    # Some in the message, some beside it.
+    "pictures": replace(BASE, mix=replace(CALM, pictures=0.7)),
+    # What is lost is made again, and somebody may have made it before.
+    "dying with unread payloads": replace(
+        BASE,
+        mix=replace(CALM, pictures=0.7),
+        crash="renderer/after_publish_before_ack=0.06",
+        renderers=2,
+        timeout_s=30.0,
+    ),
+    # What they had been given is made by others, and then by themselves.
+    "frozen renderers": replace(
+        BASE,
+        mix=replace(CALM, pictures=0.7),
+        renderers=2,
+        fault_every_s=2.5,
+        faults={"stop:renderer": 1.0},
+        timeout_s=60.0,
+    ),
+    # Payloads wait for engines while others want their room.
+    "small arena": replace(
+        BASE,
+        mix=replace(CALM, pictures=1.0),
+        arena_mib=5,
+        engines=1,
+        max_num_seqs=4,
+        max_tokens=(8, 24),
+        step_ms=10.0,
+        timeout_s=60.0,
+    ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=10.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
 }
@@ -308,6 +338,82 @@ def _cancel_ignored() -> None:
         await delivery.ack()
 
     _put(Coordinator, "_cancel", ignored)
+
+
+# -- large payloads ---------------------------------------------------------------------------
+
+
+@bug("engine", "pictures", "I7")
+def _payload_not_released() -> None:
+    from shared.blobs import Blobs
+
+    async def forgotten(self: Any, ref: Any) -> None:
+        pass
+
+    _put(Blobs, "release", forgotten)
+
+
+@bug("engine", "pictures", "I7")
+def _reader_pin_leaks() -> None:
+    from shared.roads import LocalRoad
+
+    def untold(self: Any, *_: Any) -> None:
+        pass
+
+    _put(LocalRoad, "_done", untold)
+
+
+@bug("engine", "dying with unread payloads", "I1", "I10")
+def _lost_payload_fails_request() -> None:
+    from shared.errors import WorkerFailure
+    from shared.stage import Stage
+
+    async def given_up(self: Any, *_: Any) -> None:
+        raise WorkerFailure("a payload is gone")
+
+    _put(Stage, "send_back", given_up)
+
+
+@bug("engine", "dying with unread payloads", "I7")
+def _dead_owner_stays_mapped() -> None:
+    from shared.blobs import Blobs
+
+    async def never(self: Any) -> None:
+        pass
+
+    _put(Blobs, "_sweep", never)
+
+
+@bug("renderer", "frozen renderers", "I7")
+def _payload_not_taken_back() -> None:
+    from shared.stage import Stage
+
+    async def kept(self: Any, job: Any) -> None:
+        pass
+
+    _put(Stage, "take_back", kept)
+
+
+@bug("renderer", "small arena", "I3", "I10")
+def _pinned_room_is_given_away() -> None:
+    from shared.slots import SlotPool
+
+    _put(SlotPool, "_pin", lambda *_: None)
+
+
+@bug("renderer", "small arena", "I10")
+def _full_arena_is_an_error() -> None:
+    from shared import parcels
+    from shared.errors import MediaTooLarge
+
+    put = parcels.put
+
+    def or_fail(*args: Any) -> Any:
+        if (ref := put(*args)) is None:
+            raise MediaTooLarge("there is no room for this picture")
+        return ref
+
+    _put(parcels, "put", or_fail)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -1,7 +1,10 @@
 """I5 to I9 and I13: what is left in queues, pools and processes, and how fast it all came back."""
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from ops.chaos.checker import BROKER_ROLES, Run, Violation
 from ops.chaos.history import Ended, Fault, Memory, Snapshot
@@ -47,8 +50,10 @@ def check_letters(run: Run) -> Iterator[tuple[str, str]]:
 # -- I6 to I8: nothing is kept ----------------------------------------------------------------
 
 
-# A pool makes its threads one by one, when it is busy.
-POOL_THREADS = {"renderer": 2}
+# Pools make their threads one by one, when they are busy: those that render, and asyncio's own, in
+# which workers connect to the owners of payloads.
+POOL_THREADS = {"renderer": 8, "engine": 6}
+HELD = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 
 def check_blocks(run: Run) -> Iterator[tuple[str, str]]:
@@ -75,6 +80,50 @@ def check_memfds(run: Run) -> Iterator[tuple[str, str]]:
             yield f"{role} {after.pid}", f"memfds: {after.memfds}, {before.memfds} at first"
 
 
+def check_pins(run: Run) -> Iterator[tuple[str, str]]:
+    """Only what somebody had asked for who then died is kept until its time is over."""
+    forgotten = _forgotten(run)
+    for beat in run.final.beats:
+        pinned = beat.load.get("arena_pinned", 0)
+        if pinned > forgotten[beat.worker]:
+            yield beat.worker, f"{pinned:g} payloads are pinned though nobody is to read them"
+
+
+def _forgotten(run: Run) -> Counter[str]:
+    """By owner: keys that were given to a process which is dead, and which nobody else has."""
+    living = {beat.pid for beat in run.final.beats}
+    borrowed = {e.id for e in run.did if e.what == "borrowed" and e.at not in living}
+    ended = {e.id for e in run.did if e.what in ("returned", "passed on")}
+    return Counter(id.partition(":")[0] for id in borrowed - ended)
+
+
+def check_roads(run: Run) -> Iterator[tuple[str, str]]:
+    """Whoever has gone is connected to nobody, and nobody keeps its memory."""
+    arenas = [beat.blobs for beat in run.final.beats if beat.blobs is not None]
+    living = {arena.local for arena in arenas}
+    living |= {f"{arena.tcp[0]}:{arena.tcp[1]}" for arena in arenas if arena.tcp is not None}
+    for held in run.final.after:
+        name, peers = f"{held.role} {held.pid}", set(held.peers)
+        if gone := peers - living:
+            yield name, f"has connections to {len(gone)} workers that are gone"
+        if len(held.peers) > len(peers):
+            yield name, f"has {len(held.peers)} connections to {len(peers)} workers"
+        near = sum(peer.startswith("pagemill-") for peer in peers)
+        if held.mappings > 1 + near:
+            yield name, f"maps {held.mappings} arenas, and is connected to {near} workers"
+        # By its memory, and by TCP.
+        if held.readers > 2 * max(len(arenas) - 1, 0):
+            yield name, f"serves {held.readers} readers, with {len(arenas) - 1} workers beside it"
+    ours = {event.id for event in run.did if event.what == "arena"}
+    if left := set(run.final.sockets) & ours - living:
+        yield "system", f"{len(left)} sockets of arenas whose workers are gone"
+
+
+def check_files(run: Run) -> Iterator[tuple[str, str]]:
+    if left := run.final.temp_files:
+        yield "system", f"temporary files are left: {', '.join(left)}"
+
+
 def check_resources(run: Run) -> Iterator[tuple[str, str]]:
     for role, before, after in _pairs(run):
         for name in ("fds", "threads", "tasks", "subscriptions"):
@@ -93,16 +142,8 @@ def _pairs(run: Run) -> Iterator[tuple[str, Snapshot, Snapshot]]:
     most: dict[str, Snapshot] = {}
     for taken in run.final.before:
         known = most.setdefault(taken.role, taken)
-        most[taken.role] = Snapshot(
-            taken.t,
-            taken.role,
-            taken.pid,
-            max(known.fds, taken.fds),
-            max(known.memfds, taken.memfds),
-            max(known.threads, taken.threads),
-            max(known.tasks, taken.tasks),
-            max(known.subscriptions, taken.subscriptions),
-        )
+        more = {name: max(getattr(known, name), getattr(taken, name)) for name in HELD}
+        most[taken.role] = replace(taken, **more)
     for taken in run.final.after:
         if taken.role in most:
             yield taken.role, most[taken.role], taken
@@ -181,6 +222,9 @@ CHECKS = (
     ("I6", check_blocks),
     ("I7", check_shared_memory),
     ("I7", check_memfds),
+    ("I7", check_pins),
+    ("I7", check_roads),
+    ("I8", check_files),
     ("I8", check_resources),
     ("I9", check_recovery),
     ("I11", check_deaths),

@@ -1,7 +1,8 @@
 """Named points of a worker's road at which its process kills itself, by chance or at the k-th pass.
 
 `before_publish@3,mid_tokens:2=0.05` dies at the third pass of the first point, and with a chance of
-5 % whenever the second record of tokens of a log has been written.
+5 % whenever the second record of tokens of a log has been written. `renderer/before_publish@3` is
+for renderers only.
 """
 
 import os
@@ -15,6 +16,7 @@ POINTS = (
     "before_publish",  # a stage is about to hand over
     "after_publish_before_ack",  # it has, and its input is not acknowledged
     "after_ack",
+    "mid_read",  # an engine has a payload under its eyes
     "mid_tokens",  # `mid_tokens:k`: the k-th record of tokens of a log has been written by us
     "before_final",
     "after_final_before_ack",
@@ -32,8 +34,14 @@ class Trigger:
             raise ValueError(f"no crash point {self.point!r}; there is: {', '.join(POINTS)}")
 
 
-def parse_triggers(text: str) -> list[Trigger]:
-    return [_parse_trigger(part) for part in text.split(",") if part]
+def parse_triggers(text: str, role: str) -> list[Trigger]:
+    """Those of a worker of `role`."""
+    found = []
+    for part in filter(None, text.split(",")):
+        whose, _, rest = part.rpartition("/")
+        if whose in ("", role):
+            found.append(_parse_trigger(rest))
+    return found
 
 
 def _parse_trigger(text: str) -> Trigger:

@@ -17,6 +17,8 @@ from shared.bus import Bus
 from shared.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
 
 SETTLE_S = 30.0
+# What workers tell each other when all is over, and what a heartbeat says of it a second later.
+PINS_S = 5.0
 CHECK_S = 0.25
 ANSWER_S = 5.0
 BATCH = 1000
@@ -64,7 +66,14 @@ class Store:
             looks = looks + 1 if await self._at_rest() else 0
         # The heartbeats that say so are up to a second old.
         await asyncio.sleep(1.1)
+        await self._unpinned(now() + PINS_S)
         return True
+
+    async def _unpinned(self, deadline: float) -> None:
+        while now() < deadline:
+            if not any(beat.load.get("arena_pinned") for beat in await self.beats()):
+                return
+            await asyncio.sleep(CHECK_S)
 
     async def _at_rest(self) -> bool:
         try:
@@ -135,6 +144,12 @@ class Store:
                 sequence = int(headers["Nats-Sequence"])
                 yield headers["Nats-Subject"], bytes(msg.data)
         await answers.unsubscribe()
+
+
+def arena_sockets() -> list[str]:
+    """Abstract addresses, without the zero in front of them."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({line.rpartition("@")[2] for line in lines if "@pagemill-" in line})
 
 
 def shm_entries() -> list[str]:

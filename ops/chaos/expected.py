@@ -57,7 +57,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
         from workers.engine.main import build_core
 
         core = build_core(model, config.engine)
-    requests = (_rendered(one, processor, config) for one in planned)
+    requests = (_rendered(one, processor, config, settings.engine) for one in planned)
     found = run_alone(core, requests)
     if settings.engine == "demo":
         CACHE.mkdir(exist_ok=True)
@@ -97,21 +97,27 @@ def _extend(choice: ExpectedChoice, delta: ChoiceDelta) -> None:
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-def _rendered(planned: Planned, processor: Any, config: Config) -> EngineRequest:
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> EngineRequest:
     """As coordinator and renderer would make it."""
     request = planned.request
     data = msgspec.json.encode(request)
     _, sampling = admit(f"pm.request.{request.model}", planned.id, data, config.models)
     images = _images(request, config)
     rendered = processor.render(request.messages, images)
-    if rendered.items:
-        from shared.tensors import to_torch
+    if engine == "fake":
+        restore: Any = _as_it_is
+    elif rendered.items:
+        from shared.tensors import to_torch as restore
     items = [
         Item(
             item.modality,
             item.mm_hash,
             item.placeholder,
-            {name: to_torch(rendered.tensors[i]) for name, i in item.fields.items()},
+            {name: restore(rendered.tensors[i]) for name, i in item.fields.items()},
         )
         for item in rendered.items
     ]

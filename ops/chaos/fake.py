@@ -1,7 +1,8 @@
 """An engine and a renderer without a model: same worker, scheduler, blocks and log, cheap tokens.
 
-Tokens are a function of (seed, choice, all token ids before), so that whoever knows a request knows
-its answer, and a resumed answer that forgot a token goes astray at once.
+Tokens are a function of (seed, choice, all token ids before, every byte of the pictures), so that
+whoever knows a request knows its answer. A resumed answer that forgot a token, or one whose payload
+changed under the engine's eyes, goes astray at once.
 """
 
 import hashlib
@@ -13,17 +14,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.codec import TensorData
 from shared.config import ModelConfig
-from shared.messages import Message, TextPart
+from shared.messages import ImagePart, Message, TextPart
+from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
 from workers.engine.sequence import Sequence as EngineSequence
+from workers.renderer import prompt
 
 VOCAB_SIZE = 768
 """As many as the demo model has: the real renderer's prompts must be valid for the fake engine."""
 EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 128))
 BLOCK_SIZE = 16
+IMAGE_TOKEN_ID = 700
+PICTURE_KIB = (4, 40, 300, 2048)
+"""What pictures are made of: some go with the message, some beside it."""
 MAX_MODEL_LEN = 2048
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
@@ -57,17 +64,23 @@ class FakeRunner:
         """`on_harm` is told of a seed that does harm, and says whether it is to be done."""
         self._step_s = step_s
         self._on_harm = on_harm
-        self._slots: dict[tuple[int, int], bytes] = {}
         self.encoded_items = 0
+        self._slots: dict[tuple[int, int], bytes] = {}
+        self._seen: dict[str, bytes] = {}
+        """By request, a hash of its pictures."""
 
     def prepare(self, request: EngineRequest) -> None:
-        pass
+        digest = hashlib.blake2b(digest_size=8)
+        for item in request.items:
+            for name in sorted(item.fields):
+                digest.update(item.fields[name].data)
+        self._seen[request.request_id] = digest.digest() if request.items else b""
 
     def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
         self.encoded_items += len(item_indexes)
 
     def release(self, request_id: str) -> None:
-        pass
+        self._seen.pop(request_id, None)
 
     def scrub(self, blocks: list[int]) -> None:
         pass
@@ -86,7 +99,8 @@ class FakeRunner:
 
     def next_token(self, sequence: EngineSequence) -> int:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()
-        digest = hashlib.blake2b(before, digest_size=8).digest()
+        seen = self._seen[sequence.request_id]
+        digest = hashlib.blake2b(before + seen, digest_size=8).digest()
         return int.from_bytes(digest, "big") % VOCAB_SIZE
 
     def _harm(self, sequence: EngineSequence, allows: Callable[[int, str], bool]) -> None:
@@ -144,16 +158,24 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Core:
 
 
 @dataclass(frozen=True, slots=True)
+class FakePicture:
+    mm_hash: str
+    num_tokens: int
+    fields: dict[str, TensorData]
+
+
+@dataclass(frozen=True, slots=True)
 class FakeRendered:
     prompt_token_ids: list[int]
-    items: list[Any]
-    tensors: list[Any]
+    items: list[MultiModalKwargsItem]
+    tensors: list[TensorData]
 
 
 class FakeProcessor:
     """In the place of the real one where its import, 3 to 4 s, would be most of a short run."""
 
     takes_pictures = False
+    metadata = ()
 
     def __init__(self, model: ModelConfig) -> None:
         pass
@@ -162,18 +184,48 @@ class FakeProcessor:
         pass
 
     def tokenize(self, messages: Sequence[Message]) -> list[int]:
-        text = " ".join(part for message in messages for part in _texts(message))
-        return [1 + byte for byte in text.encode()]
+        return [token_id for message in messages for token_id in _token_ids(message)]
 
-    def expand(self, token_ids: list[int], counts: Sequence[int]) -> tuple[list[int], list[Any]]:
-        assert not counts
-        return token_ids, []
+    def hash_picture(self, source_hash: str, tenant: str) -> str:
+        return content_hash(tenant, source_hash, "fake")
+
+    def process(self, image: Any, field: str, tenant: str) -> FakePicture:
+        mm_hash = self.hash_picture(image.source_hash, tenant)
+        num_bytes = picture_bytes(mm_hash)
+        data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))
+        return FakePicture(
+            mm_hash,
+            1 + int(mm_hash[0], 16) // 2,
+            {"bytes": TensorData("uint8", (num_bytes,), data)},
+        )
+
+    def expand(
+        self, token_ids: list[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        return prompt.expand(token_ids, IMAGE_TOKEN_ID, counts)
 
     def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
-        return FakeRendered(self.tokenize(messages), [], [])
+        pictures = [self.process(image, "", "") for image in images]
+        counts = [picture.num_tokens for picture in pictures]
+        token_ids, ranges = self.expand(self.tokenize(messages), counts)
+        items = [
+            MultiModalKwargsItem("image", picture.mm_hash, placeholder, {"bytes": number})
+            for number, (picture, placeholder) in enumerate(zip(pictures, ranges, strict=True))
+        ]
+        return FakeRendered(token_ids, items, [picture.fields["bytes"] for picture in pictures])
 
 
-def _texts(message: Message) -> list[str]:
-    if isinstance(message.content, str):
-        return [message.content]
-    return [part.text for part in message.content if isinstance(part, TextPart)]
+def picture_bytes(mm_hash: str) -> int:
+    return PICTURE_KIB[int(mm_hash[:8], 16) % len(PICTURE_KIB)] * 1024
+
+
+def _token_ids(message: Message) -> list[int]:
+    content = message.content
+    parts = [TextPart(content)] if isinstance(content, str) else content
+    token_ids: list[int] = []
+    for part in parts:
+        if isinstance(part, ImagePart):
+            token_ids.append(IMAGE_TOKEN_ID)
+        elif isinstance(part, TextPart):
+            token_ids += [1 + byte for byte in part.text.encode()]
+    return token_ids

@@ -61,5 +61,8 @@ def count(run: Run) -> dict[str, Counter[str]]:
             record.error.code if isinstance(record, Failure) else "finish" for record in finals
         ),
         "broken sessions": Counter(e.code for e in run.clients if isinstance(e, Broke)),
+        "payloads": Counter(
+            e.what for e in run.did if e.what == "sent back" or e.what.startswith("read by")
+        ),
         "behaviours": Counter(one.behaviour for one in run.planned.values()),
     }

@@ -119,10 +119,19 @@ class Snapshot(Event, frozen=True):
     role: str
     pid: int
     fds: int
+    """Without those of `peers`, of their mappings, and of `readers`."""
     memfds: int
+    """Without those of the mappings of others."""
     threads: int
     tasks: int
+    """Without those that serve `readers`."""
     subscriptions: int
+    mappings: int = 0
+    """Of arenas: its own, and those of others."""
+    peers: list[str] = []
+    """Addresses of the arenas to which it has a connection."""
+    readers: int = 0
+    """Connections of others to its own arena."""
 
 
 AnyEvent = (
@@ -186,3 +195,7 @@ class Final(Struct, frozen=True):
     after: list[Snapshot]
     shm_before: list[str]
     shm_after: list[str]
+    sockets: list[str] = []
+    """Addresses of all arenas of this machine at which somebody listens or is connected."""
+    temp_files: list[str] = []
+    """What workers have left in the folder for such."""

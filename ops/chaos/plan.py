@@ -1,5 +1,6 @@
 """What a run is to do, all of it from one seed: settings, requests, and how each client behaves."""
 
+import base64
 import random
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,10 @@ class Mix(Struct, frozen=True):
     """Of all requests, whatever else they are."""
 
 
+# Of each picture, where a fake renderer does not care what it shows.
+NUM_VARIANTS = 40
+
+
 class Settings(Struct, frozen=True):
     seed: int = 1
     requests: int = 200
@@ -70,6 +75,11 @@ class Settings(Struct, frozen=True):
     max_deaths: int = 50
     """Both are high where the deaths come from outside."""
     max_queued: int = 10_000
+    inline_kib: int = 64
+    """Pictures up to this size together are in the message, larger ones beside it."""
+    arena_mib: int = 64
+    listen: bool = False
+    """Workers have payloads for other machines, too."""
     drain_s: float = 8.0
     mix: Mix = Mix()
 
@@ -199,10 +209,14 @@ def _content(rng: random.Random, settings: Settings) -> str | list[TextPart | Im
         return text
     files = sorted(path for path in PICTURES.iterdir() if path.suffix != ".json")
     chosen = rng.sample(files, rng.choice([1, 1, 1, 2]))
-    return [*(ImagePart(ImageURL(_data_url(path))) for path in chosen), TextPart(text)]
+    # What follows the end of a picture's file makes it another file of the same picture.
+    tails = [
+        str(rng.randrange(NUM_VARIANTS)) if settings.renderer == "fake" else "" for _ in chosen
+    ]
+    urls = [_data_url(path, tail) for path, tail in zip(chosen, tails, strict=True)]
+    return [*(ImagePart(ImageURL(url)) for url in urls), TextPart(text)]
 
 
-def _data_url(path: Path) -> str:
-    from workers.asking import data_url
-
-    return data_url(path)
+def _data_url(path: Path, tail: str) -> str:
+    data = base64.b64encode(path.read_bytes() + tail.encode()).decode()
+    return f"data:image/{path.suffix[1:]};base64,{data}"

@@ -12,6 +12,8 @@ DEMO = Settings(
     rate=5.0,
     timeout_s=120.0,
     max_tokens=(32, 256),
+    # About half of the pictures are larger.
+    inline_kib=28,
     mix=Mix(pictures=0.5),
 )
 
@@ -39,6 +41,26 @@ RUNS: dict[str, Settings] = {
 QUICK: dict[str, Settings] = {
     "fake engine, mixed faults": Settings(
         requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
+    ),
+    # Of renderers before, and engines while, somebody reads; and of all others.
+    "fake engine, large payloads": Settings(
+        requests=240,
+        rate=12.0,
+        renderer="fake",
+        fault_every_s=1.5,
+        faults={
+            "kill:renderer": 3.0,
+            "kill:engine": 2.0,
+            "kill:coordinator": 0.5,
+            "kill:broker": 0.5,
+            "stop:renderer": 0.7,
+            "stop:engine": 0.3,
+            "drain:renderer": 1.0,
+            "drain:engine": 0.5,
+        },
+        crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
+        timeout_s=60.0,
+        mix=Mix(pictures=0.7),
     ),
     "demo model, kills": replace(
         DEMO, requests=100, rate=4.0, fault_every_s=4.0, engines=2, max_tokens=(16, 96)

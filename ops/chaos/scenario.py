@@ -12,7 +12,7 @@ import msgspec
 from ops.chaos import nemesis
 from ops.chaos.checker import Bounds, Run, Verdict, check
 from ops.chaos.cluster3 import Cluster3
-from ops.chaos.dump import Store, shm_entries
+from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
 from ops.chaos.fake import MAX_MODEL_LEN
 from ops.chaos.history import Final, Journal, read_events
@@ -54,6 +54,11 @@ def write_config(settings: Settings, folder: Path) -> Path:
         },
         "nats": {"replicas": 3 if settings.brokers >= 3 else 1},
         "delivery": delivery,
+        "blobs": {
+            "inline_kib": settings.inline_kib,
+            "arena_mib": settings.arena_mib,
+            "listen": "127.0.0.1" if settings.listen else None,
+        },
         "engine": {
             "threads": 1,
             "num_blocks": settings.num_blocks,
@@ -65,6 +70,18 @@ def write_config(settings: Settings, folder: Path) -> Path:
     file = folder / "pagemill.yaml"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
     return file
+
+
+def temp_folder(folder: Path) -> Path:
+    """Where the workers of a run put what is not to stay."""
+    temp = folder / "tmp"
+    temp.mkdir(exist_ok=True)
+    return temp
+
+
+def temp_files(folder: Path) -> list[str]:
+    """Folders are some library's for all time, and one for all."""
+    return [path.name for path in temp_folder(folder).rglob("*") if not path.is_dir()]
 
 
 class ThreeBrokers:
@@ -115,6 +132,7 @@ class Scenario:
                 "CHAOS_CRASH": settings.crash,
                 "CHAOS_BUG": settings.bug,
                 "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(temp_folder(self.folder)),
             },
             Journal(self.folder / "pool.jsonl"),
         )
@@ -171,6 +189,8 @@ class Scenario:
                 after=await self.pool.snapshots(),
                 shm_before=shm_before,
                 shm_after=shm_entries(),
+                sockets=arena_sockets(),
+                temp_files=temp_files(self.folder),
             )
         finally:
             await store.close()
@@ -256,6 +276,10 @@ def bounds_of(settings: Settings) -> Bounds:
         "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
     }
+    # Readers map what owners have written, and have as much again to receive into.
+    arenas_mib = settings.arena_mib * (settings.renderers + 1)
+    for role in ("renderer", "engine"):
+        rss_mib[role] += arenas_mib
     return Bounds(
         recovery_s=5.0 if fake else 15.0,
         broker_recovery_s=3.0 if settings.brokers == 1 else 10.0,

@@ -24,13 +24,14 @@ from msgspec.structs import replace
 from ops.chaos import nets
 from ops.chaos.checker import Run, Verdict, check
 from ops.chaos.cluster3 import SIZE, Cluster3
-from ops.chaos.dump import Store, shm_entries
+from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
-from ops.chaos.history import AnyEvent, Fault, Final, Journal, Ready, now, read_events
+from ops.chaos.history import AnyEvent, Did, Fault, Final, Journal, Ready, now, read_events
+from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.proxy import Proxy
-from ops.chaos.scenario import bounds_of, write_config
+from ops.chaos.scenario import bounds_of, temp_files, temp_folder, write_config
 from shared import client
 from shared.bus import Bus
 from shared.errors import PagemillError
@@ -177,6 +178,7 @@ class Scene:
             "CHAOS_DIR": str(self.folder / "workers"),
             "CHAOS_SEED": str(settings.seed),
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temp_folder(self.folder)),
         }
         commands = {role: [""] for role in counts}
         self.pool = Pool(self.folder, self.servers, commands, counts, env, self.journal)
@@ -284,6 +286,8 @@ class Scene:
                 after=await self.pool.snapshots(),
                 shm_before=shm_before,
                 shm_after=[name for name in shm_entries() if "faketime" not in name],
+                sockets=arena_sockets(),
+                temp_files=temp_files(self.folder),
             )
         finally:
             await store.close()
@@ -315,7 +319,8 @@ class Scene:
             workers=[
                 event
                 for file in sorted((self.folder / "workers").glob("*.jsonl"))
-                for event in _since(file, began)
+                for event in read_events(file)
+                if event.t >= began or (isinstance(event, Did) and event.what in LASTING)
             ],
             final=final,
             # A cancellation may be in the hand of a worker that is just being hurt.
@@ -409,6 +414,8 @@ SCENES: dict[str, Callable[[], Scene]] = {
         replace(BASE, max_queued=60, num_blocks=136),
         delivery={"max_request_mib": 2, "max_stage_mib": 8},
     ),
+    # Most of what is asked has payloads, on any road.
+    "payloads": lambda: Scene(replace(BASE, mix=replace(BASE.mix, pictures=0.7), listen=True)),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
 }
 

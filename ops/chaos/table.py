@@ -1,4 +1,4 @@
-"""The fault matrix: its 86 cells, how each is injected, its bound, and whether it can run here."""
+"""The fault matrix: its cells, how each is injected, its bound, and whether it can run here."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,6 +11,7 @@ from ops.chaos.cells import (
     memory,
     networks,
     overload,
+    payloads,
     poison,
     processes,
     servers,
@@ -45,7 +46,6 @@ class Cell:
 
 NO_ENCODER = "there is no encoder role yet"
 NO_GATEWAY = "there is no gateway role yet"
-NO_ARENA = "payloads travel inside messages yet: no shared memory"
 
 # -- the table --------------------------------------------------------------------------------
 
@@ -84,9 +84,10 @@ def _process_cells() -> Iterator[Cell]:
             needs=nets.why_not,
             load_s=14,
         )
-    for name, why_not in (("encoder", NO_ENCODER), ("gateway", NO_GATEWAY)):
-        faults = ("SIGKILL", "SIGSTOP", "SIGTERM", "rolling restart", "OOM", "bad network")
-        yield from (Cell(f"{name}: {fault}", "", why_not=why_not) for fault in faults)
+    faults = ("SIGKILL", "SIGSTOP", "SIGTERM", "rolling restart", "OOM", "bad network")
+    of_encoders = (*faults, "all of them away", "an embedding is lost")
+    yield from (Cell(f"encoder: {fault}", "", why_not=NO_ENCODER) for fault in of_encoders)
+    yield from (Cell(f"gateway: {fault}", "", why_not=NO_GATEWAY) for fault in faults)
 
 
 BROKER = [
@@ -158,15 +159,64 @@ CLUSTER = [
 ]
 
 SHARED_MEMORY = [
-    Cell(f"shared memory: {what}", "", why_not=NO_ARENA)
-    for what in (
-        "writer killed",
-        "reader killed",
-        "writer truncates",
-        "/dev/shm full",
-        "stale generation",
-        "forged handle",
-    )
+    Cell(
+        "shared memory: writer killed",
+        "kill -9 of renderers while engines look for 0.5 s, three times",
+        "5 s",
+        payloads.killed_while_read("renderer"),
+        load_s=12,
+    ),
+    Cell(
+        "shared memory: reader killed",
+        "kill -9 of engines while they look for 0.5 s, three times",
+        "5 s",
+        payloads.killed_while_read("engine"),
+        load_s=12,
+    ),
+    Cell(
+        "shared memory: writer truncates",
+        "truncate of /proc/PID/fd/N, as root",
+        "refused",
+        payloads.owner_truncates,
+    ),
+    Cell(
+        "shared memory: /dev/shm full",
+        "renderers in a mount namespace with a full tmpfs there",
+        "5 s",
+        payloads.no_shm,
+    ),
+    Cell(
+        "shared memory: stale generation",
+        "the key of a request that has ended",
+        "lost",
+        payloads.stale_reference,
+    ),
+    Cell("shared memory: forged handle", "random keys", "lost", payloads.forged_reference),
+    Cell(
+        "shared memory: owner frozen",
+        "kill -STOP of a renderer whose payloads nobody has read",
+        f"{payloads.FROZEN_S:.0f} s",
+        payloads.owner_frozen,
+        load_s=4,
+    ),
+    Cell(
+        "shared memory: arena full",
+        "12 MiB for four requests of 10 MiB, engines stopped for 4 s",
+        "no error",
+        payloads.arena_full,
+    ),
+    Cell(
+        "shared memory: no local socket",
+        "engines cannot connect to it",
+        "by TCP",
+        payloads.without_roads("LocalRoad", left="TcpRoad"),
+    ),
+    Cell(
+        "shared memory: no socket at all",
+        "nor by TCP",
+        "by the broker",
+        payloads.without_roads("LocalRoad", "TcpRoad", left="BrokerRoad"),
+    ),
 ]
 
 DISK = [
@@ -312,7 +362,7 @@ CELLS = [
     *_process_cells(),
     *BROKER,
     *(replace(cell, on="cluster", load_s=20.0) for cell in CLUSTER),
-    *SHARED_MEMORY,
+    *(replace(cell, on="payloads") for cell in SHARED_MEMORY),
     *DISK,
     *SLOW,
     *CLOCK,

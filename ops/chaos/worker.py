@@ -6,23 +6,23 @@ switches for tests in it.
 """
 
 import asyncio
-import functools
 import importlib
 import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from ops.chaos import bugs
+from ops.chaos import bugs, payloads
 from ops.chaos.crash import CrashPoints, parse_triggers
-from ops.chaos.history import Did, Journal, Snapshot, now
+from ops.chaos.history import Did, Journal, now
+from ops.chaos.holdings import take_snapshot
 from ops.chaos.plan import MODEL
+from ops.chaos.wrap import wrap
 from shared import runtime
 from shared.bus import Bus
 from shared.consumer import Consumer, Delivery
@@ -50,7 +50,7 @@ def main(
 ) -> int:
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}-{os.getpid()}.jsonl")
     crash = CrashPoints(
-        parse_triggers(os.environ.get("CHAOS_CRASH", "")),
+        parse_triggers(os.environ.get("CHAOS_CRASH", ""), role),
         os.environ.get("CHAOS_SEED", ""),
         lambda point: journal.write(Did(now(), f"crash {point}")),
     )
@@ -85,9 +85,6 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             from workers.engine.opening import Opener
             from workers.engine.worker import EngineWorker
 
-            def no_tensors(_: object) -> object:
-                raise AssertionError("the fake engine takes no pictures")
-
             def allows_harm(seed: int, id: str) -> bool:
                 if seed == fake.HANGS_SEED and not _is_first(id):
                     return False
@@ -98,7 +95,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             limits = context.config.engine
             core = fake.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
             _watch_blocks(core, journal)
-            opener = Opener(await context.open_blobs(), None, no_tensors)
+            opener = Opener(await context.open_blobs(), None, lambda data: data)
             await EngineWorker(context, MODEL, core, opener).serve()
 
         return engine
@@ -148,13 +145,13 @@ def watch(journal: Journal, crash: CrashPoints) -> None:  # noqa: C901
 
     setattr(Context, "ready", ready)  # noqa: B010
 
-    @_wrap(Consumer, "next")
+    @wrap(Consumer, "next")
     async def next_(original: Any, self: Consumer) -> Delivery:
         delivery: Delivery = await original(self)
         tell("taken", _id_of(delivery), delivery.attempt)
         return delivery
 
-    @_wrap(Bus, "publish")
+    @wrap(Bus, "publish")
     async def publish(original: Any, self: Bus, subject: str, *args: Any, **named: Any) -> Any:
         hands_over = subject.startswith("pm.stage.")
         if hands_over:
@@ -164,15 +161,16 @@ def watch(journal: Journal, crash: CrashPoints) -> None:  # noqa: C901
             crash("after_publish_before_ack")
         return stored
 
-    @_wrap(Delivery, "ack")
+    @wrap(Delivery, "ack")
     async def ack(original: Any, self: Delivery) -> None:
         await original(self)
         tell("acked", _id_of(self), self.attempt)
         crash("after_ack")
 
+    payloads.watch(tell, crash)
     num_appended: Counter[str] = Counter()
 
-    @_wrap(Bus, "append")
+    @wrap(Bus, "append")
     async def append(original: Any, self: Bus, subject: str, data: bytes, last: int) -> int:
         final = not data.startswith(_TOKENS)
         if final:
@@ -186,46 +184,8 @@ def watch(journal: Journal, crash: CrashPoints) -> None:  # noqa: C901
         return sequence
 
 
-def _wrap(owner: type, name: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
-    """Have calls of `owner.name` go to the decorated function, which gets the original first."""
-    original = getattr(owner, name)
-
-    def put(wrapper: Callable[..., Awaitable[Any]]) -> None:
-        @functools.wraps(original)
-        async def call(*args: Any, **named: Any) -> Any:
-            return await wrapper(original, *args, **named)
-
-        setattr(owner, name, call)
-
-    return put
-
-
 def _id_of(delivery: Delivery) -> str:
     return (delivery.msg_id or "").partition(":")[0]
-
-
-def take_snapshot(role: str, bus: Bus) -> Snapshot:
-    links = [_link(name) for name in os.listdir("/proc/self/fd")]
-    with open("/proc/self/status") as file:
-        threads = next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
-    return Snapshot(
-        t=now(),
-        role=role,
-        pid=os.getpid(),
-        # The listing itself has one open.
-        fds=len(links) - 1,
-        memfds=sum(link.startswith("/memfd:") for link in links),
-        threads=threads,
-        tasks=len(asyncio.all_tasks()),
-        subscriptions=len(bus._nc._subs),
-    )
-
-
-def _link(name: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}")
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

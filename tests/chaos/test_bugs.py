@@ -9,7 +9,13 @@ import pytest
 from ops.chaos import bugs
 from ops.chaos.scenario import run_scenario
 
-QUICK = ("final_record_twice", "resume_off_by_one", "no_fencing", "block_lost_on_cancel")
+QUICK = (
+    "final_record_twice",
+    "resume_off_by_one",
+    "no_fencing",
+    "block_lost_on_cancel",
+    "payload_not_released",
+)
 
 
 @pytest.mark.timeout(180)

@@ -25,6 +25,7 @@ from ops.chaos.history import (
 )
 from ops.chaos.plan import Behaviour, Planned, Settings
 from shared.messages import (
+    BlobAddress,
     ChoiceDelta,
     DeadLetter,
     ErrorInfo,
@@ -55,6 +56,8 @@ BEAT = Heartbeat(
     ["demo"],
     {"held": 0, "running": 0, "waiting": 0, "free_blocks": 8, "blocks": 8},
 )
+PINNED = edit(BEAT, load=BEAT.load | {"arena_pinned": 1})
+ARENA = BlobAddress("host", "pagemill-1")
 SNAPSHOT = Snapshot(0.0, "engine", 7, fds=9, memfds=0, threads=3, tasks=8, subscriptions=4)
 
 
@@ -171,6 +174,14 @@ CLEAN: dict[str, Run] = {
         make_run([]),
         clients=[Asked(1.0, ID, 1, 0, True), Broke(1.2, ID, 1, "overloaded", "full")],
     ),
+    "a payload of whose key nobody knows any more": with_workers(
+        with_final(make_run(), beats=[PINNED]), Did(1.0, "borrowed", "engine-1:aa", at=99)
+    ),
+    "a road to another worker": with_final(
+        make_run(),
+        beats=[BEAT, edit(BEAT, worker="renderer-1", role="renderer", blobs=ARENA)],
+        after=[edit(SNAPSHOT, peers=["pagemill-1"], mappings=2)],
+    ),
     "recovered in time": with_pool(make_run(), Fault(0.9, "kill", "engine", 0, 3)),
 }
 
@@ -278,6 +289,34 @@ WRONG: dict[str, tuple[str, Run]] = {
     "blocks held between requests": ("I6", with_workers(make_run(), Did(1.0, "leak", at=2))),
     "a segment is left": ("I7", with_final(make_run(), shm_after=["other", "psm_1"])),
     "a memfd is left": ("I7", with_final(make_run(), after=[edit(SNAPSHOT, memfds=1)])),
+    "a payload is pinned": ("I7", with_final(make_run(), beats=[PINNED])),
+    "a payload is pinned by a key that was passed on": (
+        "I7",
+        with_workers(
+            with_final(make_run(), beats=[PINNED]),
+            Did(1.0, "borrowed", "engine-1:aa", at=99),
+            Did(1.1, "passed on", "engine-1:aa", at=99),
+        ),
+    ),
+    "a payload is pinned by a key of somebody alive": (
+        "I7",
+        with_workers(
+            with_final(make_run(), beats=[PINNED]), Did(1.0, "borrowed", "engine-1:aa", at=BEAT.pid)
+        ),
+    ),
+    "a road to somebody dead": (
+        "I7",
+        with_final(make_run(), after=[edit(SNAPSHOT, peers=["pagemill-1"])]),
+    ),
+    "memory of somebody dead": ("I7", with_final(make_run(), after=[edit(SNAPSHOT, mappings=2)])),
+    "a reader that nobody is": ("I7", with_final(make_run(), after=[edit(SNAPSHOT, readers=1)])),
+    "a socket of somebody dead": (
+        "I7",
+        with_workers(
+            with_final(make_run(), sockets=["pagemill-1"]), Did(1.0, "arena", "pagemill-1")
+        ),
+    ),
+    "a temporary file is left": ("I8", with_final(make_run(), temp_files=["tmp1"])),
     "a file is open": ("I8", with_final(make_run(), after=[edit(SNAPSHOT, fds=10)])),
     "a task is left": ("I8", with_final(make_run(), after=[edit(SNAPSHOT, tasks=9)])),
     "a subscription is left": (

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from shared import blobwire as wire
 from shared import subjects
 from shared.blobs import Blobs
 from shared.broker import Broker
@@ -234,3 +235,83 @@ async def test_nonsense_on_the_socket_harms_nobody(start: Callable) -> None:
     with await reader.get(ref) as blob:
         assert bytes(blob.data) == b"abc"
     assert await reader._bus.ask(subjects.blob(ref.worker), b"nonsense", 1) == b""
+
+
+def num_mapped_arenas() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:pagemill" in line for line in maps)
+
+
+async def test_the_memory_of_a_dead_owner_is_let_go(broker: Broker, start: Callable) -> None:
+    reader = await start()
+    num_at_first, fds_at_first = num_mapped_arenas(), len(os.listdir("/proc/self/fd"))
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        owner.stdout.close()
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        with await reader.get(ref):
+            assert num_mapped_arenas() == num_at_first + 1
+        os.kill(owner.pid, signal.SIGKILL)
+    for _ in range(100):
+        if num_mapped_arenas() == num_at_first and len(os.listdir("/proc/self/fd")) == fds_at_first:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail("it is still mapped, or its connection open")
+
+
+async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
+    broker: Broker, start: Callable
+) -> None:
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        (await reader.get(ref)).close()
+        os.kill(owner.pid, signal.SIGSTOP)
+        try:
+            # One after the other they would take half a minute.
+            async with asyncio.timeout(12):
+                found = await asyncio.gather(
+                    *(reader.get(ref) for _ in range(24)), return_exceptions=True
+                )
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    assert all(isinstance(error, BlobLost) for error in found), found
+
+
+async def test_a_release_reaches_an_owner_that_was_frozen(broker: Broker, start: Callable) -> None:
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        (await reader.get(ref)).close()
+        os.kill(owner.pid, signal.SIGSTOP)
+        try:
+            await reader.release(ref)
+            os.kill(owner.pid, signal.SIGCONT)
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        (await reader.get(ref)).close()
+                    except BlobLost:
+                        break
+                    await asyncio.sleep(0.1)
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+
+
+async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> None:
+    owner = await start()
+    ref = put(owner, b"abc")
+    owner.forget(ref)
+    assert owner.load()["arena_pinned"] == 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect("\0" + owner.address.local)
+        await asyncio.to_thread(sock.recv, len(wire.HELLO))
+        sock.sendall(wire._question.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
+        # And ends, before it can be told the key.
+    await asyncio.sleep(0.2)
+    assert owner.load()["arena_pinned"] == 0

@@ -2,16 +2,18 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
 from shared import deadletters, subjects
-from shared.bus import Bus
-from shared.config import DeliveryConfig
+from shared.blobs import Blobs
+from shared.bus import Bus, Stored
+from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned
+from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned, Unavailable
 from shared.messages import (
     Acceptance,
     Attempt,
@@ -22,6 +24,7 @@ from shared.messages import (
     decode_attempt,
     to_json,
 )
+from shared.multimodal import BlobRef
 from shared.stage import Job, Shutdown, Stage, serve
 from shared.tokenlog import end_request, read_log
 
@@ -377,3 +380,112 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     queue = subjects.stage_consumer("renderer", model, "interactive")
     backlog = await bus.backlog(subjects.STAGES_STREAM, queue)
     assert (backlog.waiting, backlog.in_hand) == (0, 0)
+
+
+@pytest.fixture
+async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
+    opened = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
+    await opened.start()
+    yield opened
+    await opened.close()
+
+
+def put_payload(blobs: Blobs) -> BlobRef:
+    ref = blobs.put(secrets.token_hex(32), [b"payload"], 60)
+    assert ref is not None
+    return ref
+
+
+async def test_payloads_of_a_job_end_with_its_acknowledgement_and_not_before(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    ref = put_payload(blobs)
+    accepted = Acceptance(bus.now_ms() + 60_000, 0.0, 1, "")
+    for settle in ("hand back", "fail", "hand over"):
+        job = await next_job(stage, inbox, accepted)
+        job.inputs = [ref]
+        assert blobs.load()["arena_pinned"] == 1
+        match settle:
+            case "hand back":
+                await stage.hand_back(job)
+            case "fail":
+                await stage.fail(job, RuntimeError("this time"))
+            case _:
+                await stage.hand_over(job, "engine", model, "interactive", b"rendered")
+    assert blobs.load()["arena_pinned"] == 0
+
+
+async def test_payloads_that_were_not_handed_over_are_taken_back(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    accepted = Acceptance(0.0, 0.0, 1, "")
+    first = await next_job(stage, inbox, accepted)
+    first.outputs = [put_payload(blobs)]
+    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    await stage.take_back(first)
+    first.delivery.abandon()
+    assert blobs.load()["arena_pinned"] == 1, "its message is on its way"
+    again = await next_job(stage, inbox, accepted)
+    again.outputs = [put_payload(blobs)]
+    await stage.hand_over(again, "engine", model, "interactive", b"rendered anew")
+    await stage.take_back(again)
+    assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
+
+
+async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
+    bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(bus)
+    inbox, outbox = [await consume(bus, role, model) for role in ("renderer", "engine")]
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    await stage.publish(job, "engine", model, "interactive", b"lost")
+    in_the_way = await asyncio.wait_for(outbox.next(), 5)
+    with pytest.raises(Unavailable):
+        await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    last = bus.last
+
+    async def too_late(*args: str) -> Stored | None:
+        await in_the_way.ack()
+        return await last(*args)
+
+    monkeypatch.setattr(bus, "last", too_late)
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    again = await asyncio.wait_for(outbox.next(), 5)
+    assert again.data == b"made again"
+    await again.ack()
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    await assert_nothing_more(outbox)
+
+
+async def test_what_was_made_again_is_not_settled_with_what_was_lost(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    lost = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    assert await stage.take(lost) is not None
+    other = await consume(bus, "renderer", model)
+    async with asyncio.timeout(10):
+        # The message that this worker has in hand is another's meanwhile, who settles it.
+        await (await other.next()).ack()
+        await other.stop()
+        await put(bus, model, request_id, b"made again")
+        again = await inbox.next()
+        while again.data != b"made again":
+            assert stage.receive(again) is None
+            again = await inbox.next()
+        assert stage.receive(again) is None
+        await stage.hand_over(lost, "engine", model, "interactive", b"rendered")
+        job = await next_job(stage, inbox)
+        assert job.delivery.data == b"made again"
+        await job.delivery.ack()

@@ -107,3 +107,11 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
     await writer
     assert [record.index for record in records] == [0, 1, 2, 3]
     assert isinstance(records[0], TokenChunk)
+
+
+async def test_attempts_in_a_log_only_rise(bus: Bus, request_id: str) -> None:
+    before = await LogWriter.open(bus, request_id, attempt=3)
+    await before.tokens([ChoiceDelta(0, 0, [1], "a")])
+    made_again = await LogWriter.open(bus, request_id, attempt=1)
+    await made_again.tokens([ChoiceDelta(0, 1, [2], "b")])
+    assert [record.attempt for record in await read_log(bus, request_id)] == [3, 4]

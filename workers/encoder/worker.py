@@ -121,6 +121,8 @@ class EncoderWorker:
 
     async def _encode(self, job: Job) -> None:
         task, tensors = codec.decode(job.delivery.data, EncodeTask)
+        if task.item.blob is not None:
+            job.inputs = [task.item.blob]
         await self._forgive(task.key, job.delivery.attempt)
         if await self._stage.take(job) is None:
             return
@@ -144,8 +146,6 @@ class EncoderWorker:
             await self._embeddings.put(task.key, item.mm_hash, embedding)
             self._log_encoded(job, task)
         await self._stage.finish(job)
-        if item.blob is not None:
-            await self._blobs.release(item.blob)
 
     async def _forgive(self, key: str, attempt: int) -> None:
         """What an earlier task for this picture has failed of may be over by now. A picture that

@@ -10,7 +10,6 @@ from shared import parcels
 from shared.blobs import Blobs
 from shared.codec import TensorData
 from shared.errors import DecodeError, Overloaded, Unavailable
-from shared.messages import EngineTask
 from shared.multimodal import MultiModalKwargsItem
 from shared.roads import Blob
 from workers.engine.sequence import Item
@@ -78,12 +77,6 @@ class Opener:
         # Without room, or without a broker, others will make their own.
         with contextlib.suppress(Overloaded, Unavailable):
             await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
-
-    async def release(self, task: EngineTask) -> None:
-        """Nobody will want the request's own payloads again."""
-        for item in task.items:
-            if item.blob is not None:
-                await self._blobs.release(item.blob)
 
     async def _opened(
         self,

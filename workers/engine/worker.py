@@ -165,6 +165,7 @@ class EngineWorker:
     async def _begin(self, job: Job) -> None:
         task, _ = codec.decode(job.delivery.data, EngineTask)
         job.identify(task)
+        job.inputs = [item.blob for item in task.items if item.blob is not None]
         log = await self._stage.take(job)
         if log is None:
             return
@@ -239,7 +240,6 @@ class EngineWorker:
                     return
             flow.settled = True
             await self._stage.finish(flow.job)
-            self._start(self._opener.release(flow.task))
             self._context.log.info(
                 "finished",
                 request_id=flow.task.request_id,

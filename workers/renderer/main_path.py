@@ -7,6 +7,7 @@ from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.config import Config
 from shared.messages import Message, RenderTask
+from shared.multimodal import BlobRef
 from workers.renderer import prompt
 from workers.renderer.jobmedia import JobMedia
 from workers.renderer.packing import Packer
@@ -30,14 +31,16 @@ class MainPath:
         messages: Sequence[Message],
         media: JobMedia,
         ttl_s: float,
-        task: RenderTask | None = None,
+        task: RenderTask | None,
+        made: list[BlobRef],
         begun: Callable[[], None] = lambda: None,
         advanced: Callable[[], Awaitable[None]] = _nothing,
     ) -> Rendered:
         """Items hold their tensors if these are small together, and references to them if not.
 
-        `ttl_s` is how long the engine may ask for them; without a `task` no engine will. `begun` is
-        called, in a thread, when there is one for this work, and `advanced` after each picture.
+        `ttl_s` is how long the engine may ask for them; without a `task` no engine will. References
+        are noted in `made` until somebody else is to release them. `begun` is called, in a thread,
+        when there is one for this work, and `advanced` after each picture.
 
         Raises a RequestError, or whatever `media` raises.
         """
@@ -58,9 +61,11 @@ class MainPath:
                 media.keep(source),
             )
             prepared.append(picture)
+            if picture.ref is not None:
+                made.append(picture.ref)
             await advanced()
         await media.pin()
         counts = [picture.num_tokens for picture in prepared]
         token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
-        items, tensors = await self._packer.pack(task, prepared, ranges)
+        items, tensors = await self._packer.pack(task, prepared, ranges, made)
         return Rendered(token_ids, items, tensors)

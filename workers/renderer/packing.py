@@ -7,6 +7,7 @@ from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.codec import TensorData
 from shared.config import Config
+from shared.errors import Unavailable
 from shared.messages import EncodeTask, RenderTask
 from shared.multimodal import (
     BlobRef,
@@ -15,6 +16,9 @@ from shared.multimodal import (
     embedding_key,
 )
 from workers.renderer.pictures import Prepared, copied
+
+# Of a message, for all that is not tensors.
+HEAD_BYTES = 256 * 2**10
 
 
 class Packer:
@@ -28,22 +32,26 @@ class Packer:
         task: RenderTask | None,
         prepared: Sequence[Prepared],
         ranges: Sequence[PlaceholderRange],
+        made: list[BlobRef],
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
         """The items of an engine task and the tensors of its envelope. Without a `task` nobody will
-        have them, and no encoder is asked.
+        have them, and no encoder is asked. What is not the request's any more leaves `made`.
 
-        Raises Overloaded or Unavailable when the encoders' queue takes no more.
+        Raises Overloaded or Unavailable when there is no room at present.
         """
         tensors: list[TensorData] = []
         items: list[MultiModalKwargsItem] = []
-        stay = [p for p in prepared if not self._goes_to_encoder(task, p)]
-        inline = self._fit_inline(stay)
+        inline = self._fit_inline([p for p in prepared if not self._goes_to_encoder(task, p)])
         for picture, placeholder in zip(prepared, ranges, strict=True):
             if task is not None and self._goes_to_encoder(task, picture):
                 item = await self._send_to_encoder(task, picture, placeholder, tensors)
+                _remove(made, picture)
             else:
-                item = await self._item(picture, placeholder, tensors, inline)
+                item = await self._item(picture, placeholder, tensors, inline=inline)
+                if item.blob is None:
+                    _remove(made, picture)
             items.append(item)
+        self._check_room(prepared, tensors)
         return items, tensors
 
     def _goes_to_encoder(self, task: RenderTask | None, picture: Prepared) -> bool:
@@ -64,13 +72,8 @@ class Packer:
         needless = await self._is_encoded(key) or await self._is_queued(key, task, picture)
         if needless and picture.ref is not None:
             await self._blobs.release(picture.ref)
-        return MultiModalKwargsItem(
-            "image",
-            picture.mm_hash,
-            placeholder,
-            _append(tensors, picture.metadata),
-            embedding=key,
-        )
+        indexes = _append(tensors, picture.metadata)
+        return MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes, embedding=key)
 
     async def _is_encoded(self, key: str) -> bool:
         told = await self._bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
@@ -82,8 +85,8 @@ class Packer:
         """Whether somebody else's task for the picture was there before ours, which is dropped."""
         tensors: list[TensorData] = []
         whole = PlaceholderRange(0, picture.num_tokens)
-        inline = self._fit_inline([picture])
-        item = await self._item(picture, whole, tensors, inline)
+        item = await self._item(picture, whole, tensors, inline=self._fit_inline([picture]))
+        self._check_room([picture], tensors)
         encode = EncodeTask(key, task.model, item, task.accepted.deadline_ms)
         return await self._bus.publish(
             subjects.stage("encoder", task.model, task.lane, key),
@@ -96,6 +99,7 @@ class Packer:
         picture: Prepared,
         placeholder: PlaceholderRange,
         tensors: list[TensorData],
+        *,
         inline: bool,
     ) -> MultiModalKwargsItem:
         """The item with all its fields; those in the message are appended to `tensors`."""
@@ -113,10 +117,27 @@ class Packer:
         num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)
         return num_bytes <= self._config.blobs.inline_kib * 2**10
 
+    def _check_room(self, prepared: Sequence[Prepared], tensors: Sequence[TensorData]) -> None:
+        """What finds no room in the arena goes with the message.
+
+        Raises Unavailable when that is too large, and there will be room once others have ended.
+        """
+        num_bytes = sum(tensor.data.nbytes for tensor in tensors)
+        homeless = any(picture.ref is None for picture in prepared)
+        too_large = num_bytes > self._bus.max_payload - HEAD_BYTES
+        if homeless and too_large and num_bytes < self._blobs.capacity:
+            raise Unavailable("there is no room for its pictures at present")
+
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:
             fields, _ = parcels.read(blob)
             return {name: copied(tensor) for name, tensor in fields.items()}
+
+
+def _remove(made: list[BlobRef], picture: Prepared) -> None:
+    """Somebody else is to release it, or it is released."""
+    if picture.ref is not None:
+        made.remove(picture.ref)
 
 
 def _append(tensors: list[TensorData], fields: Mapping[str, TensorData]) -> dict[str, int]:

@@ -94,8 +94,11 @@ class Pictures:
             with await self._blobs.get(ref) as blob:
                 fields, num_tokens = parcels.read(blob)
                 metadata = {name: copied(fields[name]) for name in processor.metadata}
-        except BlobLost:
-            return None
+        except BaseException as error:
+            await self._blobs.release(ref)
+            if isinstance(error, BlobLost):
+                return None
+            raise
         return Prepared(mm_hash, num_tokens, ref, {}, metadata)
 
     def _put(self, mm_hash: str, picture: Picture, ttl_s: float) -> BlobRef | None:

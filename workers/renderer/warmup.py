@@ -28,7 +28,7 @@ async def main_path(path: MainPath, processor: Processor, media: JobMedia) -> No
     """Before anything else is in its cache, which is empty again afterwards."""
 
     async def render(messages: list[Message]) -> None:
-        _encode(await path.render(processor, messages, media, TTL_S))
+        _encode(await path.render(processor, messages, media, TTL_S, None, []))
 
     try:
         await _at_once(render(messages) for messages in _conversations(processor))

@@ -154,6 +154,7 @@ class RendererWorker:
         finally:
             self._in_hand.discard(job.request_id)
             self._ended.discard(job.request_id)
+            await stage.take_back(job)
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
         def begun() -> None:
@@ -165,6 +166,7 @@ class RendererWorker:
             await self._media_of(task, job),
             (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
             task,
+            job.outputs,
             begun,
             job.delivery.progress,
         )

@@ -78,12 +78,12 @@ RAISING_TEXT = "raise in the renderer"
 _RAISING_RENDERER = f"""
 import sys
 from ops.chaos import fake, worker
-render = fake.FakeProcessor.render
-def poisoned(self, messages, images):
+tokenize = fake.FakeProcessor.tokenize
+def poisoned(self, messages):
     if any(m.content == {RAISING_TEXT!r} for m in messages):
         raise RuntimeError("a poisoned picture")
-    return render(self, messages, images)
-fake.FakeProcessor.render = poisoned
+    return tokenize(self, messages)
+fake.FakeProcessor.tokenize = poisoned
 sys.exit(worker.app(sys.argv[1:], result_action="return_value"))
 """
 

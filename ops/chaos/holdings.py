@@ -1,0 +1,68 @@
+"""What a process holds, by what the kernel and asyncio say of it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+
+from ops.chaos.history import Snapshot, now
+from shared.bus import Bus
+
+ARENA = b"\0pagemill-"
+
+
+def take_snapshot(role: str, bus: Bus) -> Snapshot:
+    links = {name: _link(name) for name in os.listdir("/proc/self/fd")}
+    broker = bus._nc.connected_url
+    peers, readers = _roads(links, None if broker is None else broker.port)
+    with open("/proc/self/status") as file:
+        threads = next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
+    with open("/proc/self/maps") as file:
+        mappings = sum("/memfd:pagemill" in line for line in file)
+    # A mapping has a descriptor of its own; one of them is of the worker's own arena.
+    foreign = max(mappings - 1, 0)
+    return Snapshot(
+        t=now(),
+        role=role,
+        pid=os.getpid(),
+        # The listing itself has one open.
+        fds=len(links) - 1 - len(peers) - readers - foreign,
+        memfds=sum(link.startswith("/memfd:") for link in links.values()) - foreign,
+        threads=threads,
+        # Each reader is served by one.
+        tasks=len(asyncio.all_tasks()) - readers,
+        subscriptions=len(bus._nc._subs),
+        mappings=mappings,
+        peers=peers,
+        readers=readers,
+    )
+
+
+def _roads(links: dict[str, str], broker_port: int | None) -> tuple[list[str], int]:
+    """Addresses of the arenas to which we are connected, and how many are connected to ours."""
+    socks = []
+    for name, link in links.items():
+        if link.startswith("socket:"):
+            with contextlib.suppress(OSError):
+                socks.append(socket.socket(fileno=os.dup(int(name))))
+    ours, peers, readers = set(), [], 0
+    for sock in socks:
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            ours.add(sock.getsockname())
+    for sock in socks:
+        with sock, contextlib.suppress(OSError):
+            peer = sock.getpeername()
+            if sock.getsockname() in ours:
+                readers += 1
+            elif sock.family == socket.AF_INET and peer[1] != broker_port:
+                peers.append(f"{peer[0]}:{peer[1]}")
+            elif isinstance(peer, bytes) and peer.startswith(ARENA):
+                peers.append(peer[1:].decode())
+    return sorted(peers), readers
+
+
+def _link(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
