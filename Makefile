@@ -38,7 +38,7 @@ bench-durability: .venv/installed  ## what the token log costs, jobs a second; 1
 bench-rendering: .venv/installed  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
 
-chaos-quick: .venv/installed  ## faults for two minutes, every role killed; part of CI
+chaos-quick: .venv/installed  ## faults for three minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
 chaos-bugs: .venv/installed  ## every planted bug must be caught; 10 minutes

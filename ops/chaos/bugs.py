@@ -67,6 +67,9 @@ SCENARIOS = {
         renderers=2,
         fault_every_s=2.5,
         faults={"stop:renderer": 1.0},
+        # What they come back to has not ended yet.
+        max_tokens=(80, 160),
+        step_ms=30.0,
         timeout_s=60.0,
     ),
     # Payloads wait for engines while others want their room.
@@ -80,7 +83,7 @@ SCENARIOS = {
         step_ms=10.0,
         timeout_s=60.0,
     ),
-    "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=10.0),
+    "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
     "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
 }
 

@@ -52,7 +52,7 @@ def check_letters(run: Run) -> Iterator[tuple[str, str]]:
 
 # Pools make their threads one by one, when they are busy: those that render, and asyncio's own, in
 # which workers connect to the owners of payloads.
-POOL_THREADS = {"renderer": 8, "engine": 6}
+POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6}
 HELD = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ops.chaos import fake
 from ops.chaos.plan import ROOT, Planned, Settings
@@ -56,7 +57,8 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     else:
         from workers.engine.main import build_core
 
-        core = build_core(model, config.engine)
+        # Whoever makes the embeddings, the answer is to be the same.
+        core = build_core(replace(model, tower="engine"), config.engine)
     requests = (_rendered(one, processor, config, settings.engine) for one in planned)
     found = run_alone(core, requests)
     if settings.engine == "demo":

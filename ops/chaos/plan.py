@@ -51,6 +51,8 @@ class Settings(Struct, frozen=True):
     coordinators: int = 2
     renderers: int = 2
     engines: int = 3
+    encoders: int = 0
+    """0: engines have towers of their own."""
     brokers: int = 1
     engine: Literal["fake", "demo"] = "fake"
     renderer: Literal["fake", "real"] = "real"

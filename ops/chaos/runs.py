@@ -62,7 +62,22 @@ QUICK: dict[str, Settings] = {
         timeout_s=60.0,
         mix=Mix(pictures=0.7),
     ),
-    "demo model, kills": replace(
-        DEMO, requests=100, rate=4.0, fault_every_s=4.0, engines=2, max_tokens=(16, 96)
+    # The engines have no tower: pictures go by way of encoders, which die most.
+    "demo model with encoders, kills": replace(
+        DEMO,
+        requests=100,
+        rate=4.0,
+        fault_every_s=4.0,
+        engines=2,
+        encoders=2,
+        max_tokens=(16, 96),
+        mix=Mix(pictures=0.7),
+        faults={
+            "kill:encoder": 3.0,
+            "kill:engine": 1.5,
+            "kill:renderer": 1.0,
+            "kill:coordinator": 0.5,
+            "kill:broker": 0.5,
+        },
     ),
 }

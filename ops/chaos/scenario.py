@@ -22,6 +22,7 @@ from shared import client
 from shared.bus import Bus
 from shared.errors import PagemillError
 from shared.messages import GenerateRequest, Heartbeat, Message
+from shared.runtime import HEARTBEAT_S
 from shared.sampling import SamplingParams
 from workers import settings as product_settings
 
@@ -30,7 +31,8 @@ WARM_UP_S = 5.0
 WARM_UP_TIMEOUT_S = 10.0
 # Beyond what its pace asks for; a run that takes longer hangs.
 SPARE_S = 300.0
-RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "engine": 1500.0}
+EMBEDDINGS_TTL_S = 10.0
+RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
 FAKE_RSS_MIB = {"coordinator": 128.0, "renderer": 128.0, "engine": 256.0}
 
 
@@ -49,6 +51,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
                 # A sampled token is to depend on its own request alone, to the last bit.
                 "dtype": "float64",
                 "max_model_len": MAX_MODEL_LEN,
+                "tower": "encoder" if settings.encoders else "engine",
                 "sampling_defaults": {"temperature": 0.0, "max_tokens": 32},
             }
         },
@@ -59,6 +62,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
             "arena_mib": settings.arena_mib,
             "listen": "127.0.0.1" if settings.listen else None,
         },
+        "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
         "engine": {
             "threads": 1,
             "num_blocks": settings.num_blocks,
@@ -123,6 +127,7 @@ class Scenario:
             {
                 "coordinator": settings.coordinators,
                 "renderer": settings.renderers,
+                "encoder": settings.encoders,
                 "engine": settings.engines,
                 "load": 1,
             },
@@ -142,6 +147,7 @@ class Scenario:
         fakes = {
             "coordinator": False,
             "renderer": s.renderer == "fake",
+            "encoder": False,
             "engine": s.engine == "fake",
         }
         commands = {
@@ -176,6 +182,9 @@ class Scenario:
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
+            if self.settings.encoders:
+                # What nobody has fetched is kept until its time is over.
+                await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
             return Final(
                 settled=settled,
                 logs={id: log for id, log in (await store.logs()).items() if id[:4] != "warm"},
@@ -274,11 +283,12 @@ def bounds_of(settings: Settings) -> Bounds:
     rss_mib = {
         "coordinator": FAKE_RSS_MIB["coordinator"],
         "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
+        "encoder": RSS_MIB["encoder"],
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
     }
     # Readers map what owners have written, and have as much again to receive into.
-    arenas_mib = settings.arena_mib * (settings.renderers + 1)
-    for role in ("renderer", "engine"):
+    arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
+    for role in ("renderer", "encoder", "engine"):
         rss_mib[role] += arenas_mib
     return Bounds(
         recovery_s=5.0 if fake else 15.0,

@@ -31,7 +31,7 @@ from shared.runtime import Context
 from workers import settings
 from workers.__main__ import ROLE_MODULES
 
-Role = Literal["coordinator", "renderer", "engine"]
+Role = Literal["coordinator", "renderer", "encoder", "engine"]
 app = App(name="chaos-worker")
 
 # How a record begins that is not the last of its log.
@@ -67,7 +67,8 @@ def main(
         await role_main(context)
 
     journal.write(Did(now(), "start"))
-    return runtime.run(role, watched, loaded, nats, MODEL if role == "engine" else None)
+    model = MODEL if role in ("encoder", "engine") else None
+    return runtime.run(role, watched, loaded, nats, model)
 
 
 def _real_main(role: Role) -> runtime.Main:

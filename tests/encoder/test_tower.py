@@ -1,6 +1,7 @@
 """The tower's thread: who shares a batch, and who pays for what goes wrong in one."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -88,6 +89,18 @@ async def test_a_malformed_picture_never_reaches_a_batch(
     with pytest.raises(InvalidRequest):
         await thread.encode(bad)
     assert inner.batches == []
+
+
+async def test_pictures_are_let_go_when_they_are_encoded(
+    watched: tuple[TowerThread, Watched],
+) -> None:
+    thread, _ = watched
+    fields = picture(1)
+    gone = weakref.ref(fields["pixel_patches"])
+    await thread.encode(fields)
+    del fields
+    await asyncio.sleep(0.01)
+    assert gone() is None
 
 
 async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watched]) -> None:

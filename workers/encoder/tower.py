@@ -55,14 +55,19 @@ class TowerThread:
         """Batch after batch, until it is cancelled."""
         while True:
             await self._arrived.wait()
-            # Whoever has given up in the meantime need not be served.
-            batch = [order for order in self._queue.take() if not order.done.done()]
-            if not len(self._queue):
-                self._arrived.clear()
-            if batch:
-                await self._serve(batch)
+            # Not kept until the next: pictures are views of other workers' memory.
+            await self._serve(self._next_batch())
+
+    def _next_batch(self) -> list[_Order]:
+        """Whoever has given up in the meantime need not be served."""
+        batch = [order for order in self._queue.take() if not order.done.done()]
+        if not len(self._queue):
+            self._arrived.clear()
+        return batch
 
     async def _serve(self, batch: list[_Order]) -> None:
+        if not batch:
+            return
         try:
             embeddings = await self._encode(batch)
         except Exception as error:
