@@ -19,7 +19,7 @@ from msgspec import Struct
 from ops.chaos import nets
 from ops.chaos.history import now
 from ops.chaos.plan import Settings
-from ops.chaos.scene import BASE, Scene, open_scene
+from ops.chaos.scene import Scene, open_scene
 from ops.chaos.table import CELLS, Cell
 from shared import telemetry
 
@@ -93,7 +93,7 @@ async def _run(cell: Cell, scene: Scene, seed: int) -> Result:
 
 def _settings(cell: Cell, scene: Scene, seed: int) -> Settings:
     """Of the scene's processes, with a load of the cell's own."""
-    load = {"requests": max(1, round(BASE.rate * cell.load_s))} | cell.change
+    load = {"requests": max(1, round(scene.settings.rate * cell.load_s))} | cell.change
     return msgspec.structs.replace(
         scene.settings, seed=SEED_STEP * seed + CELLS.index(cell), **load
     )

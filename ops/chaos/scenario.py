@@ -76,6 +76,22 @@ def write_config(settings: Settings, folder: Path) -> Path:
     return file
 
 
+def fakes(settings: Settings) -> dict[str, bool]:
+    """By role, whether its workers are without a model."""
+    return {
+        "coordinator": False,
+        "renderer": settings.renderer == "fake",
+        "encoder": False,
+        "engine": settings.engine == "fake",
+    }
+
+
+async def embeddings_over(settings: Settings) -> None:
+    """What nobody has fetched is kept until its time is over."""
+    if settings.encoders:
+        await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
+
+
 def temp_folder(folder: Path) -> Path:
     """Where the workers of a run put what is not to stay."""
     temp = folder / "tmp"
@@ -144,15 +160,9 @@ class Scenario:
 
     def _commands(self) -> dict[str, list[str]]:
         s, url = self.settings, self.brokers.url
-        fakes = {
-            "coordinator": False,
-            "renderer": s.renderer == "fake",
-            "encoder": False,
-            "engine": s.engine == "fake",
-        }
         commands = {
             role: worker_command(role, self.config_file, url, fake, s.step_ms)
-            for role, fake in fakes.items()
+            for role, fake in fakes(s).items()
         }
         commands["load"] = [
             *(sys.executable, "-m", "ops.chaos.load", "--nats", url),
@@ -182,9 +192,7 @@ class Scenario:
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
-            if self.settings.encoders:
-                # What nobody has fetched is kept until its time is over.
-                await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
+            await embeddings_over(self.settings)
             return Final(
                 settled=settled,
                 logs={id: log for id, log in (await store.logs()).items() if id[:4] != "warm"},

@@ -31,7 +31,14 @@ from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.proxy import Proxy
-from ops.chaos.scenario import bounds_of, temp_files, temp_folder, write_config
+from ops.chaos.scenario import (
+    bounds_of,
+    embeddings_over,
+    fakes,
+    temp_files,
+    temp_folder,
+    write_config,
+)
 from shared import client
 from shared.bus import Bus
 from shared.errors import PagemillError
@@ -171,6 +178,7 @@ class Scene:
         counts = {
             "coordinator": settings.coordinators,
             "renderer": settings.renderers,
+            "encoder": settings.encoders,
             "engine": settings.engines,
             LOAD: 1,
         }
@@ -222,7 +230,7 @@ class Scene:
                 *("--out", str(self.clients_file)),
             ]
         else:
-            fake = slot.role != "coordinator"
+            fake = fakes(self.settings)[slot.role]
             command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
         if program:
             python, _, _, *arguments = command
@@ -265,6 +273,7 @@ class Scene:
             await self.pool.wait_ready()
             await asyncio.to_thread(self.servers.settle)
             settled = await store.settle()
+            await embeddings_over(settings)
             mine = f"c{settings.seed}-"
             logs = {id: log for id, log in (await store.logs()).items() if id.startswith(mine)}
             letters = [
@@ -416,6 +425,19 @@ SCENES: dict[str, Callable[[], Scene]] = {
     ),
     # Most of what is asked has payloads, on any road.
     "payloads": lambda: Scene(replace(BASE, mix=replace(BASE.mix, pictures=0.7), listen=True)),
+    # Engines without a tower; most of what is asked has pictures.
+    "encoders": lambda: Scene(
+        replace(
+            BASE,
+            engine="demo",
+            renderer="real",
+            encoders=2,
+            rate=4.0,
+            renderers=1,
+            max_tokens=(8, 48),
+            mix=replace(BASE.mix, pictures=0.7),
+        )
+    ),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
 }
 

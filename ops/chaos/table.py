@@ -7,6 +7,7 @@ from typing import Any
 from ops.chaos import nets
 from ops.chaos.cells import (
     common,
+    encoders,
     members,
     memory,
     networks,
@@ -44,50 +45,68 @@ class Cell:
         return self.why_not or self.needs()
 
 
-NO_ENCODER = "there is no encoder role yet"
 NO_GATEWAY = "there is no gateway role yet"
 
 # -- the table --------------------------------------------------------------------------------
 
 
 def _process_cells() -> Iterator[Cell]:
-    for role in ("coordinator", "renderer", "engine", LOAD):
-        name = "client" if role == LOAD else role
-        yield Cell(
-            f"{name}: SIGKILL", "kill -9, three times", "5 s", processes.sigkill(role), load_s=8
-        )
-        yield Cell(
-            f"{name}: SIGSTOP",
-            f"kill -STOP, {common.STOP_S:.0f} s, kill -CONT",
-            "5 s beside it",
-            processes.sigstop(role),
-            load_s=22,
-        )
-        yield Cell(
-            f"{name}: SIGTERM", "kill -TERM under load", "30 s, exit 0", processes.drain(role)
-        )
-        yield Cell(
-            f"{name}: rolling restart", "each in turn, twice", "no failure", processes.rolling(role)
-        )
-        yield Cell(
-            f"{name}: OOM",
-            "memory cgroup, kernel's OOM killer, twice",
-            "5 s",
-            processes.out_of_memory(role),
-            needs=memory.why_no_memory_limit,
-        )
-        yield Cell(
-            f"{name}: bad network",
-            "packet loss 30 % (iptables), 200 ms delay, cut mid-frame, half-open, reset (proxy)",
-            "7 s",
-            networks.bad_network(role),
-            needs=nets.why_not,
-            load_s=14,
-        )
+    for role in ("coordinator", "renderer", "encoder", "engine", LOAD):
+        yield from _cells_of(role)
     faults = ("SIGKILL", "SIGSTOP", "SIGTERM", "rolling restart", "OOM", "bad network")
-    of_encoders = (*faults, "all of them away", "an embedding is lost")
-    yield from (Cell(f"encoder: {fault}", "", why_not=NO_ENCODER) for fault in of_encoders)
     yield from (Cell(f"gateway: {fault}", "", why_not=NO_GATEWAY) for fault in faults)
+    yield Cell(
+        "encoder: all of them away",
+        "kill -STOP of all, 4 s",
+        "5 s beside it",
+        encoders.all_away,
+        on="encoders",
+        load_s=14,
+    )
+    yield Cell(
+        "encoder: an embedding is lost",
+        "kill -9 of all when it is told, before anybody has read it",
+        "made again",
+        encoders.embedding_lost,
+        on="encoders",
+        load_s=14,
+    )
+
+
+def _cells_of(role: str) -> Iterator[Cell]:
+    name = "client" if role == LOAD else role
+    for cell in _faults_of(role, name):
+        yield replace(cell, on="encoders") if role == "encoder" else cell
+
+
+def _faults_of(role: str, name: str) -> Iterator[Cell]:
+    yield Cell(f"{name}: SIGKILL", "kill -9, three times", "5 s", processes.sigkill(role), load_s=8)
+    yield Cell(
+        f"{name}: SIGSTOP",
+        f"kill -STOP, {common.STOP_S:.0f} s, kill -CONT",
+        "5 s beside it",
+        processes.sigstop(role),
+        load_s=22,
+    )
+    yield Cell(f"{name}: SIGTERM", "kill -TERM under load", "30 s, exit 0", processes.drain(role))
+    yield Cell(
+        f"{name}: rolling restart", "each in turn, twice", "no failure", processes.rolling(role)
+    )
+    yield Cell(
+        f"{name}: OOM",
+        "memory cgroup, kernel's OOM killer, twice",
+        "5 s",
+        processes.out_of_memory(role),
+        needs=memory.why_no_memory_limit,
+    )
+    yield Cell(
+        f"{name}: bad network",
+        "packet loss 30 % (iptables), 200 ms delay, cut mid-frame, half-open, reset (proxy)",
+        "7 s",
+        networks.bad_network(role),
+        needs=nets.why_not,
+        load_s=14,
+    )
 
 
 BROKER = [
@@ -313,7 +332,7 @@ POISON = [
         poison.raises_in_render,
         on="poison",
     ),
-    Cell("poison: raises in encode", "", why_not=NO_ENCODER),
+    Cell("poison: raises in encode", "", why_not="a test: tests/encoder/test_tower.py"),
     Cell("poison: raises in a step", "at every attempt", "dead letter", poison.raises, on="poison"),
     Cell("poison: kills the worker", "SIGKILL from inside", "2 deaths", poison.kills, on="poison"),
     Cell(

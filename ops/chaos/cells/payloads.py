@@ -227,7 +227,7 @@ def _large_pictures() -> list[str]:
     urls: list[str] = []
     while len(urls) < LARGE_PICTURES:
         file = data + secrets.token_hex(8).encode()
-        mm_hash = fake.FakeProcessor.hash_picture(None, content_hash(file))  # type: ignore[arg-type]
+        mm_hash = fake.FakeProcessor.hash_picture(None, content_hash(file), "")  # type: ignore[arg-type]
         if fake.picture_bytes(mm_hash) == 2 * MIB:
             urls.append(f"data:image/png;base64,{base64.b64encode(file).decode()}")
     return urls
