@@ -293,7 +293,8 @@ it off to its deadline, and whoever writes the final record of its log acknowled
 length of that queue is the number of requests in flight.
 
 Names in subjects (models, request ids) are 1 to {subjects.MAX_NAME_LEN} letters, digits, `-` or
-`_`. Lanes are {" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
+`_`; a request's id does not begin with `encode_`, as the tasks of encoders do. Lanes are
+{" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
 
 A record of the token log is published to `pm.append.<request_id>` with the header
 `Nats-Expected-Last-Subject-Sequence`, so that two workers can never both extend a log. The server

@@ -86,7 +86,7 @@ class Packer:
         item = await self._item(picture, whole, tensors, inline)
         encode = EncodeTask(key, task.model, item, task.accepted.deadline_ms)
         return await self._bus.publish(
-            subjects.stage("encoder", task.model, task.lane, key),
+            subjects.stage("encoder", task.model, task.lane, subjects.encoding(key)),
             codec.encode(encode, tensors),
             f"{key}:{task.request_id}:{task.accepted.sequence}:{task.round}",
         )
