@@ -208,7 +208,9 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         " name the picture by the URL `media:<sha256>`, the SHA-256 of its bytes in lower-case"
         " hexadecimal. It is kept for at least as long as the longest request may take, and each"
         " request that names it keeps it for that time again. Readers compute the hash anew; a"
-        " name of which not everything is there gets the error `media_not_found`.",
+        " name of which not everything is there gets the error `media_not_found`. What is for one"
+        " tenant has the SHA-256 of `<tenant>:<sha256>` in its subjects instead; the URL stays, and"
+        " others do not find it.",
         MediaHead(1_204_233, 3),
     ),
     (

@@ -81,14 +81,14 @@ async def cancel(bus: Bus, request_id: str) -> None:
     await bus.publish_unnamed(subjects.cancel(request_id), b"")
 
 
-async def pin_media(bus: Bus, data: bytes) -> str:
+async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
     """Store a picture's file once, and return the URL by which any number of requests may name it.
 
     It is there for at least as long as the longest request may take, and anew from each request
-    that names it. Raises Unavailable.
+    that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
     name = await media.name_of(data)
-    await media.store(bus, name, data)
+    await media.store(bus, name, data, tenant)
     return media.url_of(name)
 
 
