@@ -208,7 +208,9 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         " name the picture by the URL `media:<sha256>`, the SHA-256 of its bytes in lower-case"
         " hexadecimal. It is kept for at least as long as the longest request may take, and each"
         " request that names it keeps it for that time again. Readers compute the hash anew; a"
-        " name of which not everything is there gets the error `media_not_found`.",
+        " name of which not everything is there gets the error `media_not_found`. What is for one"
+        " tenant has the SHA-256 of `<tenant>:<sha256>` in its subjects instead; the URL stays, and"
+        " others do not find it.",
         MediaHead(1_204_233, 3),
     ),
     (
@@ -293,7 +295,8 @@ it off to its deadline, and whoever writes the final record of its log acknowled
 length of that queue is the number of requests in flight.
 
 Names in subjects (models, request ids) are 1 to {subjects.MAX_NAME_LEN} letters, digits, `-` or
-`_`. Lanes are {" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
+`_`; a request's id does not begin with `encode_`, as the tasks of encoders do. Lanes are
+{" and ".join(f"`{lane}`" for lane in subjects.LANES)}.
 
 A record of the token log is published to `pm.append.<request_id>` with the header
 `Nats-Expected-Last-Subject-Sequence`, so that two workers can never both extend a log. The server

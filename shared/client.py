@@ -44,7 +44,7 @@ async def ask(bus: Bus, request: GenerateRequest, request_id: str) -> AsyncItera
     when the queue is full, Unavailable when the broker does not take the request, or when a request
     with a `timeout_s` has no final record well after it.
     """
-    _check_name(request_id, "request_id")
+    _check_request_id(request_id)
     _check_name(request.model, "model")
     reader = _Reader(bus, request_id, 0)
     await reader.open()
@@ -76,19 +76,19 @@ async def cancel(bus: Bus, request_id: str) -> None:
 
     Its log then ends with the error `cancelled`, unless it has ended before.
     """
-    _check_name(request_id, "request_id")
+    _check_request_id(request_id)
     # The stream keeps one of them at a time, and needs no id to tell.
     await bus.publish_unnamed(subjects.cancel(request_id), b"")
 
 
-async def pin_media(bus: Bus, data: bytes) -> str:
+async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
     """Store a picture's file once, and return the URL by which any number of requests may name it.
 
     It is there for at least as long as the longest request may take, and anew from each request
-    that names it. Raises Unavailable.
+    that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
     name = await media.name_of(data)
-    await media.store(bus, name, data)
+    await media.store(bus, name, data, tenant)
     return media.url_of(name)
 
 
@@ -179,6 +179,12 @@ class _Reader:
                 fresh.append(record)
                 self._expected = record.index + 1
         return fresh
+
+
+def _check_request_id(value: str) -> None:
+    _check_name(value, "request_id")
+    if not subjects.is_request_id(value):
+        raise InvalidRequest("names that begin so are those of encoders' tasks", field="request_id")
 
 
 def _check_name(value: str, field: str) -> None:

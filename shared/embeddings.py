@@ -144,11 +144,12 @@ class Embeddings:
         """
         if (held := await self.get(key, mm_hash)) is not None:
             return held
+        encoding = subjects.encoding(key)
         listener = await self._bus.listen(subjects.embedding(key))
         try:
             while True:
                 # In this order: a task is gone only after its result has been told.
-                task = await self._bus.last(subjects.STAGES_STREAM, subjects.stages_of(key))
+                task = await self._bus.last(subjects.STAGES_STREAM, subjects.stages_of(encoding))
                 if (held := await self.get(key, mm_hash)) is not None:
                     return held
                 if task is None:
@@ -187,7 +188,7 @@ class Embeddings:
 
     async def _raise_failure(self, key: str) -> None:
         """An encode task that has failed leaves its error where a request leaves its answer."""
-        record = await last_record(self._bus, key)
+        record = await last_record(self._bus, subjects.encoding(key))
         if isinstance(record, Failure):
             raise _as_error(record.error)
 

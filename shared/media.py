@@ -2,6 +2,9 @@
 
 A picture is its chunks, and a head that is written after them. Whoever reads it computes the hash
 again, so nobody can put other bytes under a name; what is not whole is not there.
+
+A tenant finds only what was stored for that tenant: to know the hash of a file is not to have it,
+and nobody is to learn from it whether others have sent the file.
 """
 
 import asyncio
@@ -39,12 +42,18 @@ async def name_of(data: bytes) -> str:
     return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
 
 
-async def store(bus: Bus, name: str, data: bytes) -> None:
+def place_of(name: str, tenant: str) -> str:
+    """By which name a tenant's picture is in the stream."""
+    return hashlib.sha256(f"{tenant}:{name}".encode()).hexdigest() if tenant else name
+
+
+async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     """Have `data` in the stream for longer than any request that begins now may take.
 
     What is there already, and not for long, is not written again. Raises Unavailable.
     """
-    known = await _find_head(bus, name)
+    place = place_of(name, tenant)
+    known = await _find_head(bus, place)
     if known is not None:
         head, stored_ms = known
         young = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
@@ -56,27 +65,28 @@ async def store(bus: Bus, name: str, data: bytes) -> None:
     async def publish(number: int, start: int) -> None:
         async with credit:
             chunk = data[start : start + CHUNK_BYTES]
-            await bus.publish_unnamed(subjects.media_chunk(name, number), chunk)
+            await bus.publish_unnamed(subjects.media_chunk(place, number), chunk)
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
-    await bus.publish_unnamed(subjects.media(name), to_json(head))
+    await bus.publish_unnamed(subjects.media(place), to_json(head))
 
 
-async def find(bus: Bus, name: str, max_bytes: int) -> bytes | None:
+async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
     """The bytes of this name; None if they are not there, or not whole.
 
     Raises MediaTooLarge before more than `max_bytes` are read, or Unavailable.
     """
-    data = await _read(bus, name, max_bytes)
+    data = await _read(bus, name, max_bytes, tenant)
     if data is None:
         await asyncio.sleep(STALE_READ_S)
-        data = await _read(bus, name, max_bytes)
+        data = await _read(bus, name, max_bytes, tenant)
     return data
 
 
-async def _read(bus: Bus, name: str, max_bytes: int) -> bytes | None:
-    known = await _find_head(bus, name)
+async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | None:
+    place = place_of(name, tenant)
+    known = await _find_head(bus, place)
     if known is None:
         return None
     head, _ = known
@@ -87,7 +97,7 @@ async def _read(bus: Bus, name: str, max_bytes: int) -> bytes | None:
     data = bytearray()
     for first in range(0, head.num_chunks, CHUNKS_UNDER_WAY):
         numbers = range(first, min(first + CHUNKS_UNDER_WAY, head.num_chunks))
-        reads = (bus.last(subjects.MEDIA_STREAM, subjects.media_chunk(name, n)) for n in numbers)
+        reads = (bus.last(subjects.MEDIA_STREAM, subjects.media_chunk(place, n)) for n in numbers)
         for chunk in await asyncio.gather(*reads):
             if chunk is None or len(data) + len(chunk.data) > head.num_bytes:
                 return None
@@ -96,9 +106,9 @@ async def _read(bus: Bus, name: str, max_bytes: int) -> bytes | None:
     return found if await name_of(found) == name else None
 
 
-async def _find_head(bus: Bus, name: str) -> tuple[MediaHead, float] | None:
+async def _find_head(bus: Bus, place: str) -> tuple[MediaHead, float] | None:
     """With the time when it was stored, in milliseconds of the broker's clock."""
-    stored = await bus.last(subjects.MEDIA_STREAM, subjects.media(name))
+    stored = await bus.last(subjects.MEDIA_STREAM, subjects.media(place))
     if stored is None:
         return None
     try:

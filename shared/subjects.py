@@ -36,11 +36,21 @@ LANES = ("interactive", "batch")
 
 MAX_NAME_LEN = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_ENCODING = "encode_"
 
 
 def is_name(value: str) -> bool:
     """Whether `value` may stand as one token of a subject."""
     return _NAME.fullmatch(value) is not None
+
+
+def is_request_id(value: str) -> bool:
+    """Whether a client may call a request so.
+
+    Encode tasks have logs and attempts like requests, under names that can be told from a picture:
+    whoever could end one of these would have the picture refused to everybody.
+    """
+    return is_name(value) and not value.startswith(_ENCODING)
 
 
 def request(model: str) -> str:
@@ -124,6 +134,11 @@ def ended(request_id: str) -> str:
 def attempts(request_id: str) -> str:
     """Who has taken a request in hand, and how that went."""
     return f"pm.attempt.{request_id}"
+
+
+def encoding(key: str) -> str:
+    """What the task that makes these embeddings has for a request id."""
+    return f"{_ENCODING}{key}"
 
 
 def embedding(key: str) -> str:

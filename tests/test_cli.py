@@ -6,10 +6,14 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import yaml
 
 from shared.broker import Broker
+from shared.errors import InvalidRequest
+from shared.messages import error_info
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.asking import print_error
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -98,3 +102,12 @@ def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) ->
     assert done.returncode == 1
     assert "engine.num_blocks" in done.stderr
     assert "the engine refuses this configuration" in " ".join(done.stderr.split())
+
+
+def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(error_info(InvalidRequest("a control token [/INST]", field="messages")))
+    print_error(error_info(InvalidRequest("no role [bold]")))
+    assert capsys.readouterr().err.splitlines() == [
+        "error invalid_request (messages): a control token [/INST]",
+        "error invalid_request: no role [bold]",
+    ]

@@ -13,6 +13,7 @@ import uvloop
 import yaml
 from cyclopts import App, Parameter
 from rich.console import Console
+from rich.markup import escape
 
 from shared import runtime, telemetry
 from shared.client import new_request_id
@@ -310,7 +311,7 @@ def main() -> None:
     try:
         code = app(result_action="return_value")
     except PagemillError as error:
-        errors.print(f"[red]error[/] {error.code}: {error.message}", highlight=False)
+        errors.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
         code = 1
     sys.exit(code)
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from shared.bus import Bus
 from shared.client import ask, cancel, follow
 from shared.config import split_path
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.messages import (
+    ErrorInfo,
     Failure,
     Finish,
     GenerateRequest,
@@ -158,8 +160,13 @@ def _print_text(record: LogRecord) -> None:
         case Finish():
             sys.stdout.write("\n")
         case Failure():
-            where = f" ({record.error.field})" if record.error.field else ""
-            errors.print(
-                f"[red]error[/] {record.error.code}{where}: {record.error.message}", highlight=False
-            )
+            print_error(record.error)
     sys.stdout.flush()
+
+
+def print_error(error: ErrorInfo) -> None:
+    """What a client wrote may be in it, `[/INST]` for one, which is no markup of ours."""
+    where = f" ({error.field})" if error.field else ""
+    errors.print(
+        f"[red]error[/] {error.code}{escape(f'{where}: {error.message}')}", highlight=False
+    )

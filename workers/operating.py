@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shared import deadletters, whereabouts
@@ -51,7 +52,7 @@ def _print_whereabouts(found: Whereabouts) -> None:
     }
     for name, value in rows.items():
         if value is not None:
-            out.print(f"{name:<8} {value}", highlight=False, soft_wrap=True)
+            out.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
     for attempt in found.attempts:
         out.print(
             f"         {_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
@@ -81,7 +82,7 @@ async def print_dead(limit: int, url: str) -> int:
                 letter.role,
                 str(letter.attempts),
                 letter.error.code,
-                letter.error.message,
+                escape(letter.error.message),
             )
     finally:
         await bus.close()
@@ -113,7 +114,7 @@ def _print_letter(letter: DeadLetter) -> None:
         "input": f"{letter.input_len} bytes",
     }
     for name, value in rows.items():
-        out.print(f"{name:<9}{value}", highlight=False, soft_wrap=True)
+        out.print(f"{name:<9}{value}", highlight=False, markup=False, soft_wrap=True)
     for attempt in letter.history:
         out.print(
             f"         {_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}",

@@ -10,10 +10,9 @@ from shared import client
 from shared.bus import Bus
 from shared.codec import TensorData
 from shared.messages import Refusal, RenderedPrompt, Tokenized, TokenizeRequest, to_json
-from workers.asking import CONNECT_TIMEOUT_S, Question, build_request
+from workers.asking import CONNECT_TIMEOUT_S, Question, build_request, print_error
 
 out = Console()
-errors = Console(stderr=True)
 
 
 async def render_and_print(question: Question, url: str, *, as_json: bool) -> int:
@@ -78,12 +77,7 @@ def _print_tokens(answer: Tokenized) -> None:
 
 
 def _print_refusal(refusal: Refusal, *, as_json: bool) -> int:
-    error = refusal.error
-    if as_json:
-        _print_json(refusal)
-    else:
-        where = f" ({error.field})" if error.field else ""
-        errors.print(f"[red]error[/] {error.code}{where}: {error.message}", highlight=False)
+    _print_json(refusal) if as_json else print_error(refusal.error)
     return 1
 
 

@@ -19,8 +19,11 @@ from shared import subjects
 from shared.broker import Broker
 from shared.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import Failure, Finish, GenerateRequest, LogRecord
+from shared.config import ModelConfig
+from shared.messages import Failure, Finish, GenerateRequest, LogRecord, to_json
+from shared.multimodal import embedding_key
 from shared.runtime import EXIT_CONFIG
+from shared.tokenlog import last_record
 from tests.cluster.conftest import (
     CONFIG,
     PAGEMILL,
@@ -33,6 +36,9 @@ from tests.cluster.conftest import (
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
 from workers.asking import Question, build_request
+from workers.renderer.images import hash_source
+from workers.renderer.processor import Processor
+from workers.settings import DEMO_MODEL
 
 WITH_ENCODERS = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    tower: encoder")
 
@@ -131,6 +137,28 @@ async def test_a_hundred_requests_with_one_picture_make_one_encode(
         assert_gapless(records)
         assert "red" in text_of(records).lower()
     assert len(events(three, "encoded")) - before == 1
+
+
+async def test_nobody_ends_an_encode_task_in_a_requests_name(
+    three: Cluster, client: Bus, tmp_path: Path
+) -> None:
+    """Whoever has a picture's file can tell what its task is called."""
+    request = about_a_new_picture(tmp_path, (112, 112), "teal")
+    processor = Processor(ModelConfig(DEMO_MODEL))
+    source = hash_source((tmp_path / "new.png").read_bytes())
+    key = embedding_key("demo", processor.hash_picture(source, ""))
+    for name in (key, subjects.encoding(key)):
+        await client.publish_unnamed(subjects.cancel(name), b"")
+        bad = GenerateRequest("nobodys", request.messages)
+        await client.publish(subjects.request("demo"), to_json(bad), name)
+    await until(lambda: nothing_queued(client, subjects.CANCELS_STREAM))
+    assert await last_record(client, key) is not None, "it is a request's name like any other"
+    assert isinstance((await answer(client, request))[-1], Finish)
+
+
+async def nothing_queued(bus: Bus, stream: str) -> bool:
+    first, last = await bus.bounds(stream)
+    return first > last
 
 
 async def test_an_encoder_killed_with_a_picture_in_hand(

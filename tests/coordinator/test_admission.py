@@ -135,6 +135,8 @@ def test_an_unknown_model_is_told_what_there_is() -> None:
         ("*", b"{}", None),
         ("", b"{}", None),
         ("x" * 129, b"{}", None),
+        ("encode_" + "0" * 64, b"{}", None),
+        (None, b'{"request_id": "encode_1"}', None),
         (None, b'{"request_id": "a b"}', None),
         (None, b"garbage", None),
         (None, b"{}", None),

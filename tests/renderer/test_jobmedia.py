@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from shared import bus as bus_module
 from shared import client, media, subjects
@@ -153,6 +154,34 @@ async def test_without_a_store_nothing_is_handed_over(
             await bus.prepare(config.nats, config.delivery)
         handed_over, _ = await sink.next()
     assert handed_over.path[-1].attempt > 1
+
+
+async def test_the_store_is_each_tenants_own(
+    broker: Broker, bus: Bus, sink: Sink, model: str, canary: Canary
+) -> None:
+    """Who knows a file's hash is told nothing of whether others have sent or fetched the file."""
+    pinned = await client.pin_media(bus, png(61), "a")
+    canary.answers["/own.png"] = send(png(62))
+    fetched = media.url_of(await media.name_of(png(62)))
+    async with renderer(broker.url, config_for(model)) as worker:
+
+        async def ask(url: str, tenant: str) -> str:
+            task = task_for(bus, model, messages_with([url]))
+            task = replace(task, accepted=replace(task.accepted, tenant=tenant))
+            await publish(bus, task)
+            return task.request_id
+
+        await ask(canary.url("/own.png"), "a")
+        await sink.next()
+        for url in (pinned, fetched):
+            for tenant in ("b", ""):
+                request_id = await ask(url, tenant)
+                (record,) = [record async for record in client.follow(bus, request_id)]
+                assert isinstance(record, Failure)
+                assert record.error.code == "media_not_found"
+            await ask(url, "a")
+            await sink.next()
+        assert worker._main_path.pictures.counters.processed == 2
 
 
 async def test_one_stored_picture_in_many_requests(

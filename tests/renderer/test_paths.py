@@ -17,6 +17,7 @@ from shared.codec import TensorData
 from shared.errors import Unavailable
 from shared.messages import (
     EngineTask,
+    Failure,
     GenerateRequest,
     Message,
     Refusal,
@@ -164,6 +165,26 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
             assert bytes(other.data) == bytes(tensor.data)
         if blob is not None:
             blob.close()
+
+
+async def test_a_request_that_fails_holds_none_of_its_pictures(rig: Rig) -> None:
+    """They would fill the arena until its deadline; but whoever sends them again need not wait."""
+    too_long = "a b " * rig.worker._processors[rig.model].max_model_len
+    good = data_url(png(1, (560, 560)))
+    for failing in (
+        messages_with([good, "data:;base64,AAAA"]),
+        messages_with([good], too_long),
+    ):
+        task = task_for(rig.bus, rig.model, failing)
+        await publish(rig.bus, task)
+        async with asyncio.timeout(20):
+            records = [record async for record in client.follow(rig.bus, task.request_id)]
+        assert isinstance(records[-1], Failure)
+        slots = rig.worker._main_path.pictures._blobs._server.arena.slots
+        assert len(slots) == 1
+        async with asyncio.timeout(5):
+            while slots.num_pinned:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:

@@ -85,7 +85,7 @@ async def test_who_waits_is_woken(start: Start, bus: Bus) -> None:
     producer, _ = await start("producer")
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
-    task = subjects.stage("encoder", MODEL, "interactive", key_of(mm_hash))
+    task = subjects.stage("encoder", MODEL, "interactive", subjects.encoding(key_of(mm_hash)))
     await bus.publish(task, b"a task", secrets.token_hex(8))
     told = asyncio.Event()
 
@@ -133,7 +133,7 @@ async def test_who_waits_hears_what_has_kept_an_encoder_from_it(
 ) -> None:
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
-    await end_request(bus, key_of(mm_hash), 1, error, [])
+    await end_request(bus, subjects.encoding(key_of(mm_hash)), 1, error, [])
     with pytest.raises(expected):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
 

@@ -29,12 +29,12 @@ _decoders = (
 def request_id_of(header: str | None, data: bytes) -> str | None:
     """The id under which a request can be answered, even if the rest of it is of no use."""
     if header is not None:
-        return header if subjects.is_name(header) else None
+        return header if subjects.is_request_id(header) else None
     try:
         found = _decoder_for(data, _ids).decode(data).request_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found if found is not None and subjects.is_name(found) else None
+    return found if found is not None and subjects.is_request_id(found) else None
 
 
 def tenant_of(header: str | None) -> str:

@@ -75,8 +75,8 @@ class Coordinator:
         if job.request_id is None:
             # There is no log to answer in: an operator finds it among the dead letters.
             raise DecodeError(
-                "a request needs an id of 1 to 128 letters, digits, '-' or '_', as Nats-Msg-Id"
-                " header or as request_id",
+                "a request needs an id of 1 to 128 letters, digits, '-' or '_', not beginning"
+                " with 'encode_', as Nats-Msg-Id header or as request_id",
                 field="request_id",
             )
         last = await last_record(bus, job.request_id)
@@ -142,11 +142,12 @@ class Coordinator:
         bus, request_id = self._context.bus, subjects.last_token(delivery.subject)
         job = Job(delivery, bus.now_ms(), request_id)
         try:
-            error = Cancelled("cancelled on request")
-            await end_request(bus, request_id, delivery.attempt, error, [])
-            await bus.tell(subjects.ended(request_id))
+            if subjects.is_request_id(request_id):
+                error = Cancelled("cancelled on request")
+                await end_request(bus, request_id, delivery.attempt, error, [])
+                await bus.tell(subjects.ended(request_id))
+                self._context.log.info("cancelled", request_id=request_id)
             await delivery.ack()
-            self._context.log.info("cancelled", request_id=request_id)
         except asyncio.CancelledError:
             await self._stage.hand_back(job)
             raise

@@ -152,11 +152,12 @@ class EncoderWorker:
         cannot be encoded, or that encoders die of, stays refused as long as that is remembered."""
         if attempt > 1:
             return
-        record = await last_record(self._context.bus, key)
+        name = subjects.encoding(key)
+        record = await last_record(self._context.bus, name)
         if isinstance(record, Failure) and record.error.retryable:
             for stream, subject in (
-                (subjects.ATTEMPTS_STREAM, subjects.attempts(key)),
-                (subjects.TOKENS_STREAM, subjects.tokens(key)),
+                (subjects.ATTEMPTS_STREAM, subjects.attempts(name)),
+                (subjects.TOKENS_STREAM, subjects.tokens(name)),
             ):
                 await self._context.bus.purge(stream, subject)
 

@@ -78,7 +78,7 @@ class JobMedia:
     async def keep(self, source: Source) -> None:
         """Have a fetched file stored, if it is not yet. Raises Unavailable."""
         if source.name is not None:
-            await media.store(self._bus, source.name, source.data)
+            await media.store(self._bus, source.name, source.data, self._tenant)
 
     async def pin(self) -> None:
         """All parts have been read and kept: no later attempt may find others.
@@ -99,7 +99,7 @@ class JobMedia:
     async def _read_remote(self, url: str, field: str) -> Source:
         url_hash = hashlib.sha256(url.encode()).hexdigest()
         if (pinned := self._pinned_part(url_hash)) is not None:
-            data = await media.find(self._bus, pinned.media, self._max_bytes)
+            data = await media.find(self._bus, pinned.media, self._max_bytes, self._tenant)
             if data is not None:
                 self._found.append(pinned)
                 return Source(data)
@@ -116,18 +116,18 @@ class JobMedia:
 
     async def _read_stored(self, url: str, field: str) -> Source:
         if (data := self._loader.recall(url, self._tenant)) is None:
-            data = await read_stored(self._bus, url, field, self._max_bytes)
+            data = await read_stored(self._bus, url, field, self._max_bytes, self._tenant)
             self._loader.remember(url, data, self._tenant)
         return Source(data, media.name_in(url))
 
 
-async def read_stored(bus: Bus, url: str, field: str, max_bytes: int) -> bytes:
+async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
     """The file that a `media:` URL names. Raises a RequestError that names `field`."""
     name = media.name_in(url)
     if name is None:
         raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
     try:
-        data = await media.find(bus, name, max_bytes)
+        data = await media.find(bus, name, max_bytes, tenant)
     except MediaTooLarge as error:
         raise MediaTooLarge(error.message, field=field) from None
     if data is None:

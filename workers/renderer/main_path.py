@@ -56,13 +56,16 @@ class MainPath:
         # be a gigabyte.
         for field, part in prompt.image_parts(messages):
             source = await media.read(part.image_url.url, field)
-            picture, _ = await asyncio.gather(
-                self.pictures.prepare(processor, source.data, field, tenant, ttl_s),
-                media.keep(source),
-            )
-            prepared.append(picture)
-            if picture.ref is not None:
-                made.append(picture.ref)
+            keeping = asyncio.create_task(media.keep(source))
+            try:
+                picture = await self.pictures.prepare(processor, source.data, field, tenant, ttl_s)
+                prepared.append(picture)
+                if picture.ref is not None:
+                    made.append(picture.ref)
+                await keeping
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
             await advanced()
         await media.pin()
         counts = [picture.num_tokens for picture in prepared]

@@ -89,7 +89,7 @@ class Packer:
         self._check_room([picture], tensors)
         encode = EncodeTask(key, task.model, item, task.accepted.deadline_ms)
         return await self._bus.publish(
-            subjects.stage("encoder", task.model, task.lane, key),
+            subjects.stage("encoder", task.model, task.lane, subjects.encoding(key)),
             codec.encode(encode, tensors),
             f"{key}:{task.request_id}:{task.accepted.sequence}:{task.round}",
         )
