@@ -237,6 +237,7 @@ class Stage:
         )
         _log.warning("sent_back", request_id=task.request_id, round=again.round)
         data = to_msgpack(again)
+        await self.excuse(job)
         await self.hand_over(job, "renderer", task.model, task.lane, data, again.round)
 
     async def finish(self, job: Job) -> None:
@@ -267,10 +268,14 @@ class Stage:
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
 
+    async def excuse(self, job: Job) -> None:
+        """This attempt ends without an answer, and through no fault of the job's."""
+        await self._close_attempt(job, "handed_back")
+
     async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
         """Give the job back without a fault of its own; another worker goes on with it."""
         try:
-            await self._close_attempt(job, "handed_back")
+            await self.excuse(job)
         finally:
             self._release(job)
             await job.delivery.retry(after_s)

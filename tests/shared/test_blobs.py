@@ -226,7 +226,7 @@ async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Calla
     blob = await reader.get(ref)
     await owner.acknowledge(ref)
     asking = asyncio.create_task(reader.acknowledge(ref))
-    while not reader._roads[ref.worker][0]._turn.locked():
+    while not reader._roads[ref.worker][0]._turn.locked():  # noqa: ASYNC110
         await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shared import parcels
 from shared.blobs import Blobs
 from shared.codec import TensorData
-from shared.errors import DecodeError, Overloaded, Unavailable
+from shared.errors import DecodeError, EncodingFailed, Overloaded, Unavailable
 from shared.messages import EngineTask
 from shared.multimodal import MultiModalKwargsItem
 from shared.roads import Blob
@@ -76,7 +76,7 @@ class Opener:
     async def _share(self, mm_hash: str, embedding: "Tensor") -> None:
         assert self._embeddings is not None
         # Without room, or without a broker, others will make their own.
-        with contextlib.suppress(Overloaded, Unavailable):
+        with contextlib.suppress(EncodingFailed, Overloaded, Unavailable):
             await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
 
     async def release(self, task: EngineTask) -> None:

@@ -80,6 +80,11 @@ class Packer:
 
     async def _is_queued(self, key: str, task: RenderTask, picture: Prepared) -> bool:
         """Whether somebody else's task for the picture was there before ours, which is dropped."""
+        if task.lane == "batch":
+            # One that waits in the faster lane will do.
+            faster = subjects.stage("encoder", task.model, "interactive", key)
+            if await self._bus.last(subjects.STAGES_STREAM, faster) is not None:
+                return True
         tensors: list[TensorData] = []
         whole = PlaceholderRange(0, picture.num_tokens)
         inline = self._fit_inline([picture])
