@@ -155,7 +155,7 @@ class Stage:
             return None
         if job.delivery.attempt > 1:
             known = await self._weigh(job, len(log.records))
-            if not known or (job.history.suspect and not self._isolate(job)):
+            if not known or not self.may_begin(job):
                 self._release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
@@ -181,10 +181,14 @@ class Stage:
             raise error
         return True
 
-    def _isolate(self, job: Job) -> bool:
+    def may_begin(self, job: Job) -> bool:
         """One suspect at a time: if this worker dies too, it is known of which request."""
-        job.suspect = not any(other.suspect for other in self._in_hand.values())
-        return job.suspect
+        if job.history.suspect:
+            job.suspect = not any(
+                other.suspect for other in self._in_hand.values() if other is not job
+            )
+            return job.suspect
+        return True
 
     async def _record(self, job: Job, log_len: int) -> None:
         attempt = Attempt(self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len)
