@@ -27,6 +27,7 @@ from shared.messages import (
 )
 from shared.subjects import render as render_subject
 from shared.subjects import tokenize as tokenize_subject
+from shared.tokenlog import last_record
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
     Sink,
@@ -329,3 +330,19 @@ async def test_the_warm_up_reads_every_kind_of_file(
     async with renderer(broker.url, config_for(new_model())):
         pass
     assert sorted(map(str, opened)) == sorted(FORMATS * 2), "once for each path"
+
+
+async def test_pictures_of_a_refused_request_are_not_kept_for_it(bus: Bus, broker: Broker) -> None:
+    """They stay in the cache, where others may take their place."""
+    model = new_model()
+    async with renderer(broker.url, config_for(model)) as worker:
+        good, bad = (base64.b64encode(data).decode() for data in (png(), b"\x89PNG broken"))
+        urls = [f"data:image/png;base64,{data}" for data in (good, bad)]
+        task = task_for(bus, model, messages_with(urls))
+        await publish(bus, task)
+        async with asyncio.timeout(20):
+            while await last_record(bus, task.request_id) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        blobs = worker._main_path.pictures._blobs
+        assert len(blobs._server.arena.slots) == 1
+        assert not blobs._server._leases

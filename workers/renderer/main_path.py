@@ -10,7 +10,7 @@ from shared.messages import Message, RenderTask
 from workers.renderer import prompt
 from workers.renderer.jobmedia import JobMedia
 from workers.renderer.packing import Packer
-from workers.renderer.pictures import InThread, Pictures
+from workers.renderer.pictures import InThread, Pictures, Prepared
 from workers.renderer.processor import Processor, Rendered
 
 
@@ -48,19 +48,24 @@ class MainPath:
 
         tenant = "" if task is None else task.accepted.tenant
         token_ids = await self._in_thread(begin)
-        prepared = []
-        # One at a time, and dropped once it is processed: eight rasters of the largest size would
-        # be a gigabyte.
-        for field, part in prompt.image_parts(messages):
-            source = await media.read(part.image_url.url, field)
-            picture, _ = await asyncio.gather(
-                self.pictures.prepare(processor, source.data, field, tenant, ttl_s),
-                media.keep(source),
-            )
-            prepared.append(picture)
-            await advanced()
-        await media.pin()
-        counts = [picture.num_tokens for picture in prepared]
-        token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
+        prepared: list[Prepared] = []
+        try:
+            # One at a time, and dropped once it is processed: eight rasters of the largest size
+            # would be a gigabyte.
+            for field, part in prompt.image_parts(messages):
+                source = await media.read(part.image_url.url, field)
+                picture, _ = await asyncio.gather(
+                    self.pictures.prepare(processor, source.data, field, tenant, ttl_s),
+                    media.keep(source),
+                )
+                prepared.append(picture)
+                await advanced()
+            await media.pin()
+            counts = [picture.num_tokens for picture in prepared]
+            token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
+        except Exception:
+            # Nobody will ask for them, so the arena need not keep them to the deadline.
+            await self.pictures.release(prepared)
+            raise
         items, tensors = await self._packer.pack(task, prepared, ranges)
         return Rendered(token_ids, items, tensors)

@@ -6,7 +6,7 @@ again is neither decoded nor processed, and its bytes are where the engine can h
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -78,6 +78,12 @@ class Pictures:
         ref = self._put(mm_hash, picture, ttl_s)
         metadata = {name: picture.fields[name] for name in processor.metadata}
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
+
+    async def release(self, prepared: Sequence[Prepared]) -> None:
+        """They will not be handed on; what was made of them is still found."""
+        for picture in prepared:
+            if picture.ref is not None:
+                await self._blobs.release(picture.ref)
 
     def clear(self) -> None:
         """Forget everything, and that it ever was."""

@@ -159,6 +159,10 @@ class RendererWorker:
         def begun() -> None:
             job.waiting = False
 
+        async def advanced() -> None:
+            # Of the delivery that the job has by now.
+            await job.delivery.progress()
+
         rendered = await self._main_path.render(
             self._processors[task.model],
             task.messages,
@@ -166,7 +170,7 @@ class RendererWorker:
             (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
             task,
             begun,
-            job.delivery.progress,
+            advanced,
         )
         engine_task = EngineTask(
             request_id=task.request_id,
