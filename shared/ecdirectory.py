@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from shared.errors import ConfigError, Overloaded
@@ -53,7 +53,7 @@ class EmbeddingDirectory:
     def put(self, name: str, embedding: Tensor) -> None:
         """Raises Overloaded when there is no room: what is there has not been read, nor expired."""
         place = self._place(name)
-        if (place / FILE).exists():
+        if self._is_fresh(place):
             return
         self._make_room(embedding.nbytes)
         # A reader sees all of it or nothing, and so does whoever writes the same at the same time.
@@ -63,8 +63,8 @@ class EmbeddingDirectory:
             save_file({TENSOR: embedding.contiguous().cpu()}, fresh / FILE)
             self.remove(name)
             os.rename(fresh, place)
-        except OSError as error:
-            if not (place / FILE).exists():
+        except (OSError, SafetensorError) as error:  # which hides an OSError while it writes
+            if not self._is_fresh(place):
                 raise Overloaded("the directory of embeddings takes no more") from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -73,9 +73,11 @@ class EmbeddingDirectory:
         """The embeddings; None if there are none, or the file is damaged."""
         place = self._place(name)
         try:
-            if time.time() - (place / FILE).stat().st_mtime > self._ttl_s:
+            if not self._is_fresh(place):
                 return None
-            return load_file(place / FILE)[TENSOR]
+            # Not mapped: another machine may remove the file while somebody looks at the tensor,
+            # and a page that is gone from a network's file system kills its reader (SIGBUS).
+            return load((place / FILE).read_bytes())[TENSOR]
         except OSError:
             return None
         except (SafetensorError, KeyError):
@@ -100,6 +102,12 @@ class EmbeddingDirectory:
             with contextlib.suppress(OSError):
                 if now_s - left.stat().st_mtime > self._ttl_s:
                     shutil.rmtree(left, ignore_errors=True)
+
+    def _is_fresh(self, place: Path) -> bool:
+        """Whether there is a file that has not expired."""
+        with contextlib.suppress(OSError):
+            return time.time() - (place / FILE).stat().st_mtime <= self._ttl_s
+        return False
 
     def _make_room(self, num_bytes: int) -> None:
         self.sweep()

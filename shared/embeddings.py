@@ -71,13 +71,14 @@ class Embeddings:
         self._role = role
         self._model = model
         self._ttl_s = config.embeddings.ttl_s
+        self._max_bytes = config.blobs.arena_mib * 2**20
         self._directory: EmbeddingDirectory | None = None
         if config.embeddings.storage == "directory":
             if config.embeddings.path is None:
                 raise ConfigError("embeddings.path is not set", field="embeddings.path")
             folder = Path(config.embeddings.path) / model
-            max_bytes = config.embeddings.max_mib * 2**20
-            self._directory = EmbeddingDirectory(folder, role, max_bytes, self._ttl_s)
+            self._max_bytes = config.embeddings.max_mib * 2**20
+            self._directory = EmbeddingDirectory(folder, role, self._max_bytes, self._ttl_s)
 
     @property
     def shared(self) -> bool:
@@ -90,8 +91,13 @@ class Embeddings:
     # -- producer -----------------------------------------------------------------------------
 
     async def put(self, key: str, mm_hash: str, embedding: Tensor) -> None:
-        """Keep them, and tell where. Raises Overloaded when there is no room for them."""
+        """Keep them, and tell where.
+
+        Raises Overloaded when there is no room for them, EncodingFailed when there never will be.
+        """
         assert self._role != "consumer"
+        if embedding.nbytes > self._max_bytes:
+            raise EncodingFailed("the embeddings of a picture are larger than all room for them")
         blob = None
         if self._directory is not None:
             await asyncio.to_thread(self._directory.put, mm_hash, embedding)

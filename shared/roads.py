@@ -149,15 +149,18 @@ class LocalRoad(_SocketRoad):
         self._name = name
         self._arena: MappedArena | None = None
         self._reading: Counter[bytes] = Counter()
+        """By key, how often; of the present connection."""
         self._telling: set[asyncio.Task[None]] = set()
 
     async def get(self, ref: BlobRef) -> Blob:
         async with self._turn:
             answer = await self._ask_for(ref)
-            assert self._arena is not None
+            if self._arena is None or self._sock is None:
+                raise ConnectionResetError("the road has been closed meanwhile")
             data = self._arena.view(answer.offset, answer.num_bytes)
             self._reading[ref.key] += 1
-            return Blob(data, functools.partial(self._done, self._sock, ref.key))
+            done = functools.partial(self._done, self._sock, self._reading, ref.key)
+            return Blob(data, done)
 
     async def find(self, name: str, ttl_s: float) -> tuple[bytes, int] | None:
         """A key to the owner's blob of this name, and its size."""
@@ -166,29 +169,35 @@ class LocalRoad(_SocketRoad):
         return (answer.key, answer.num_bytes) if answer.found else None
 
     def close(self) -> None:
-        super().close()
+        sock, self._sock = self._sock, None
         # What is being read keeps the mapping for itself.
         self._arena = None
+        # And it keeps the connection, whose end would tell the owner that nobody reads any more:
+        # it would put something else there.
+        if sock is not None and not self._reading:
+            sock.close()
 
-    def _done(self, sock: socket.socket | None, key: bytes) -> None:
-        # The end of an earlier connection has ended what was read on it.
-        if sock is not self._sock:
+    def _done(self, sock: socket.socket, reading: Counter[bytes], key: bytes) -> None:
+        reading[key] -= 1
+        if reading[key]:
             return
-        self._reading[key] -= 1
-        if not self._reading[key]:
-            del self._reading[key]
+        del reading[key]
+        if sock is self._sock:
             task = asyncio.create_task(self._tell_done(sock, key))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
+        elif not reading:
+            # The last one of an earlier connection, and the end of that says it all.
+            sock.close()
 
-    async def _tell_done(self, sock: socket.socket | None, key: bytes) -> None:
+    async def _tell_done(self, sock: socket.socket, key: bytes) -> None:
         async with self._turn:
             if sock is self._sock and not self._reading[key]:
                 with contextlib.suppress(OSError, TimeoutError):
                     await self._ask(wire.Question(wire.DONE, key))
 
     def _connect(self) -> socket.socket:
-        self._reading.clear()
+        self._reading = Counter()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)

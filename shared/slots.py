@@ -60,6 +60,8 @@ class SlotPool:
         if slot.size > self.capacity:
             return None
         evictable = [other for other, s in self._slots.items() if not s.pins]
+        if self.num_free + sum(self._slots[other].size for other in evictable) < slot.size:
+            return None
         while (offset := self._take(slot.size)) is None:
             if not evictable:
                 return None

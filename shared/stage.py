@@ -174,7 +174,7 @@ class Stage:
             return None
         if job.delivery.attempt > 1:
             known = await self._weigh(job, len(log.records))
-            if not known or (job.history.suspect and not self._isolate(job)):
+            if not known or not self.may_begin(job):
                 self._release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
@@ -200,10 +200,14 @@ class Stage:
             raise error
         return True
 
-    def _isolate(self, job: Job) -> bool:
+    def may_begin(self, job: Job) -> bool:
         """One suspect at a time: if this worker dies too, it is known of which request."""
-        job.suspect = not any(other.suspect for other in self._in_hand.values())
-        return job.suspect
+        if job.history.suspect:
+            job.suspect = not any(
+                other.suspect for other in self._in_hand.values() if other is not job
+            )
+            return job.suspect
+        return True
 
     async def _record(self, job: Job, log_len: int) -> None:
         attempt = Attempt(self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len)
@@ -267,6 +271,7 @@ class Stage:
         )
         _log.warning("sent_back", request_id=task.request_id, round=again.round)
         data = to_msgpack(again)
+        await self.excuse(job)
         await self.hand_over(job, "renderer", task.model, task.lane, data, again.round)
 
     async def finish(self, job: Job) -> None:
@@ -299,10 +304,14 @@ class Stage:
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
 
+    async def excuse(self, job: Job) -> None:
+        """This attempt ends without an answer, and through no fault of the job's."""
+        await self._close_attempt(job, "handed_back")
+
     async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
         """Give the job back without a fault of its own; another worker goes on with it."""
         try:
-            await self._close_attempt(job, "handed_back")
+            await self.excuse(job)
         finally:
             self._release(job)
             await job.delivery.retry(after_s)

@@ -220,6 +220,26 @@ asyncio.run(main())
     await until_there_is_room(owner, b"b")
 
 
+async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Callable) -> None:
+    """The connection is not used again, but its end would free what is read."""
+    owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
+    ref = put(owner, b"a" * MIB)
+    blob = await reader.get(ref)
+    await owner.acknowledge(ref)
+    asking = asyncio.create_task(reader.acknowledge(ref))
+    while not reader._roads[ref.worker][0]._turn.locked():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    with await reader.get(ref) as again:
+        assert bytes(again.data) == b"a" * MIB
+    await asyncio.sleep(0.1)
+    assert owner.put("cd" * 32, [b"b" * MIB], 60) is None
+    assert bytes(blob.data) == b"a" * MIB
+    blob.close()
+    await until_there_is_room(owner, b"b" * MIB)
+
+
 async def test_nonsense_on_the_socket_harms_nobody(start: Callable) -> None:
     owner = await start()
     ref = put(owner, b"abc")

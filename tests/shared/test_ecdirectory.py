@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from shared import ecdirectory
 from shared.ecdirectory import FILE, TENSOR, EmbeddingDirectory
 from shared.errors import ConfigError, Overloaded
 
@@ -79,6 +80,37 @@ def test_what_has_expired_is_gone(tmp_path: Path):
     directory.put(B, embedding(1))
     directory.sweep()
     assert [entry.name for entry in tmp_path.iterdir()] == [B]
+
+
+def test_what_has_expired_is_written_again(tmp_path: Path):
+    directory = opened(tmp_path, ttl_s=60)
+    directory.put(A, embedding())
+    age(tmp_path, A, 61)
+    directory.put(A, embedding(1))
+    found = directory.get(A)
+    assert found is not None
+    assert torch.equal(found, embedding(1))
+
+
+def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path):
+    """A mapping would: of a file that another machine has removed, pages may be gone."""
+    directory = opened(tmp_path)
+    directory.put(A, embedding())
+    found = directory.get(A)
+    assert found is not None
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_disk_that_takes_no_more_is_no_fault_of_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(tensors: object, path: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(ecdirectory, "save_file", full)
+    with pytest.raises(Overloaded):
+        opened(tmp_path).put(A, embedding())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path):

@@ -287,6 +287,26 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
     await second.finish(other)
 
 
+async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model: str) -> None:
+    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
+    first = make_stage(bus, "renderer-one")
+    for number in range(2):
+        await put(bus, model, f"{number}-{model}")
+        job = await next_job(first, inbox)
+        await first.take(job)
+        job.delivery.abandon()
+    second = make_stage(bus, "renderer-two")
+    waiting = await next_job(second, inbox)
+    assert await second.take(waiting) is not None
+    waiting.suspect = False  # it waits for something
+    other = await next_job(second, inbox)
+    assert await second.take(other) is not None
+    assert not second.may_begin(waiting)
+    await second.finish(other)
+    assert second.may_begin(waiting)
+    await second.finish(waiting)
+
+
 async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
     bus: Bus, model: str, request_id: str
 ) -> None:

@@ -69,7 +69,7 @@ class TowerThread:
         if not batch:
             return
         try:
-            embeddings = await self._encode(batch)
+            made = list(zip(batch, await self._encode(batch), strict=True))
         except Exception as error:
             if len(batch) > 1:
                 for order in batch:
@@ -77,7 +77,7 @@ class TowerThread:
             elif not batch[0].done.done():
                 batch[0].done.set_exception(error)
             return
-        for order, embedding in zip(batch, embeddings, strict=True):
+        for order, embedding in made:
             if not order.done.done():
                 order.done.set_result(embedding)
 

@@ -9,12 +9,14 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shared import codec, parcels, subjects
 from shared.blobs import Blobs
+from shared.codec import TensorData
 from shared.consumer import Consumer, Delivery
 from shared.embeddings import Embeddings
-from shared.errors import BlobLost, ConfigError
+from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.messages import EncodeTask, Failure
 from shared.runtime import Context
 from shared.stage import Job, serve
@@ -24,6 +26,8 @@ from shared.towers import load_tower
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
+# How often somebody who waits for room looks whether there is some.
+ROOM_PAUSE_S = 0.25
 
 
 async def main(context: Context) -> None:
@@ -129,23 +133,47 @@ class EncoderWorker:
         item = task.item
         if await self._embeddings.find_again(task.key, item.mm_hash):
             self._found += 1
-        elif self._context.bus.now_ms() < task.expires_ms:
-            try:
-                fields, blob = await parcels.open_item(self._blobs, item, tensors)
-            except BlobLost:
-                # Whoever waits sees that nobody is about to make it any more, and sends it again.
-                self._context.log.warning("picture_lost", key=task.key)
-                await self._stage.finish(job)
-                return
-            try:
-                restored = {name: to_torch(tensor) for name, tensor in fields.items()}
-                embedding = await self._tower.encode(restored)
-            finally:
-                if blob is not None:
-                    blob.close()
-            await self._embeddings.put(task.key, item.mm_hash, embedding)
+        elif (embedding := await self._make(task, tensors)) is not None:
+            await self._keep(task, embedding)
             self._log_encoded(job, task)
+        else:
+            await self._stage.excuse(job)
+            await self._stage.finish(job)
+            return
+        # The next task of this name is not to answer for the attempts at this one, which ended
+        # well, when those who made them have gone home.
+        name = subjects.encoding(task.key)
+        await self._context.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(name))
         await self._stage.finish(job)
+
+    async def _make(self, task: EncodeTask, tensors: list[TensorData]) -> Tensor | None:
+        """None if nobody waits any more, or the picture is lost: whoever waits all the same sees
+        that nobody is about to make it, and sends it again."""
+        if self._context.bus.now_ms() >= task.expires_ms:
+            return None
+        try:
+            fields, blob = await parcels.open_item(self._blobs, task.item, tensors)
+        except BlobLost:
+            self._context.log.warning("picture_lost", key=task.key)
+            return None
+        try:
+            restored = {name: to_torch(tensor) for name, tensor in fields.items()}
+            return await self._tower.encode(restored)
+        finally:
+            if blob is not None:
+                blob.close()
+
+    async def _keep(self, task: EncodeTask, embedding: Tensor) -> None:
+        """Wait for room as long as somebody waits for them: to give the task back would be to make
+        them again. What is in hand meanwhile keeps this encoder from taking more."""
+        while True:
+            try:
+                await self._embeddings.put(task.key, task.item.mm_hash, embedding)
+                return
+            except Overloaded:
+                if self._context.bus.now_ms() >= task.expires_ms:
+                    raise
+            await asyncio.sleep(ROOM_PAUSE_S)
 
     async def _forgive(self, key: str, attempt: int) -> None:
         """What an earlier task for this picture has failed of may be over by now. A picture that

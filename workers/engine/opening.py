@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from shared import parcels
 from shared.blobs import Blobs
 from shared.codec import TensorData
-from shared.errors import DecodeError, Overloaded, Unavailable
+from shared.errors import DecodeError, EncodingFailed, Overloaded, Unavailable
 from shared.multimodal import MultiModalKwargsItem
-from shared.roads import Blob
 from workers.engine.sequence import Item
 
 if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it
@@ -46,15 +45,28 @@ class Opener:
 
         Raises BlobLost when something must be made again, and what has kept an encoder from it.
         """
-        if item.embedding is None:
-            fields, blob = await parcels.open_item(self._blobs, item, tensors)
-            held = await self._find(item.mm_hash)
-        elif self._embeddings is None:
-            raise DecodeError("an item's embeddings are elsewhere, and nobody makes any")
-        else:
-            fields, blob = parcels.named(item.fields, tensors), None
-            held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
-        return await self._opened(item, fields, blob, held)
+        with contextlib.ExitStack() as views:
+            if item.embedding is None:
+                fields, blob = await parcels.open_item(self._blobs, item, tensors)
+                if blob is not None:
+                    views.callback(blob.close)
+                held = await self._find(item.mm_hash)
+            elif self._embeddings is None:
+                raise DecodeError("an item's embeddings are elsewhere, and nobody makes any")
+            else:
+                fields = parcels.named(item.fields, tensors)
+                held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
+            if held is not None:
+                views.callback(held.close)
+            restored = {name: self._restore(tensor) for name, tensor in fields.items()}
+            embedding = None if held is None else held.embedding
+            opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
+            # The step thread may look at them longer than the request is in hand.
+            close = views.pop_all().close
+            weakref.finalize(opened, _close_soon, self._loop, close).atexit = False
+        if held is not None and self._embeddings is not None:
+            await self._embeddings.acknowledge(held)
+        return opened
 
     async def _find(self, mm_hash: str) -> "Held | None":
         """What another engine has left for all."""
@@ -75,29 +87,11 @@ class Opener:
     async def _share(self, mm_hash: str, embedding: "Tensor") -> None:
         assert self._embeddings is not None
         # Without room, or without a broker, others will make their own.
-        with contextlib.suppress(Overloaded, Unavailable):
+        with contextlib.suppress(EncodingFailed, Overloaded, Unavailable):
             await self._embeddings.put(self._embeddings.key_of(mm_hash), mm_hash, embedding)
 
-    async def _opened(
-        self,
-        item: MultiModalKwargsItem,
-        fields: dict[str, TensorData],
-        blob: Blob | None,
-        held: "Held | None",
-    ) -> Item:
-        restored = {name: self._restore(tensor) for name, tensor in fields.items()}
-        embedding = None if held is None else held.embedding
-        opened = Item(item.modality, item.mm_hash, item.placeholder, restored, embedding)
-        # The step thread may look at them longer than the request is in hand.
-        for view in (blob, None if held is None else held.blob):
-            if view is not None:
-                weakref.finalize(opened, _close_soon, self._loop, view).atexit = False
-        if held is not None and self._embeddings is not None:
-            await self._embeddings.acknowledge(held)
-        return opened
 
-
-def _close_soon(loop: asyncio.AbstractEventLoop, blob: Blob) -> None:
+def _close_soon(loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
     """In whichever thread the last reference was given up."""
     with contextlib.suppress(RuntimeError):  # the loop has ended, and the process is about to
-        loop.call_soon_threadsafe(blob.close)
+        loop.call_soon_threadsafe(close)

@@ -14,7 +14,7 @@ from shared.consumer import Consumer, Delivery
 from shared.errors import BlobLost
 from shared.messages import EngineTask
 from shared.runtime import Context
-from shared.stage import Job, serve
+from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
 from workers.engine.opening import Opener
@@ -177,6 +177,9 @@ class EngineWorker:
         if items is None:
             await self._stage.stand_aside(job)
             return
+        if not self._stage.may_begin(job):
+            await self._stage.hand_back(job, SUSPECT_PAUSE_S)
+            return
         request = EngineRequest(
             request_id=task.request_id,
             prompt_token_ids=task.prompt_token_ids,
@@ -207,6 +210,8 @@ class EngineWorker:
                 raise _Ended
             await job.delivery.progress()
 
+        # What waits kills nobody: it is not to keep other suspects from their turn.
+        job.suspect = False
         self._opening.add(task.request_id)
         self._ask_for_work()
         try:

@@ -83,6 +83,12 @@ class Packer:
 
     async def _is_queued(self, key: str, task: RenderTask, picture: Prepared) -> bool:
         """Whether somebody else's task for the picture was there before ours, which is dropped."""
+        if task.lane == "batch":
+            # One that waits in the faster lane will do.
+            name = subjects.encoding(key)
+            faster = subjects.stage("encoder", task.model, "interactive", name)
+            if await self._bus.last(subjects.STAGES_STREAM, faster) is not None:
+                return True
         tensors: list[TensorData] = []
         whole = PlaceholderRange(0, picture.num_tokens)
         item = await self._item(picture, whole, tensors, inline=self._fit_inline([picture]))

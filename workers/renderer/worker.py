@@ -160,6 +160,10 @@ class RendererWorker:
         def begun() -> None:
             job.waiting = False
 
+        async def advanced() -> None:
+            # Of the delivery that the job has by now.
+            await job.delivery.progress()
+
         rendered = await self._main_path.render(
             self._processors[task.model],
             task.messages,
@@ -168,7 +172,7 @@ class RendererWorker:
             task,
             job.outputs,
             begun,
-            job.delivery.progress,
+            advanced,
         )
         engine_task = EngineTask(
             request_id=task.request_id,

@@ -1,0 +1,198 @@
+"""The encoder's worker: its tasks come again under one name, and what becomes of each."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from torch import Tensor
+
+from shared import codec, subjects
+from shared.bus import Bus
+from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
+from shared.embeddings import Embeddings
+from shared.messages import EncodeTask, Failure
+from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
+from shared.runtime import Context
+from shared.tokenlog import last_record
+from workers.encoder.worker import EncoderWorker
+
+Start = Callable[..., Any]
+
+
+class Tower:
+    """In place of a `TowerThread`."""
+
+    num_waiting = num_batches = 0
+    batch_s = 0.0
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+        self.embedding = torch.ones(4, 8)
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def encode(self, fields: Any) -> Tensor:
+        self.num_encoded += 1
+        await self.go_on.wait()
+        return self.embedding
+
+    async def work(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Encoder:
+    worker: str
+    tower: Tower
+    embeddings: Embeddings
+    stop: Callable[[], Awaitable[None]]
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(arena_mib: int = 4) -> Encoder:
+            config = Config(
+                {model: ModelConfig("nowhere")},
+                blobs=BlobsConfig(arena_mib=arena_mib),
+                delivery=DeliveryConfig(ack_wait_s=3.0, retry_delay_s=0.1, drain_s=0.1),
+            )
+            worker = f"encoder-{secrets.token_hex(4)}"
+            context = Context("encoder", worker, model, config, bus, structlog.get_logger())
+            blobs = await context.open_blobs()
+            embeddings = Embeddings(bus, blobs, config, model, "producer")
+            tower: Any = Tower()
+            serving = asyncio.create_task(
+                EncoderWorker(context, model, tower, blobs, embeddings).serve()
+            )
+
+            async def stop() -> None:
+                if not serving.done():
+                    context.shutdown.signal()
+                    await serving
+                    await context.close()
+
+            stack.push_async_callback(stop)
+            return Encoder(worker, tower, embeddings, stop)
+
+        yield start
+
+
+async def ask_for(
+    bus: Bus, model: str, mm_hash: str, lane: str = "interactive", within_s: float = 60
+) -> str:
+    key = embedding_key(model, mm_hash)
+    item = MultiModalKwargsItem("image", mm_hash, PlaceholderRange(0, 4))
+    task = EncodeTask(key, model, item, bus.now_ms() + 1000 * within_s)
+    subject = subjects.stage("encoder", model, lane, subjects.encoding(key))
+    await bus.publish(subject, codec.encode(task, []), secrets.token_hex(8))
+    return key
+
+
+async def until(true: Callable[[], Any], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await true():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def settled(bus: Bus, key: str) -> None:
+    async def is_settled() -> bool:
+        return (
+            await bus.last(subjects.STAGES_STREAM, subjects.stages_of(subjects.encoding(key)))
+            is None
+        )
+
+    await until(is_settled)
+
+
+async def test_attempts_that_ended_well_are_not_held_against_the_picture(
+    start: Start, bus: Bus, model: str
+) -> None:
+    """Those who made them have been restarted since; they have not died of it."""
+    mm_hash = secrets.token_hex(32)
+    for _ in range(2):
+        encoder = await start()
+        key = await ask_for(bus, model, mm_hash)
+        await settled(bus, key)
+        await encoder.stop()
+        await bus.purge(subjects.WORKERS_STREAM, subjects.heartbeat(encoder.worker))
+    # One more, which is delivered twice for some other reason.
+    inbox = await bus.consume(
+        subjects.STAGES_STREAM,
+        subjects.stage_consumer("encoder", model, "interactive"),
+        subjects.stage_filter("encoder", model, "interactive"),
+        1,
+        60,
+    )
+    await ask_for(bus, model, mm_hash)
+    delivery = await asyncio.wait_for(inbox.next(), 5)
+    await inbox.stop()
+    await delivery.retry(0)
+    encoder = await start()
+    await settled(bus, key)
+    assert await last_record(bus, key) is None
+    assert encoder.tower.num_encoded == 1
+
+
+async def test_what_has_no_room_is_not_made_again(start: Start, bus: Bus, model: str) -> None:
+    encoder = await start(arena_mib=1)
+    encoder.tower.embedding = torch.zeros(600, 256)  # 0.6 MiB
+    first, second = secrets.token_hex(32), secrets.token_hex(32)
+    await settled(bus, await ask_for(bus, model, first))
+    key = await ask_for(bus, model, second)
+    await asyncio.sleep(1.5)
+    assert await bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is None
+    held = await encoder.embeddings.get(embedding_key(model, first), first)
+    await encoder.embeddings.acknowledge(held)
+    held.close()
+    await settled(bus, key)
+    assert await bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is not None
+    assert encoder.tower.num_encoded == 2
+
+
+async def test_what_will_never_have_room_is_refused_at_once(
+    start: Start, bus: Bus, model: str
+) -> None:
+    encoder = await start(arena_mib=1)
+    encoder.tower.embedding = torch.zeros(1200, 256)  # 1.2 MiB
+    key = await ask_for(bus, model, secrets.token_hex(32))
+    await settled(bus, key)
+    record = await last_record(bus, key)
+    assert isinstance(record, Failure)
+    assert record.error.code == "encoding_failed"
+
+
+async def test_one_picture_in_both_lanes_is_made_once_and_both_are_settled(
+    start: Start, bus: Bus, model: str
+) -> None:
+    encoder = await start()
+    encoder.tower.go_on.clear()
+    mm_hash = secrets.token_hex(32)
+    await ask_for(bus, model, mm_hash, "batch")
+    await until(lambda: _is_true(encoder.tower.num_encoded == 1))
+    key = await ask_for(bus, model, mm_hash, "interactive")
+    await asyncio.sleep(0.2)
+    encoder.tower.go_on.set()
+    # Sooner than after an ack wait.
+    async with asyncio.timeout(1.5):
+        await settled(bus, key)
+    assert encoder.tower.num_encoded == 1
+
+
+async def _is_true(value: bool) -> bool:
+    return value
