@@ -30,6 +30,7 @@ ALLOWED = {
     "shared.roads": {"socket.socket", "socket.create_connection"},  # addresses from heartbeats
     "shared.blobwire": {"socket.socket"},  # that it is given
     "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.ecdirectory": {".read_bytes"},  # names are hashes, in the operator's own directory
     # The operator's own files, on the operator's own machine.
     "shared.broker": {"socket.socket", ".open"},
     "workers.renderer.layouts": {".read_bytes"},

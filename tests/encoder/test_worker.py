@@ -145,7 +145,7 @@ async def test_attempts_that_ended_well_are_not_held_against_the_picture(
     await delivery.retry(0)
     encoder = await start()
     await settled(bus, key)
-    assert await last_record(bus, key) is None
+    assert await last_record(bus, subjects.encoding(key)) is None
     assert encoder.tower.num_encoded == 1
 
 
@@ -172,7 +172,7 @@ async def test_what_will_never_have_room_is_refused_at_once(
     encoder.tower.embedding = torch.zeros(1200, 256)  # 1.2 MiB
     key = await ask_for(bus, model, secrets.token_hex(32))
     await settled(bus, key)
-    record = await last_record(bus, key)
+    record = await last_record(bus, subjects.encoding(key))
     assert isinstance(record, Failure)
     assert record.error.code == "encoding_failed"
 
