@@ -1,0 +1,142 @@
+"""How pictures leave the renderer: which of them by way of an encoder, and whose they are then."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared import codec, parcels, subjects
+from shared.blobs import Blobs
+from shared.bus import Bus
+from shared.codec import TensorData
+from shared.config import BlobsConfig, Config, ModelConfig
+from shared.errors import Unavailable
+from shared.messages import Acceptance, EncodeTask, RenderTask
+from shared.multimodal import BlobRef, PlaceholderRange, embedding_key
+from shared.sampling import SamplingParams
+from shared.tensors import from_numpy
+from workers.renderer.packing import Packer
+from workers.renderer.pictures import Prepared
+
+TTL_S = 60.0
+
+
+@pytest.fixture
+def model() -> str:
+    """Of its own, so that nobody else's tasks are in the way."""
+    return f"m{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
+    kept = Blobs(bus, "renderer", f"test-{secrets.token_hex(4)}", BlobsConfig(arena_mib=8))
+    await kept.start()
+    yield kept
+    await kept.close()
+
+
+def packer(bus: Bus, blobs: Blobs, model: str, **more: Any) -> Packer:
+    models = {model: ModelConfig("nowhere", tower="encoder", **more)}
+    return Packer(bus, blobs, Config(models, blobs=BlobsConfig(inline_kib=1)))
+
+
+def task_of(bus: Bus, model: str, lane: str = "interactive") -> RenderTask:
+    accepted = Acceptance(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
+    id = f"r{secrets.token_hex(4)}"
+    return RenderTask(id, model, lane, [], SamplingParams(), accepted, [])
+
+
+def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> Prepared:
+    """A picture of 4 KiB."""
+    mm_hash = mm_hash or secrets.token_hex(32)
+    fields = {
+        "pixels": from_numpy(np.zeros(4096, dtype=np.uint8)),
+        "grid": from_numpy(np.array([1, 2, 3])),
+    }
+    ref = parcels.put(blobs, mm_hash, num_tokens, fields, TTL_S)
+    assert ref is not None
+    return Prepared(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
+
+
+def ranges_of(pictures: list[Prepared]) -> list[PlaceholderRange]:
+    return [PlaceholderRange(100 * i, p.num_tokens) for i, p in enumerate(pictures)]
+
+
+def refs_of(pictures: list[Prepared]) -> list[BlobRef]:
+    return [p.ref for p in pictures if p.ref is not None]
+
+
+async def queued(
+    bus: Bus, model: str, picture: Prepared, lane: str = "interactive"
+) -> tuple[EncodeTask, list[TensorData]] | None:
+    name = subjects.encoding(embedding_key(model, picture.mm_hash))
+    subject = subjects.stage("encoder", model, lane, name)
+    stored = await bus.last(subjects.STAGES_STREAM, subject)
+    return None if stored is None else codec.decode(stored.data, EncodeTask)
+
+
+async def test_large_pictures_go_to_encoders_and_small_ones_stay(
+    bus: Bus, blobs: Blobs, model: str
+) -> None:
+    small, large = prepared(blobs, 9), prepared(blobs, 10)
+    pictures = [small, large]
+    made = refs_of(pictures)
+    items, tensors = await packer(bus, blobs, model, local_tokens=9).pack(
+        task_of(bus, model), pictures, ranges_of(pictures), made
+    )
+    stays, goes = items
+    assert (stays.blob, stays.embedding) == (small.ref, None)
+    assert goes.blob is None
+    assert goes.embedding == embedding_key(model, large.mm_hash)
+    # Of what an encoder has, the engine gets the metadata alone.
+    assert set(goes.fields) == {"grid"}
+    assert len(tensors) == 1
+    assert made == [small.ref]
+    assert await queued(bus, model, small) is None
+    found = await queued(bus, model, large)
+    assert found is not None
+    task, _ = found
+    assert task.item.blob == large.ref
+    assert task.item.placeholder.length == 10
+
+
+async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model: str) -> None:
+    pack = packer(bus, blobs, model).pack
+    first = prepared(blobs, 10)
+    made = refs_of([first])
+    await pack(task_of(bus, model), [first], ranges_of([first]), made)
+    assert made == []
+    for lane in ("interactive", "batch"):
+        again = prepared(blobs, 10, first.mm_hash)
+        made = refs_of([again])
+        items, _ = await pack(task_of(bus, model, lane), [again], ranges_of([again]), made)
+        assert items[0].embedding is not None
+        assert made == []
+    assert await queued(bus, model, first, "batch") is None
+    assert blobs._server.arena.slots.num_pinned == 1
+    assert len(blobs._server._leases) == 1
+
+
+async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
+    picture = prepared(blobs, 10)
+    key = embedding_key(model, picture.mm_hash)
+    await bus.publish_unnamed(subjects.embedding(key), b"told")
+    made = refs_of([picture])
+    await packer(bus, blobs, model).pack(task_of(bus, model), [picture], ranges_of([picture]), made)
+    assert await queued(bus, model, picture) is None
+    assert blobs._server.arena.slots.num_pinned == 0
+
+
+async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: str) -> None:
+    """It would fit into the arena, but not into a message."""
+    fields = {"pixels": from_numpy(np.zeros(bus.max_payload - 4096, dtype=np.uint8))}
+    homeless = Prepared(secrets.token_hex(32), 10, None, fields, {})
+    large = Blobs(bus, "renderer", "large", BlobsConfig(arena_mib=32))
+    with pytest.raises(Unavailable):
+        await packer(bus, large, model).pack(
+            task_of(bus, model), [homeless], ranges_of([homeless]), []
+        )
+    assert await queued(bus, model, homeless) is None
+    await large.close()
