@@ -216,7 +216,9 @@ async def test_a_second_signal_hands_back_at_once(cluster: Cluster, client: Bus)
         records += [record async for record in running]
     assert_gapless(records)
     assert isinstance(records[-1], Finish)
-    assert attempts_of(records) == [1, 2]
+    # The stopped engine may have been given it first, and not have heard of it.
+    first, handed_back = attempts_of(records)
+    assert handed_back == first + 1
 
 
 async def other_engine(bus: Bus, pid: int) -> int:
