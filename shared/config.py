@@ -5,6 +5,7 @@ This module reads neither files nor the environment: `parse` is given the text a
 """
 
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -199,6 +200,7 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
             f"{source}: embeddings.path: storage 'directory' needs one", field="embeddings.path"
         )
     _check_times(config.delivery, source)
+    _check_networks(config.renderer, source)
     return config
 
 
@@ -251,6 +253,16 @@ def _check_times(delivery: DeliveryConfig, source: str) -> None:
                 f"{source}: delivery.{name}: {value:g} is more than {limit_name}, {limit:g}",
                 field=f"delivery.{name}",
             )
+
+
+def _check_networks(renderer: RendererConfig, source: str) -> None:
+    for text in renderer.media_networks:
+        try:
+            ip_network(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"{source}: renderer.media_networks: {error}", field="renderer.media_networks"
+            ) from error
 
 
 def _check_models(config: Config, source: str) -> None:

@@ -38,6 +38,12 @@ def test_the_environment_overrides_any_field() -> None:
         ("models: {a.b: {path: a}}", {}, ["pagemill.yaml", "a.b", "subject"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
+        (GOOD + "\nembeddings: {storage: directory}", {}, ["embeddings.path", "directory"]),
+        (
+            GOOD + "\nrenderer: {media_networks: [10.0.0.0/8, 10.0.0.0/99]}",
+            {},
+            ["pagemill.yaml", "renderer.media_networks", "10.0.0.0/99"],
+        ),
         (
             "models: {demo: {path: a, sampling_defaults: {temperature: -1}}}",
             {},

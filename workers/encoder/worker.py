@@ -130,8 +130,7 @@ class EncoderWorker:
         await self._forgive(task.key, job.delivery.attempt)
         if await self._stage.take(job) is None:
             return
-        item = task.item
-        if await self._embeddings.find_again(task.key, item.mm_hash):
+        if await self._embeddings.find_again(task.key, task.item.mm_hash):
             self._found += 1
         elif (embedding := await self._make(task, tensors)) is not None:
             await self._keep(task, embedding)

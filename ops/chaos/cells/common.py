@@ -77,10 +77,20 @@ async def redressed(scene: Scene, slots: list[Slot]) -> None:
         await scene.replaced(slot, pid)
 
 
+def slots_of(scene: Scene, role: str) -> list[Slot]:
+    return [slot for slot in scene.pool.slots if slot.role == role]
+
+
+def one_of_each(scene: Scene) -> list[Slot]:
+    """Worker 0 of every role."""
+    return [slot for slot in scene.pool.slots if slot.role != LOAD and slot.number == 0]
+
+
 @contextlib.asynccontextmanager
-async def dressed(scene: Scene, before: list[str], program: str = "") -> AsyncIterator[None]:
-    """Worker 0 of each role runs under another command; undone at the end."""
-    slots = [slot for slot in scene.pool.slots if slot.role != LOAD and slot.number == 0]
+async def dressed(
+    scene: Scene, slots: list[Slot], *before: str, program: str = ""
+) -> AsyncIterator[None]:
+    """The workers in `slots` run under another command; undone at the end."""
     for slot in slots:
         scene.dress(slot, *before, program=program)
     await redressed(scene, slots)

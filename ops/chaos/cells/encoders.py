@@ -8,7 +8,7 @@ import signal
 
 from PIL import Image
 
-from ops.chaos.cells.common import WORKER_S, count_answers, lead_in, new_id
+from ops.chaos.cells.common import WORKER_S, count_answers, lead_in, new_id, slots_of
 from ops.chaos.cells.payloads import stopped
 from ops.chaos.plan import MODEL
 from ops.chaos.scene import Scene
@@ -39,7 +39,7 @@ async def embedding_lost(scene: Scene) -> None:
         with stopped(scene, "engine"):
             asked = _ask_new_pictures(bus)
             await _until_encoded(bus)
-            for slot in [slot for slot in scene.pool.slots if slot.role == "encoder"]:
+            for slot in slots_of(scene, "encoder"):
                 scene.signal(slot, "kill", signal.SIGKILL)
         count_answers(scene, "shown", await asyncio.gather(*asked, return_exceptions=True))
     await scene.probe("after_lost", WORKER_S)

@@ -6,12 +6,19 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import msgspec
 
 from ops.chaos import fake
-from ops.chaos.cells.common import WORKER_S, count_answers, lead_in, new_id, redressed
+from ops.chaos.cells.common import (
+    WORKER_S,
+    count_answers,
+    dressed,
+    lead_in,
+    new_id,
+    slots_of,
+)
 from ops.chaos.cells.processes import sigkill
 from ops.chaos.history import Did, now, read_events
 from ops.chaos.plan import MODEL, PICTURES
@@ -67,24 +74,9 @@ sys.exit(worker.app(sys.argv[1:], result_action="return_value"))
 """
 
 
-@contextlib.asynccontextmanager
-async def dressed(scene: Scene, role: str, *before: str, program: str = "") -> AsyncIterator[None]:
-    """All workers of a role run under another command; undone at the end."""
-    slots = [slot for slot in scene.pool.slots if slot.role == role]
-    for slot in slots:
-        scene.dress(slot, *before, program=program)
-    await redressed(scene, slots)
-    try:
-        yield
-    finally:
-        for slot in slots:
-            scene.dress(slot)
-        await redressed(scene, slots)
-
-
 @contextlib.contextmanager
-def stopped(scene: Scene, role: str):  # type: ignore[no-untyped-def]
-    slots = [slot for slot in scene.pool.slots if slot.role == role]
+def stopped(scene: Scene, role: str) -> Iterator[None]:
+    slots = slots_of(scene, role)
     pids = [slot.pid for slot in slots]
     for slot in slots:
         scene.signal(slot, "stop", signal.SIGSTOP)
@@ -99,7 +91,7 @@ def killed_while_read(role: str) -> Disturb:
     """Every engine looks at a payload for half a second; owners or readers die meanwhile."""
 
     async def disturb(scene: Scene) -> None:
-        async with dressed(scene, "engine", program=_SLOW_READER):
+        async with dressed(scene, slots_of(scene, "engine"), program=_SLOW_READER):
             await sigkill(role)(scene)
 
     return disturb
@@ -108,7 +100,7 @@ def killed_while_read(role: str) -> Disturb:
 async def owner_truncates(scene: Scene) -> None:
     await lead_in(scene)
     tried = 0
-    for slot in [slot for slot in scene.pool.slots if slot.role == "renderer"]:
+    for slot in slots_of(scene, "renderer"):
         for link in _arenas(slot.pid):
             tried += 1
             try:
@@ -126,7 +118,9 @@ async def no_shm(scene: Scene) -> None:
         "mount -t tmpfs -o size=64k none /dev/shm && cat /dev/zero >/dev/shm/full 2>/dev/null;"
         ' exec "$@"'
     )
-    async with dressed(scene, "renderer", "unshare", "--mount", "sh", "-c", script, "sh"):
+    async with dressed(
+        scene, slots_of(scene, "renderer"), "unshare", "--mount", "sh", "-c", script, "sh"
+    ):
         began = now()
         await scene.probe("shm_full", WORKER_S)
         await asyncio.sleep(3.0)
@@ -190,7 +184,7 @@ async def owner_frozen(scene: Scene) -> None:
 async def arena_full(scene: Scene) -> None:
     """Requests of ten MiB, which fit one at a time, while nobody reads."""
     async with (
-        dressed(scene, "renderer", "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
+        dressed(scene, slots_of(scene, "renderer"), "env", "PAGEMILL_BLOBS__ARENA_MIB=12"),
         scene.bus("full") as bus,
     ):
         with stopped(scene, "engine"):
@@ -205,7 +199,7 @@ def without_roads(*roads: str, left: str) -> Disturb:
 
     async def disturb(scene: Scene) -> None:
         program = _WITHOUT_ROADS.format(roads=list(roads))
-        async with dressed(scene, "engine", program=program):
+        async with dressed(scene, slots_of(scene, "engine"), program=program):
             began = now()
             async with scene.bus("roads") as bus:
                 count_answers(scene, "asked", await asyncio.gather(*_ask_large(bus, 4)))

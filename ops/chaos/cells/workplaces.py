@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from ops.chaos.cells.common import WORKER_S, dressed, fill, new_id
+from ops.chaos.cells.common import WORKER_S, dressed, fill, new_id, one_of_each
 from ops.chaos.history import now
 from ops.chaos.scene import Disturb, Scene, mount_disk, unmount
 from shared.bus import Bus
@@ -19,7 +19,7 @@ async def log_disk_full(scene: Scene) -> None:
         fill(disk)
         script = f'exec "$@" 2>>{disk}/log'
         command = ["env", "PAGEMILL_LOG_LEVEL=debug", "sh", "-c", script, "sh"]
-        async with dressed(scene, command):
+        async with dressed(scene, one_of_each(scene), *command):
             await scene.probe("without_logs", WORKER_S)
             await asyncio.sleep(4.0)
     finally:
@@ -34,7 +34,7 @@ async def read_only_root(scene: Scene) -> None:
         ' && exec "$@"'
     )
     command = ["unshare", "--mount", "sh", "-c", script, "sh"]
-    async with dressed(scene, command):
+    async with dressed(scene, one_of_each(scene), *command):
         await scene.probe("read_only", WORKER_S)
         await asyncio.sleep(4.0)
 
@@ -63,7 +63,7 @@ def clock(fake_time: str) -> Disturb:
             *("env", f"LD_PRELOAD={_FAKETIME}", f"FAKETIME={fake_time}"),
             *("FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"),
         ]
-        async with dressed(scene, command, _SLEEPING_OTHERWISE):
+        async with dressed(scene, one_of_each(scene), *command, program=_SLEEPING_OTHERWISE):
             await scene.probe("wrong_clock", WORKER_S)
             async with scene.bus("clock") as bus:
                 for number in range(6):
