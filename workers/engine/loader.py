@@ -11,7 +11,6 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.towers import Tower, load_tower, vision_of
 from shared.weights import load_weights
-from workers.engine.attention import plan_step
 from workers.engine.families import class_of, family_of
 from workers.engine.model import FlatModel, kv_shape
 
@@ -86,14 +85,7 @@ def warm_up(model: FlatModel, block_size: int) -> None:
     num_blocks = -(-4 // block_size)
     kv_cache = model.new_cache(num_blocks, block_size)
     for num_tokens, seq_len in ((3, 3), (1, 4)):
-        plan = plan_step(
-            [range(num_blocks)],
-            [0, num_tokens],
-            [seq_len],
-            block_size=block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        plan = model.plan([range(num_blocks)], [0, num_tokens], [seq_len], kv_cache)
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
         model.forward(
             model.embed(torch.zeros_like(positions)),

@@ -3,13 +3,14 @@
 It knows tensors only. Which tokens these are, and of whom, is the runner's business.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from workers.engine.attention import ATTENTION, KVCache, StepPlan, new_cache
+from workers.engine.attention import ATTENTION, KVCache, StepPlan, new_cache, plan_step
 from workers.engine.families import Family
 
 
@@ -28,6 +29,22 @@ class FlatModel:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return new_cache(num_layers, shape, self.dtype, self.device)
+
+    def plan(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        kv_cache: KVCache,
+    ) -> StepPlan:
+        return plan_step(
+            block_tables,
+            query_start_loc,
+            seq_lens,
+            block_size=kv_cache[0][0].shape[1],
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
         embeddings: Tensor = self._embed_tokens(token_ids)

@@ -18,7 +18,6 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.multimodal import PlaceholderRange
 from shared.towers import Tower
-from workers.engine.attention import plan_step
 from workers.engine.model import FlatModel
 from workers.engine.sampler import sample
 from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence
@@ -47,7 +46,6 @@ class Runner:
         self._model = model
         self._tower = tower
         self._on_encoded = on_encoded
-        self._block_size = block_size
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
         # By mm_hash, which differs between tenants.
@@ -115,13 +113,11 @@ class Runner:
         scheduled = batch.scheduled
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
-        plan = plan_step(
+        plan = self._model.plan(
             [s.sequence.block_table for s in scheduled],
             query_start_loc,
             [_stop(s) for s in scheduled],
-            block_size=self._block_size,
-            dtype=self._model.dtype,
-            device=self._model.device,
+            self._kv_cache,
         )
         sampling = [i for i, s in enumerate(scheduled) if s.samples]
         logits = self._model.forward(
