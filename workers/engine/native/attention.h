@@ -1,0 +1,226 @@
+// Attention over the paged cache, of up to 12 query rows at a time that share one KV head: all query
+// heads of the group, for one token of a decode or for some neighbouring ones of a chunk.
+//
+// Blocks are kept the way the kernels read them, eight tokens next to one another:
+//
+//   keys    [num_kv_heads, block_size / 8, head_dim / size, 8, size]
+//   values  [num_kv_heads, block_size / size, value_dim, size]
+//
+// where `size` is that of a unit. For scores 16 tokens fill a register and each unit of a query is
+// multiplied with all of them; for the sum over values 16 dimensions do. Neither adds across lanes.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "linear.h"
+
+namespace pagemill {
+
+constexpr int kGroup = 8;  // tokens
+
+struct Shape {
+  int num_heads;
+  int num_kv_heads;
+  int head_dim;
+  int value_dim;  // head_dim, rounded up to whole panels
+  int block_size;
+};
+
+// One token's place: in which block, and where there.
+struct Slot {
+  int block;
+  int offset;
+};
+
+template <class T>
+struct Cache {
+  T* keys;
+  T* values;
+  Shape shape;
+
+  size_t key_block() const { return size_t(shape.num_kv_heads) * shape.block_size * shape.head_dim; }
+  size_t value_block() const { return size_t(shape.num_kv_heads) * shape.block_size * shape.value_dim; }
+
+  // Of the eight tokens that begin at the slot.
+  const uint32_t* key_group(Slot slot, int head) const {
+    const T* from = keys + slot.block * key_block() + size_t(head * shape.block_size + slot.offset) * shape.head_dim;
+    return reinterpret_cast<const uint32_t*>(from);
+  }
+  const uint32_t* value_group(Slot slot, int head) const {
+    const T* from = values + slot.block * value_block() + size_t(head * shape.block_size + slot.offset) * shape.value_dim;
+    return reinterpret_cast<const uint32_t*>(from);
+  }
+
+  void write(Slot slot, int head, const float* key, const float* value) {
+    constexpr int size = Unit<T>::kSize;
+    const int in_group = slot.offset % kGroup;
+    T* to = keys + slot.block * key_block() +
+            size_t(head * shape.block_size + slot.offset - in_group) * shape.head_dim + in_group * size;
+    for (int dim = 0; dim < shape.head_dim; ++dim) from_float(key[dim], to[(dim / size) * kGroup * size + dim % size]);
+    const int in_unit = slot.offset % size;
+    to = values + slot.block * value_block() +
+         size_t(head * shape.block_size + slot.offset - in_unit) * shape.value_dim + in_unit;
+    for (int dim = 0; dim < shape.head_dim; ++dim) from_float(value[dim], to[dim * size]);
+  }
+};
+
+// A thread's own memory, which grows with the longest context that it has seen.
+template <class T>
+struct Scratch {
+  std::vector<float> scores;
+  std::vector<T> probs;
+  std::vector<const uint32_t*> keys, values;
+};
+
+// What a query row may see: tokens [first, stop).
+struct Span {
+  int first;
+  int stop;
+};
+
+inline __m512i load_two(const uint32_t* low, const uint32_t* high) {
+  const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+  return _mm512_inserti64x4(first, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
+}
+
+// Scores of all rows with the 32 tokens of four groups; `ahead` are the four groups after them.
+template <class T, int kRows>
+inline void score_tile(const uint32_t* const* queries, const uint32_t* const* groups, const uint32_t* const* ahead,
+                       int units, float scale, float* scores, size_t width) {
+  __m512 low[kRows], high[kRows];
+  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
+  for (int unit = 0; unit < units; ++unit) {
+    const __m512i keys_low = load_two(groups[0] + unit * kGroup, groups[1] + unit * kGroup);
+    const __m512i keys_high = load_two(groups[2] + unit * kGroup, groups[3] + unit * kGroup);
+    // Half a cache line of each group for each unit.
+    _mm_prefetch(ahead[unit % 2] + unit / 2 * 2 * kGroup, _MM_HINT_T0);
+    _mm_prefetch(ahead[2 + unit % 2] + unit / 2 * 2 * kGroup, _MM_HINT_T0);
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i query = _mm512_set1_epi32(int(queries[row][unit]));
+      low[row] = Unit<T>::dot(low[row], query, keys_low);
+      high[row] = Unit<T>::dot(high[row], query, keys_high);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    store16(scores + row * width, _mm512_mul_ps(low[row], _mm512_set1_ps(scale)));
+    store16(scores + row * width + kLanes, _mm512_mul_ps(high[row], _mm512_set1_ps(scale)));
+  }
+}
+
+// Sums over the values of all groups, for 32 dimensions from `dim` on.
+template <class T, int kRows, class Take>
+inline void value_tile(const T* probs, size_t width, const uint32_t* const* groups, int num_groups, int value_dim,
+                       int dim, Take&& take) {
+  constexpr int units = kGroup / Unit<T>::kSize;
+  const auto* weights = reinterpret_cast<const uint32_t*>(probs);
+  const size_t row_units = width / Unit<T>::kSize;
+  __m512 low[kRows], high[kRows];
+  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
+  for (int group = 0; group < num_groups; ++group) {
+    const uint32_t* ahead = groups[group + 4 < num_groups ? group + 4 : group] + dim;
+    for (int unit = 0; unit < units; ++unit) {
+      const uint32_t* values = groups[group] + size_t(unit) * value_dim + dim;
+      const __m512i values_low = load_units(values);
+      const __m512i values_high = load_units(values + kLanes);
+      _mm_prefetch(ahead + size_t(unit) * value_dim, _MM_HINT_T0);
+      _mm_prefetch(ahead + size_t(unit) * value_dim + kLanes, _MM_HINT_T0);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i weight = _mm512_set1_epi32(int(weights[row * row_units + group * units + unit]));
+        low[row] = Unit<T>::dot(low[row], weight, values_low);
+        high[row] = Unit<T>::dot(high[row], weight, values_high);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row) take(row, low[row], high[row]);
+}
+
+// Probabilities, not yet divided by their sum, which is returned. Everything outside of the span is 0.
+template <class T>
+inline float softmax_row(float* scores, int width, Span seen, T* probs) {
+  for (int i = 0; i < seen.first; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  for (int i = seen.stop; i < width; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  __m512 greatest = load16(scores);
+  for (int i = kLanes; i < width; i += kLanes) greatest = _mm512_max_ps(greatest, load16(scores + i));
+  const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(greatest));
+  __m512 sum = _mm512_setzero_ps();
+  for (int i = 0; i < width; i += kLanes) {
+    const __m512 weight = exp16(_mm512_sub_ps(load16(scores + i), shift));
+    sum = _mm512_add_ps(sum, weight);
+    store16(probs + i, weight);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+// Query rows [row, row + kRows) of a sequence's KV head, counted over its new tokens and within each
+// over the heads of the group.
+template <class T, int kRows>
+void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* block_table, int head, int first_position,
+                 int first_row, int window, float scale, Scratch<T>& scratch) {
+  const Shape& shape = cache.shape;
+  const int heads_per_group = shape.num_heads / shape.num_kv_heads;
+  size_t places[kRows];
+  Span spans[kRows];
+  const uint32_t* rows[kRows];
+  for (int row = 0; row < kRows; ++row) {
+    const int token = (first_row + row) / heads_per_group;
+    const int query_head = head * heads_per_group + (first_row + row) % heads_per_group;
+    places[row] = (size_t(token) * shape.num_heads + query_head) * shape.head_dim;
+    rows[row] = reinterpret_cast<const uint32_t*>(queries + places[row]);
+    const int stop = first_position + token + 1;
+    spans[row] = {window > 0 && stop > window ? stop - window : 0, stop};
+  }
+  // Whole groups: tokens [begin, begin + width) hold everything that any row sees.
+  const int begin = spans[0].first / kGroup * kGroup;
+  const int num_groups = (spans[kRows - 1].stop - begin + kGroup - 1) / kGroup;
+  const int num_quads = (num_groups + 3) / 4;
+  const int width = num_quads * kPanel;
+  if (scratch.scores.size() < size_t(kTileRows) * width) {
+    scratch.scores.resize(size_t(kTileRows) * width * 2);
+    scratch.probs.resize(size_t(kTileRows) * width * 2);
+    scratch.keys.resize(size_t(num_quads) * 8 + 8);
+    scratch.values.resize(size_t(num_quads) * 8 + 8);
+  }
+  for (int group = 0; group < num_groups; ++group) {
+    const int token = begin + group * kGroup;
+    const Slot slot{block_table[token / shape.block_size], token % shape.block_size};
+    scratch.keys[group] = cache.key_group(slot, head);
+    scratch.values[group] = cache.value_group(slot, head);
+  }
+  // Read and masked.
+  for (int group = num_groups; group < (num_quads + 1) * 4; ++group) scratch.keys[group] = scratch.keys[0];
+  const int units = shape.head_dim / Unit<T>::kSize;
+  for (int quad = 0; quad < num_quads; ++quad) {
+    score_tile<T, kRows>(rows, &scratch.keys[quad * 4], &scratch.keys[quad * 4 + 4], units, scale,
+                         &scratch.scores[quad * kPanel], width);
+  }
+  float factors[kRows];
+  for (int row = 0; row < kRows; ++row) {
+    const Span seen{spans[row].first - begin, spans[row].stop - begin};
+    factors[row] = 1.0f / softmax_row(&scratch.scores[row * width], width, seen, &scratch.probs[row * width]);
+  }
+  for (int dim = 0; dim < shape.head_dim; dim += kPanel) {
+    value_tile<T, kRows>(scratch.probs.data(), width, scratch.values.data(), num_groups, shape.value_dim, dim,
+                         [&](int row, __m512 low, __m512 high) {
+                           alignas(64) T sums[kPanel];
+                           const __m512 factor = _mm512_set1_ps(factors[row]);
+                           store16(sums, _mm512_mul_ps(low, factor));
+                           store16(sums + kLanes, _mm512_mul_ps(high, factor));
+                           const int count = std::min(kPanel, shape.head_dim - dim);
+                           std::memcpy(output + places[row] + dim, sums, count * sizeof(T));
+                         });
+  }
+}
+
+template <class T, int kRows = kTileRows, class... Args>
+inline void attend_rows(int num_rows, const Cache<T>& cache, Args&&... args) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return attend_rows<T, kRows - 1>(num_rows, cache, args...);
+  }
+  attend_tile<T, kRows>(cache, args...);
+}
+
+}  // namespace pagemill

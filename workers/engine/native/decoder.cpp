@@ -1,0 +1,352 @@
+// A decoder of the Llama kind over a flat batch: RMSNorm, rotary positions, grouped-query attention
+// over a paged cache, SiLU-gated MLP. One call is one step of the whole batch through all layers.
+//
+// The threads go through the phases of a layer together. Hidden states are kept in float32; what is
+// multiplied is of the weights' type. The C functions at the end are all that is seen from outside;
+// their structs have twins in decoder.py.
+#include <sys/mman.h>
+
+#include <memory>
+
+#include "attention.h"
+
+namespace pagemill {
+
+struct LayerWeights {
+  const uint32_t *qkv, *out, *gate_up, *down;
+  const float *qkv_bias, *out_bias;  // may be null
+  const float *input_norm, *post_norm;
+  const float *query_norm, *key_norm;  // of each head; may be null
+  int32_t window;                      // 0: none
+};
+
+struct Config {
+  int32_t hidden_size, intermediate_size, num_layers, vocab_size;
+  int32_t num_heads, num_kv_heads, head_dim, block_size;
+  float norm_eps, scale;
+  int32_t is_bf16;
+};
+
+struct Step {
+  int32_t num_tokens, num_sequences, max_blocks, num_sampled, num_deepstack;
+  const int32_t* query_start_loc;  // [num_sequences + 1]
+  const int32_t* seq_lens;         // [num_sequences]
+  const int32_t* block_tables;     // [num_sequences, max_blocks]
+  const int32_t* sampled_rows;     // [num_sampled]
+  const void* embeddings;          // [num_tokens, hidden_size]
+  const float *cos, *sin;          // [num_tokens, head_dim]
+  const void* deepstack;           // [num_deepstack, num_tokens, hidden_size]
+  void* const* keys;               // of each layer
+  void* const* values;
+  float* logits;  // [num_sampled, vocab_size]
+};
+
+int padded(int size, int multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// Rows of one item of a chunk's attention: enough to make taking it worth while.
+constexpr int kItemRows = 8 * kTileRows;
+
+struct AttentionItem {
+  int sequence, head, first_row, num_rows;
+};
+
+struct DecoderBase {
+  virtual ~DecoderBase() = default;
+  virtual void forward(const Step& step) = 0;
+};
+
+template <class T>
+class Decoder : public DecoderBase {
+ public:
+  Decoder(const Config& config, const LayerWeights* layers, const float* final_norm, const uint32_t* head, int num_threads)
+      : config_(config),
+        layers_(layers, layers + config.num_layers),
+        final_norm_(final_norm),
+        head_(linear(head, config.hidden_size, config.vocab_size)),
+        team_(num_threads),
+        scratch_(num_threads) {}
+
+  void forward(const Step& step) override {
+    prepare(step);
+    team_.run([&](int member) { run(step, member); });
+  }
+
+ private:
+  static Linear linear(const uint32_t* panels, int num_inputs, int num_outputs) {
+    return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs};
+  }
+
+  int q_size() const { return config_.num_heads * config_.head_dim; }
+  int kv_size() const { return config_.num_kv_heads * config_.head_dim; }
+  int qkv_width() const { return padded(q_size() + 2 * kv_size(), kPanel); }
+
+  void prepare(const Step& step) {
+    const size_t rows = padded(step.num_tokens, kRowPadding);
+    hidden_.resize(rows * config_.hidden_size);
+    normed_.resize(rows * config_.hidden_size);
+    qkv_.resize(rows * qkv_width());
+    queries_.resize(rows * q_size());
+    attended_.resize(rows * q_size());
+    gated_.resize(rows * config_.intermediate_size);
+    slots_.resize(step.num_tokens);
+    items_.clear();
+    const int heads_per_group = config_.num_heads / config_.num_kv_heads;
+    for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
+      const int start = step.query_start_loc[sequence], stop = step.query_start_loc[sequence + 1];
+      const int past = step.seq_lens[sequence] - (stop - start);
+      for (int row = start; row < stop; ++row) {
+        const int position = past + row - start;
+        slots_[row] = {table(step, sequence)[position / config_.block_size], position % config_.block_size};
+      }
+      const int num_rows = (stop - start) * heads_per_group;
+      for (int head = 0; head < config_.num_kv_heads; ++head) {
+        for (int row = 0; row < num_rows; row += kItemRows) {
+          items_.push_back({sequence, head, row, std::min(kItemRows, num_rows - row)});
+        }
+      }
+    }
+  }
+
+  const int* table(const Step& step, int sequence) const {
+    return step.block_tables + size_t(sequence) * step.max_blocks;
+  }
+
+  void run(const Step& step, int member) {
+    const int hidden_size = config_.hidden_size, num_tokens = step.num_tokens;
+    const auto* embeddings = static_cast<const T*>(step.embeddings);
+    for_rows(num_tokens, member, [&](int row) {
+      add_row(embeddings + size_t(row) * hidden_size, &hidden_[size_t(row) * hidden_size], true);
+    });
+    for (int layer = 0; layer < config_.num_layers; ++layer) {
+      attend(step, layer, member);
+      feed_forward(layer, num_tokens, member);
+      if (layer < step.num_deepstack) {
+        const auto* level = static_cast<const T*>(step.deepstack) + size_t(layer) * num_tokens * hidden_size;
+        for_rows(num_tokens, member, [&](int row) {
+          add_row(level + size_t(row) * hidden_size, &hidden_[size_t(row) * hidden_size], false);
+        });
+        team_.barrier();
+      }
+    }
+    for_rows(step.num_sampled, member, [&](int i) {
+      norm_row(&hidden_[size_t(step.sampled_rows[i]) * hidden_size], final_norm_, &normed_[size_t(i) * hidden_size]);
+    });
+    team_.barrier();
+    multiply(team_, member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
+      const int first = panel * kPanel, left = config_.vocab_size - first;
+      float* to = step.logits + size_t(row) * config_.vocab_size + first;
+      const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
+      _mm512_mask_storeu_ps(to, __mmask16(mask), low);
+      _mm512_mask_storeu_ps(to + kLanes, __mmask16(mask >> kLanes), high);
+    });
+  }
+
+  void attend(const Step& step, int layer, int member) {
+    const LayerWeights& weights = layers_[layer];
+    const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
+    norm_rows(weights.input_norm, num_tokens, member);
+    const Linear qkv = linear(weights.qkv, hidden_size, qkv_width());
+    multiply(team_, member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
+      float* to = &qkv_[size_t(row) * qkv_width() + panel * kPanel];
+      if (weights.qkv_bias != nullptr) {
+        low = _mm512_add_ps(low, load16(weights.qkv_bias + panel * kPanel));
+        high = _mm512_add_ps(high, load16(weights.qkv_bias + panel * kPanel + kLanes));
+      }
+      store16(to, low);
+      store16(to + kLanes, high);
+    });
+    team_.barrier();
+    Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape()};
+    for_rows(num_tokens, member, [&](int row) { place_row(step, weights, row, cache); });
+    team_.barrier();
+    for (int item; (item = team_.take()) < int(items_.size());) attend_item(step, items_[item], weights.window, cache, member);
+    team_.barrier();
+    add_product(attended_.data(), num_tokens, linear(weights.out, q_size(), hidden_size), weights.out_bias, member);
+  }
+
+  void attend_item(const Step& step, const AttentionItem& item, int window, const Cache<T>& cache, int member) {
+    const int start = step.query_start_loc[item.sequence];
+    const int past = step.seq_lens[item.sequence] - (step.query_start_loc[item.sequence + 1] - start);
+    const size_t first = size_t(start) * q_size();
+    const int num_tiles = (item.num_rows + kTileRows - 1) / kTileRows;
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const int row = item.num_rows * tile / num_tiles, stop = item.num_rows * (tile + 1) / num_tiles;
+      attend_rows<T>(stop - row, cache, &queries_[first], &attended_[first], table(step, item.sequence), item.head, past,
+                     item.first_row + row, window, config_.scale, scratch_[member]);
+    }
+  }
+
+  void feed_forward(int layer, int num_tokens, int member) {
+    const LayerWeights& weights = layers_[layer];
+    const int inner = config_.intermediate_size;
+    norm_rows(weights.post_norm, num_tokens, member);
+    const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner);
+    multiply(team_, member, normed_.data(), num_tokens, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
+      const __m512 one = _mm512_set1_ps(1.0f);
+      // exp16 is for what is not positive: e^-|x| serves both signs of the sigmoid.
+      const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
+      const __mmask16 negative = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_LT_OQ);
+      const __m512 numerator = _mm512_mask_mov_ps(one, negative, small);
+      const __m512 sigmoid = _mm512_div_ps(numerator, _mm512_add_ps(one, small));
+      const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up);
+      store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
+    });
+    team_.barrier();
+    add_product(gated_.data(), num_tokens, linear(weights.down, inner, config_.hidden_size), nullptr, member);
+  }
+
+  // hidden += x W^T + bias
+  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, int member) {
+    multiply(team_, member, x, num_rows, weights, [&](int row, int panel, __m512 low, __m512 high) {
+      const int first = panel * kPanel, left = config_.hidden_size - first;
+      const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
+      const auto low_mask = __mmask16(mask), high_mask = __mmask16(mask >> kLanes);
+      float* to = &hidden_[size_t(row) * config_.hidden_size + first];
+      if (bias != nullptr) {
+        low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, bias + first));
+        high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, bias + first + kLanes));
+      }
+      _mm512_mask_storeu_ps(to, low_mask, _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, to)));
+      _mm512_mask_storeu_ps(to + kLanes, high_mask, _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, to + kLanes)));
+    });
+    team_.barrier();
+  }
+
+  // Norm of the heads where the model has it, rotation, and keys and values into the cache.
+  void place_row(const Step& step, const LayerWeights& weights, int row, Cache<T>& cache) {
+    const int head_dim = config_.head_dim;
+    float* q = &qkv_[size_t(row) * qkv_width()];
+    float* k = q + q_size();
+    const float* v = k + kv_size();
+    const float* cos = step.cos + size_t(row) * head_dim;
+    const float* sin = step.sin + size_t(row) * head_dim;
+    T* to = &queries_[size_t(row) * q_size()];
+    for (int head = 0; head < config_.num_heads; ++head) {
+      float* from = q + head * head_dim;
+      if (weights.query_norm != nullptr) scale_row(from, weights.query_norm, head_dim);
+      rotate(from, cos, sin, head_dim);
+      convert(from, head_dim, to + head * head_dim);
+    }
+    for (int head = 0; head < config_.num_kv_heads; ++head) {
+      float* from = k + head * head_dim;
+      if (weights.key_norm != nullptr) scale_row(from, weights.key_norm, head_dim);
+      rotate(from, cos, sin, head_dim);
+      cache.write(slots_[row], head, from, v + head * head_dim);
+    }
+  }
+
+  // Halves of a head are the two coordinates that turn, as in GPT-NeoX.
+  static void rotate(float* x, const float* cos, const float* sin, int head_dim) {
+    const int half = head_dim / 2;
+    for (int dim = 0; dim < half; ++dim) {
+      const float first = x[dim], second = x[dim + half];
+      x[dim] = first * cos[dim] - second * sin[dim];
+      x[dim + half] = second * cos[dim + half] + first * sin[dim + half];
+    }
+  }
+
+  float inverse_rms(const float* x, int size) const {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = size - i >= kLanes ? 0xffff : (1u << (size - i)) - 1;
+      const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
+      sum = _mm512_fmadd_ps(values, values, sum);
+    }
+    return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / float(size) + config_.norm_eps);
+  }
+
+  void scale_row(float* x, const float* weights, int size) const {
+    const float factor = inverse_rms(x, size);
+    for (int i = 0; i < size; ++i) x[i] = x[i] * factor * weights[i];
+  }
+
+  void norm_row(const float* from, const float* weights, T* to) const {
+    const __m512 factor = _mm512_set1_ps(inverse_rms(from, config_.hidden_size));
+    for (int i = 0; i < config_.hidden_size; i += kLanes) {
+      store16(to + i, _mm512_mul_ps(_mm512_mul_ps(load16(from + i), factor), load16(weights + i)));
+    }
+  }
+
+  void norm_rows(const float* weights, int num_rows, int member) {
+    const size_t size = config_.hidden_size;
+    for_rows(num_rows, member, [&](int row) { norm_row(&hidden_[row * size], weights, &normed_[row * size]); });
+    team_.barrier();
+  }
+
+  void add_row(const T* from, float* to, bool first) const {
+    for (int i = 0; i < config_.hidden_size; i += kLanes) {
+      const __m512 values = load16(from + i);
+      store16(to + i, first ? values : _mm512_add_ps(values, load16(to + i)));
+    }
+  }
+
+  // The member's share of the rows.
+  template <class Work>
+  void for_rows(int num_rows, int member, Work&& work) {
+    const int stop = int(int64_t(num_rows) * (member + 1) / team_.size());
+    for (int row = int(int64_t(num_rows) * member / team_.size()); row < stop; ++row) work(row);
+  }
+
+  Shape shape() const {
+    return {config_.num_heads, config_.num_kv_heads, config_.head_dim, padded(config_.head_dim, kPanel), config_.block_size};
+  }
+
+  const Config config_;
+  const std::vector<LayerWeights> layers_;
+  const float* const final_norm_;
+  const Linear head_;
+  Team team_;
+  std::vector<Scratch<T>> scratch_;
+  std::vector<float> hidden_, qkv_;
+  std::vector<T> normed_, queries_, attended_, gated_;
+  std::vector<Slot> slots_;
+  std::vector<AttentionItem> items_;
+};
+
+template <class T>
+void pack_for(const void* source, int num_outputs, int num_inputs, int first_output, int stride, void* panels) {
+  pack(static_cast<const T*>(source), num_outputs, num_inputs, first_output, stride, static_cast<uint32_t*>(panels));
+}
+
+}  // namespace pagemill
+
+using pagemill::BF16;
+
+extern "C" {
+
+// Memory for packed weights, zeroed, in huge pages where the system has them: a step reads all of it.
+void* pagemill_allocate(size_t num_bytes) {
+  void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  madvise(memory, num_bytes, MADV_HUGEPAGE);
+  return memory;
+}
+
+void pagemill_free(void* memory, size_t num_bytes) { munmap(memory, num_bytes); }
+
+void pagemill_pack(int is_bf16, const void* source, int num_outputs, int num_inputs, int first_output, int stride,
+                   void* panels) {
+#ifdef __AVX512BF16__
+  if (is_bf16) return pagemill::pack_for<BF16>(source, num_outputs, num_inputs, first_output, stride, panels);
+#endif
+  pagemill::pack_for<float>(source, num_outputs, num_inputs, first_output, stride, panels);
+}
+
+// Null where this processor cannot multiply numbers of that type. What the structs point to must live
+// as long as the decoder.
+void* pagemill_decoder(const pagemill::Config* config, const pagemill::LayerWeights* layers, const float* final_norm,
+                       const uint32_t* head, int num_threads) {
+  pagemill::DecoderBase* decoder = nullptr;
+  if (!config->is_bf16) decoder = new pagemill::Decoder<float>(*config, layers, final_norm, head, num_threads);
+#ifdef __AVX512BF16__
+  if (config->is_bf16) decoder = new pagemill::Decoder<BF16>(*config, layers, final_norm, head, num_threads);
+#endif
+  return decoder;
+}
+
+void pagemill_forward(void* decoder, const pagemill::Step* step) {
+  static_cast<pagemill::DecoderBase*>(decoder)->forward(*step);
+}
+
+void pagemill_delete(void* decoder) { delete static_cast<pagemill::DecoderBase*>(decoder); }
+}

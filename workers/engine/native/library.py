@@ -1,0 +1,104 @@
+"""The C++ kernels as a library: compiled on first use for this very processor, and kept.
+
+Without a compiler, or on a processor without AVX-512, there is none, and models run on torch.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import structlog
+
+SOURCES = ("decoder.cpp", "attention.h", "linear.h", "units.h", "threads.h")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+COMPILE_TIMEOUT_S = 300.0
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """None where it cannot be had; the reason is logged, once."""
+    log = structlog.get_logger()
+    if "avx512f" not in _processor_flags():
+        log.info("native_kernels_unavailable", reason="the processor has no AVX-512")
+        return None
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        log.warning("native_kernels_unavailable", reason="there is no C++ compiler")
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(_compiled(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("native_kernels_unavailable", reason=str(error))
+        return None
+
+
+def has_bf16() -> bool:
+    return "avx512_bf16" in _processor_flags()
+
+
+def _compiled(compiler: str) -> Path:
+    """Named by all that it depends on, so that a cache shared by unlike machines is no danger."""
+    folder = Path(__file__).parent
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+    ).stdout
+    digest = hashlib.sha256(" ".join([*FLAGS, *sorted(_processor_flags())]).encode() + version)
+    for name in SOURCES:
+        digest.update((folder / name).read_bytes())
+    target = _cache_folder() / f"native-{digest.hexdigest()[:32]}.so"
+    if not target.is_file():
+        # Another process may be at the same: whoever is last replaces the file with its like.
+        with tempfile.TemporaryDirectory(dir=target.parent) as build:
+            built = Path(build) / target.name
+            subprocess.run(
+                [compiler, *FLAGS, str(folder / SOURCES[0]), "-o", str(built)],
+                check=True,
+                capture_output=True,
+                timeout=COMPILE_TIMEOUT_S,
+            )
+            built.replace(target)
+    return target
+
+
+def _cache_folder() -> Path:
+    """Of this user alone: what lies in it is executed."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "pagemill"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by others")
+    return folder
+
+
+@functools.cache
+def _processor_flags() -> frozenset[str]:
+    if platform.machine() == "x86_64":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("flags"):
+                    return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    signatures = {
+        "pagemill_allocate": (pointer, [size]),
+        "pagemill_free": (None, [pointer, size]),
+        "pagemill_pack": (None, [integer, pointer, integer, integer, integer, integer, pointer]),
+        "pagemill_decoder": (pointer, [pointer, pointer, pointer, pointer, integer]),
+        "pagemill_forward": (None, [pointer, pointer]),
+        "pagemill_delete": (None, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

@@ -1,0 +1,107 @@
+// y = x W^T for weights that are packed once.
+//
+// Packed weights lie in panels of 32 outputs: for every unit along the inputs, 32 units, one for each
+// output. So a thread reads its share of the weights from front to back, with two vector loads for
+// each unit, and keeps sums of up to 12 rows x 32 outputs in registers.
+#pragma once
+
+#include <algorithm>
+
+#include "threads.h"
+#include "units.h"
+
+namespace pagemill {
+
+constexpr int kPanel = 32;
+// 12 x 2 sums, 2 weights and 1 input: 27 of the 32 vector registers.
+constexpr int kTileRows = 12;
+// Activations have room for whole tiles of the matrix extension behind their last row.
+constexpr int kRowPadding = 32;
+
+struct Linear {
+  const uint32_t* panels;  // [num_panels][units][kPanel]
+  int units;               // of inputs
+  int num_panels;
+  int num_outputs;
+};
+
+// `source` [num_outputs, num_inputs] becomes outputs from `first_output` on of a matrix whose memory is
+// zero where nothing is packed. With `stride` 16 it fills one half of each panel, for the other half to
+// hold a matrix whose outputs are needed together with these.
+template <class T>
+void pack(const T* source, int num_outputs, int num_inputs, int first_output, int stride, uint32_t* panels) {
+  constexpr int size = Unit<T>::kSize;
+  const int units = num_inputs / size;
+  for (int output = 0; output < num_outputs; ++output) {
+    const int place = first_output + (output / stride) * kPanel + output % stride;
+    uint32_t* to = panels + size_t(place / kPanel) * units * kPanel + place % kPanel;
+    const T* from = source + size_t(output) * num_inputs;
+    for (int unit = 0; unit < units; ++unit) {
+      std::memcpy(to + size_t(unit) * kPanel, from + unit * size, sizeof(uint32_t));
+    }
+  }
+}
+
+// Rows [0, kRows) of one panel. `take(row, low, high)` is given the sums of 2 x 16 outputs. `ahead`
+// is fetched meanwhile, a panel's worth; null if there is nothing to fetch.
+template <class T, int kRows, class Take>
+inline __attribute__((always_inline)) void multiply_tile(
+    const uint32_t* rows, size_t row_units, const uint32_t* panel, int units, const uint32_t* ahead, Take&& take) {
+  __m512 low[kRows], high[kRows];
+  for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
+  for (int unit = 0; unit < units; ++unit) {
+    const __m512i weights_low = load_units(panel + size_t(unit) * kPanel);
+    const __m512i weights_high = load_units(panel + size_t(unit) * kPanel + kLanes);
+    if (ahead != nullptr) {
+      _mm_prefetch(ahead + size_t(unit) * kPanel, _MM_HINT_T1);
+      _mm_prefetch(ahead + size_t(unit) * kPanel + kLanes, _MM_HINT_T1);
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i inputs = _mm512_set1_epi32(int(rows[row * row_units + unit]));
+      low[row] = Unit<T>::dot(low[row], inputs, weights_low);
+      high[row] = Unit<T>::dot(high[row], inputs, weights_high);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) take(row, low[row], high[row]);
+}
+
+template <class T, int kRows = kTileRows, class Take>
+inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, const uint32_t* panel, int units,
+                          const uint32_t* ahead, Take&& take) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return multiply_rows<T, kRows - 1>(num_rows, rows, row_units, panel, units, ahead, take);
+  }
+  multiply_tile<T, kRows>(rows, row_units, panel, units, ahead, take);
+}
+
+// One panel for all rows. Rows are shared out evenly, for 12 + 12 + 8 is slower than 11 + 11 + 10.
+template <class T, class Take>
+void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, bool more, Take&& take) {
+  const auto* rows = reinterpret_cast<const uint32_t*>(x);
+  const size_t row_units = linear.units;
+  const uint32_t* weights = linear.panels + size_t(panel) * linear.units * kPanel;
+  const uint32_t* next = more ? weights + size_t(linear.units) * kPanel : nullptr;
+  const int num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int first = int(int64_t(num_rows) * tile / num_tiles);
+    const int count = int(int64_t(num_rows) * (tile + 1) / num_tiles) - first;
+    // The panel itself comes from memory in the first tile; the next one is fetched in the last.
+    const uint32_t* ahead = tile > 0 && tile == num_tiles - 1 ? next : nullptr;
+    multiply_rows<T>(count, rows + first * row_units, row_units, weights, linear.units, ahead,
+                     [&](int row, __m512 low, __m512 high) { take(first + row, low, high); });
+  }
+}
+
+// All members call it; each has panels of its own. `take(row, panel, low, high)`.
+template <class T, class Take>
+void multiply(Team& team, int member, const T* x, int num_rows, const Linear& linear, Take&& take) {
+  const int first = int(int64_t(linear.num_panels) * member / team.size());
+  const int stop = int(int64_t(linear.num_panels) * (member + 1) / team.size());
+  for (int panel = first; panel < stop; ++panel) {
+    multiply_panel(x, num_rows, linear, panel, panel + 1 < stop,
+                   [&](int row, __m512 low, __m512 high) { take(row, panel, low, high); });
+  }
+}
+
+}  // namespace pagemill

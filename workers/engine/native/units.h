@@ -1,0 +1,94 @@
+// Numbers as the kernels read them: in units of four bytes, which are one float or two bfloat16
+// neighbours along the dimension that is summed over. A vector register holds 16 units, and one
+// instruction adds all their products. Everything above this file is the same for both.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace pagemill {
+
+constexpr int kLanes = 16;
+
+struct BF16 {
+  uint16_t bits;
+};
+
+inline float to_float(BF16 value) {
+  const uint32_t bits = uint32_t{value.bits} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+inline float to_float(float value) { return value; }
+
+inline void from_float(float value, float& out) { out = value; }
+inline void from_float(float value, BF16& out) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  // To nearest, ties to even; a NaN stays one.
+  out.bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline __m512 load16(const float* from) { return _mm512_loadu_ps(from); }
+inline void store16(float* to, __m512 values) { _mm512_storeu_ps(to, values); }
+
+template <class T>
+struct Unit;
+
+template <>
+struct Unit<float> {
+  static constexpr int kSize = 1;
+  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Unit<BF16> {
+  static constexpr int kSize = 2;
+  static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+
+inline __m512 load16(const BF16* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void store16(BF16* to, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+}
+#endif
+
+template <class T>
+inline void convert(const float* from, int count, T* to) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) store16(to + i, load16(from + i));
+  for (; i < count; ++i) from_float(from[i], to[i]);
+}
+
+inline __m512i load_units(const uint32_t* from) { return _mm512_loadu_si512(from); }
+
+// e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is no normal number. After Cephes' expf:
+// x = n ln 2 + r, and a polynomial of degree 5 for e^r.
+inline __m512 exp16(__m512 x) {
+  const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
+}
+
+}  // namespace pagemill
