@@ -125,6 +125,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     threads: Annotated[int, Meta(ge=0)] = 0
     """Of torch; 0 leaves torch's own choice."""
+    native: bool = True
+    """On a CPU with AVX-512, C++ kernels for the models that they know; the first start compiles
+    them. Without, torch does it."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
     num_blocks: Positive | None = None
     """KV blocks in the pool; by default what fits into `kv_cache_mib`."""

@@ -39,6 +39,7 @@ ALLOWED = {
     "workers.asking": {".read_bytes"},
     "workers.operating": {".read_bytes"},
     "workers.local": {".open"},
+    "workers.engine.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
 }
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
@@ -11,8 +12,9 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
 from shared.towers import Tower, load_tower, vision_of
 from shared.weights import load_weights
-from workers.engine.families import class_of, family_of
-from workers.engine.model import FlatModel, kv_shape
+from workers.engine.families import Family, class_of, family_of
+from workers.engine.model import DecoderModel, FlatModel, kv_shape
+from workers.engine.native.decoder import NativeModel, why_not
 
 # Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
 # would depend on its neighbours.
@@ -21,7 +23,7 @@ UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: FlatModel
+    model: DecoderModel
     tower: Tower | None
     """None for a model that does not see, and where encoders do it."""
     tokenizer: Any
@@ -65,22 +67,22 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
-    flat_model = _load_weights(folder, config, dtype, engine.device)
-    warm_up(flat_model, engine.block_size)
+    decoder = _make_model(_load_weights(folder, config, dtype, engine.device), engine)
+    warm_up(decoder, engine.block_size)
     return LoadedModel(
-        model=flat_model,
+        model=decoder,
         tower=load_tower(folder, dtype, engine.device) if _needs_tower(config, model) else None,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         eos_token_ids=_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
-        vocab_size=flat_model.vocab_size,
+        vocab_size=decoder.vocab_size,
         num_blocks=num_blocks,
         block_size=engine.block_size,
     )
 
 
 @torch.inference_mode()
-def warm_up(model: FlatModel, block_size: int) -> None:
+def warm_up(model: DecoderModel, block_size: int) -> None:
     """A prefill of three tokens and a decode; a model that our attention cannot serve raises."""
     num_blocks = -(-4 // block_size)
     kv_cache = model.new_cache(num_blocks, block_size)
@@ -125,7 +127,7 @@ def _check_supported(text_config: PreTrainedConfig, folder: Path) -> None:
 
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
-) -> FlatModel:
+) -> Family:
     """The language model alone."""
     model_class = class_of(config)
     if model_class is None:
@@ -135,7 +137,18 @@ def _load_weights(
         )
     found = vision_of(config)
     without = () if found is None else found[0].modules
-    return FlatModel(family_of(load_weights(model_class, folder, dtype, device, without)))
+    return family_of(load_weights(model_class, folder, dtype, device, without))
+
+
+def _make_model(family: Family, engine: EngineConfig) -> DecoderModel:
+    """On the C++ kernels where they can run it, else on torch."""
+    if not engine.native:
+        return FlatModel(family)
+    reason = why_not(family, engine.block_size)
+    if reason is None:
+        return NativeModel(family, engine.block_size, torch.get_num_threads())
+    structlog.get_logger().info("runs_on_torch", reason=reason)
+    return FlatModel(family)
 
 
 def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:

@@ -4,7 +4,7 @@ It knows tensors only. Which tokens these are, and of whom, is the runner's busi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,41 @@ from transformers import PreTrainedConfig
 
 from workers.engine.attention import ATTENTION, KVCache, StepPlan, new_cache, plan_step
 from workers.engine.families import Family
+
+
+class DecoderModel(Protocol):
+    """What a runner needs; plans and caches are the model's own."""
+
+    family: Family
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Of each layer two tensors, whose first dimension is that of the blocks."""
+
+    def plan(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        kv_cache: KVCache,
+    ) -> Any:
+        """Of a step, once for all layers; see `plan_step`."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size]"""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        plan: Any,
+        kv_cache: KVCache,
+        sampled_rows: Tensor,
+    ) -> Tensor:
+        """[num_tokens, hidden_size] and positions [num_position_rows, num_tokens] to logits of the
+        sampled rows, [num_sampled, vocab_size]."""
 
 
 class FlatModel:

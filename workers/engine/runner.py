@@ -18,7 +18,7 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.multimodal import PlaceholderRange
 from shared.towers import Tower
-from workers.engine.model import FlatModel
+from workers.engine.model import DecoderModel
 from workers.engine.sampler import sample
 from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence
 
@@ -33,7 +33,7 @@ class _Prepared:
 class Runner:
     def __init__(
         self,
-        model: FlatModel,
+        model: DecoderModel,
         num_blocks: int,
         block_size: int,
         tower: Tower | None = None,

@@ -53,16 +53,16 @@ struct Cache {
     return reinterpret_cast<const uint32_t*>(from);
   }
 
-  void write(Slot slot, int head, const float* key, const float* value) {
+  // One token's key [head_dim] and value [value_dim].
+  void write(Slot slot, int head, const T* key, const T* value) {
     constexpr int size = Unit<T>::kSize;
-    const int in_group = slot.offset % kGroup;
-    T* to = keys + slot.block * key_block() +
-            size_t(head * shape.block_size + slot.offset - in_group) * shape.head_dim + in_group * size;
-    for (int dim = 0; dim < shape.head_dim; ++dim) from_float(key[dim], to[(dim / size) * kGroup * size + dim % size]);
-    const int in_unit = slot.offset % size;
-    to = values + slot.block * value_block() +
-         size_t(head * shape.block_size + slot.offset - in_unit) * shape.value_dim + in_unit;
-    for (int dim = 0; dim < shape.head_dim; ++dim) from_float(value[dim], to[dim * size]);
+    const int in_group = slot.offset % kGroup, in_unit = slot.offset % size;
+    auto* to = const_cast<uint32_t*>(key_group({slot.block, slot.offset - in_group}, head)) + in_group;
+    for (int unit = 0; unit < shape.head_dim / size; ++unit) {
+      std::memcpy(to + unit * kGroup, key + unit * size, sizeof(uint32_t));
+    }
+    to = const_cast<uint32_t*>(value_group({slot.block, slot.offset - in_unit}, head));
+    for (int dim = 0; dim < shape.value_dim; dim += kLanes) Unit<T>::place(to + dim, value + dim, in_unit);
   }
 };
 
@@ -85,18 +85,22 @@ inline __m512i load_two(const uint32_t* low, const uint32_t* high) {
   return _mm512_inserti64x4(first, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
 }
 
-// Scores of all rows with the 32 tokens of four groups; `ahead` are the four groups after them.
+// Scores of all rows with the 32 tokens of four groups. Meanwhile the keys of `ahead` and the values of
+// `later`, four groups each, come nearer.
 template <class T, int kRows>
 inline void score_tile(const uint32_t* const* queries, const uint32_t* const* groups, const uint32_t* const* ahead,
-                       int units, float scale, float* scores, size_t width) {
+                       const uint32_t* const* later, int units, float scale, float* scores, size_t width) {
   __m512 low[kRows], high[kRows];
   for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm512_setzero_ps();
   for (int unit = 0; unit < units; ++unit) {
     const __m512i keys_low = load_two(groups[0] + unit * kGroup, groups[1] + unit * kGroup);
     const __m512i keys_high = load_two(groups[2] + unit * kGroup, groups[3] + unit * kGroup);
     // Half a cache line of each group for each unit.
-    _mm_prefetch(ahead[unit % 2] + unit / 2 * 2 * kGroup, _MM_HINT_T0);
-    _mm_prefetch(ahead[2 + unit % 2] + unit / 2 * 2 * kGroup, _MM_HINT_T0);
+    const int line = unit / 2 * 2 * kGroup, one = unit % 2;
+    _mm_prefetch(ahead[one] + line, _MM_HINT_T0);
+    _mm_prefetch(ahead[2 + one] + line, _MM_HINT_T0);
+    _mm_prefetch(later[one] + line, _MM_HINT_T1);
+    _mm_prefetch(later[2 + one] + line, _MM_HINT_T1);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
       const __m512i query = _mm512_set1_epi32(int(queries[row][unit]));
@@ -181,8 +185,8 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
   if (scratch.scores.size() < size_t(kTileRows) * width) {
     scratch.scores.resize(size_t(kTileRows) * width * 2);
     scratch.probs.resize(size_t(kTileRows) * width * 2);
-    scratch.keys.resize(size_t(num_quads) * 8 + 8);
-    scratch.values.resize(size_t(num_quads) * 8 + 8);
+    scratch.keys.resize(size_t(num_quads) * 8 + 16);
+    scratch.values.resize(size_t(num_quads) * 8 + 16);
   }
   for (int group = 0; group < num_groups; ++group) {
     const int token = begin + group * kGroup;
@@ -190,12 +194,15 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
     scratch.keys[group] = cache.key_group(slot, head);
     scratch.values[group] = cache.value_group(slot, head);
   }
-  // Read and masked.
-  for (int group = num_groups; group < (num_quads + 1) * 4; ++group) scratch.keys[group] = scratch.keys[0];
+  // Read and masked, or only fetched.
+  for (int group = num_groups; group < (num_quads + 2) * 4; ++group) {
+    scratch.keys[group] = scratch.keys[0];
+    scratch.values[group] = scratch.values[0];
+  }
   const int units = shape.head_dim / Unit<T>::kSize;
   for (int quad = 0; quad < num_quads; ++quad) {
-    score_tile<T, kRows>(rows, &scratch.keys[quad * 4], &scratch.keys[quad * 4 + 4], units, scale,
-                         &scratch.scores[quad * kPanel], width);
+    score_tile<T, kRows>(rows, &scratch.keys[quad * 4], &scratch.keys[quad * 4 + 8], &scratch.values[quad * 4],
+                         units, scale, &scratch.scores[quad * kPanel], width);
   }
   float factors[kRows];
   for (int row = 0; row < kRows; ++row) {

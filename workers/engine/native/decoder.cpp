@@ -46,6 +46,8 @@ int padded(int size, int multiple) { return (size + multiple - 1) / multiple * m
 // Rows of one item of a chunk's attention: enough to make taking it worth while.
 constexpr int kItemRows = 8 * kTileRows;
 
+constexpr int kMaxHeadDim = 512;
+
 struct AttentionItem {
   int sequence, head, first_row, num_rows;
 };
@@ -112,6 +114,7 @@ class Decoder : public DecoderBase {
   }
 
   void run(const Step& step, int member) {
+    const TileScope tiles;
     const int hidden_size = config_.hidden_size, num_tokens = step.num_tokens;
     const auto* embeddings = static_cast<const T*>(step.embeddings);
     for_rows(num_tokens, member, [&](int row) {
@@ -221,6 +224,7 @@ class Decoder : public DecoderBase {
     const float* cos = step.cos + size_t(row) * head_dim;
     const float* sin = step.sin + size_t(row) * head_dim;
     T* to = &queries_[size_t(row) * q_size()];
+    alignas(64) T key[kMaxHeadDim], value[kMaxHeadDim] = {};
     for (int head = 0; head < config_.num_heads; ++head) {
       float* from = q + head * head_dim;
       if (weights.query_norm != nullptr) scale_row(from, weights.query_norm, head_dim);
@@ -231,7 +235,9 @@ class Decoder : public DecoderBase {
       float* from = k + head * head_dim;
       if (weights.key_norm != nullptr) scale_row(from, weights.key_norm, head_dim);
       rotate(from, cos, sin, head_dim);
-      cache.write(slots_[row], head, from, v + head * head_dim);
+      convert(from, head_dim, key);
+      convert(v + head * head_dim, head_dim, value);
+      cache.write(slots_[row], head, key, value);
     }
   }
 

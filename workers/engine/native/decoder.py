@@ -7,6 +7,7 @@ step is one call, during which Python runs freely in other threads.
 
 import ctypes
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from workers.engine.native import library
 
 PANEL = 32
 """Outputs that are packed together."""
+MAX_HEAD_DIM = 512
 TOKEN_GROUP = 8
 """Tokens that are kept next to one another in the cache."""
 
@@ -86,11 +88,14 @@ def why_not(family: Family, block_size: int) -> str | None:
         return f"its weights are {dtype}"
     if config.model_type not in MODEL_TYPES:
         return f"there are no kernels for {config.model_type!r}"
-    layer: Any = family.decoder.layers[0]
+    decoder: Any = family.decoder
+    layer = decoder.layers[0]
     if config.hidden_act != "silu" or layer.mlp.gate_proj.bias is not None:
         return "its MLP is of another kind"
-    if config.hidden_size % 16 or config.intermediate_size % 16 or layer.self_attn.head_dim % 8:
+    if config.hidden_size % 16 or config.intermediate_size % 16:
         return "its sizes are not multiples of 16"
+    if layer.self_attn.head_dim % 8 or layer.self_attn.head_dim > MAX_HEAD_DIM:
+        return f"its heads have {layer.self_attn.head_dim} dimensions"
     if block_size % TOKEN_GROUP:
         return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
     if library.load() is None or (dtype == torch.bfloat16 and not library.has_bf16()):
@@ -126,6 +131,7 @@ class NativeModel:
         layers = (_Layer * config.num_hidden_layers)()
         for index in range(config.num_hidden_layers):
             self._take_layer(decoder.layers[index], layers[index])
+            layers[index].window = _window(config, index)
             decoder.layers[index] = torch.nn.Identity()
         self._layers = layers
         head = self._pack([model.get_output_embeddings().weight])
@@ -160,10 +166,7 @@ class NativeModel:
         heads = (num_blocks, shape.num_kv_heads)
         keys = (*heads, groups, shape.head_dim // unit, TOKEN_GROUP, unit)
         values = (*heads, block_size // unit, value_dim, unit)
-        return [
-            (torch.zeros(keys, dtype=self.dtype), torch.zeros(values, dtype=self.dtype))
-            for _ in range(shape.num_layers)
-        ]
+        return [(self._zeros(keys), self._zeros(values)) for _ in range(shape.num_layers)]
 
     def plan(
         self,
@@ -227,6 +230,19 @@ class NativeModel:
         self._library.pagemill_forward(self._decoder, ctypes.byref(step))
         return logits
 
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """In memory of its own, which is given back with the tensor."""
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        memory = (ctypes.c_byte * num_bytes).from_address(self._allocate(num_bytes))
+        weakref.finalize(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+
+    def _allocate(self, num_bytes: int) -> int:
+        memory: int | None = self._library.pagemill_allocate(num_bytes)
+        if memory is None:
+            raise MemoryError(f"there are no {num_bytes} bytes for weights or cache")
+        return memory
+
     # -- weights ----------------------------------------------------------------------------------
 
     def _take_layer(self, layer: Any, to: _Layer) -> None:
@@ -246,7 +262,6 @@ class NativeModel:
         if hasattr(attention, "q_norm"):
             to.query_norm = self._keep(attention.q_norm.weight)
             to.key_norm = self._keep(attention.k_norm.weight)
-        to.window = getattr(attention, "sliding_window", None) or 0
 
     def _keep(self, weight: Tensor) -> int:
         self._kept.append(weight.detach().float().contiguous())
@@ -257,9 +272,7 @@ class NativeModel:
         num_inputs = weights[0].shape[1]
         num_outputs = sum(len(weight) for weight in weights)
         num_bytes = -(-num_outputs // PANEL) * PANEL * num_inputs * self.dtype.itemsize
-        memory: int | None = self._library.pagemill_allocate(num_bytes)
-        if memory is None:
-            raise MemoryError(f"no {num_bytes} bytes for packed weights")
+        memory = self._allocate(num_bytes)
         weakref.finalize(self, self._library.pagemill_free, memory, num_bytes)
         first = 0
         for weight in weights:
@@ -283,6 +296,17 @@ class _Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+def _window(config: Any, layer: int) -> int:
+    """How many tokens the layer's attention looks back, its own among them; 0 for all.
+
+    Without `layer_types` a window holds for all layers, as in Mistral.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[layer] != "sliding_attention":
+        return 0
+    return getattr(config, "sliding_window", None) or 0
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:

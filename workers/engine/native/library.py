@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-SOURCES = ("decoder.cpp", "attention.h", "linear.h", "units.h", "threads.h")
+SOURCES = ("decoder.cpp", "attention.h", "linear.h", "tiles.h", "units.h", "threads.h")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 300.0
 
@@ -52,7 +52,7 @@ def _compiled(compiler: str) -> Path:
     digest = hashlib.sha256(" ".join([*FLAGS, *sorted(_processor_flags())]).encode() + version)
     for name in SOURCES:
         digest.update((folder / name).read_bytes())
-    target = _cache_folder() / f"native-{digest.hexdigest()[:32]}.so"
+    target = _cache_folder() / f"native-{digest.hexdigest()}.so"
     if not target.is_file():
         # Another process may be at the same: whoever is last replaces the file with its like.
         with tempfile.TemporaryDirectory(dir=target.parent) as build:

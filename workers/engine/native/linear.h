@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "threads.h"
+#include "tiles.h"
 #include "units.h"
 
 namespace pagemill {
@@ -75,12 +76,26 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
   multiply_tile<T, kRows>(rows, row_units, panel, units, ahead, take);
 }
 
+// One panel for all rows, 32 at a time, on the matrix extension.
+template <class Take>
+void multiply_panel_by_tiles(const uint32_t* rows, int num_rows, const Linear& linear, const uint32_t* weights, Take&& take) {
+  alignas(64) float sums[2 * kTileSide][2][kTileSide];
+  for (int first = 0; first < num_rows; first += 2 * kTileSide) {
+    const int count = std::min(num_rows - first, 2 * kTileSide);
+    multiply_tiles(rows + size_t(first) * linear.units, linear.units, weights, linear.units, count <= kTileSide, sums);
+    for (int row = 0; row < count; ++row) take(first + row, load16(sums[row][0]), load16(sums[row][1]));
+  }
+}
+
 // One panel for all rows. Rows are shared out evenly, for 12 + 12 + 8 is slower than 11 + 11 + 10.
 template <class T, class Take>
 void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, bool more, Take&& take) {
   const auto* rows = reinterpret_cast<const uint32_t*>(x);
   const size_t row_units = linear.units;
   const uint32_t* weights = linear.panels + size_t(panel) * linear.units * kPanel;
+  if (Unit<T>::kSize == 2 && have_tiles() && num_rows >= kMinTileRows && linear.units % kTileSide == 0) {
+    return multiply_panel_by_tiles(rows, num_rows, linear, weights, take);
+  }
   const uint32_t* next = more ? weights + size_t(linear.units) * kPanel : nullptr;
   const int num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int tile = 0; tile < num_tiles; ++tile) {

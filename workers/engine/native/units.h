@@ -45,6 +45,8 @@ struct Unit<float> {
   static __m512 dot(__m512 sum, __m512i a, __m512i b) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
   }
+  // 16 numbers into 16 units, at their place in each.
+  static void place(uint32_t* units, const float* from, int) { _mm512_storeu_si512(units, _mm512_loadu_si512(from)); }
 };
 
 #ifdef __AVX512BF16__
@@ -53,6 +55,11 @@ struct Unit<BF16> {
   static constexpr int kSize = 2;
   static __m512 dot(__m512 sum, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+  static void place(uint32_t* units, const BF16* from, int place) {
+    const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512i both = _mm512_or_si512(numbers, _mm512_slli_epi32(numbers, 16));
+    _mm512_mask_storeu_epi16(units, 0x55555555u << place, both);
   }
 };
 
