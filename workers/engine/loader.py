@@ -12,6 +12,7 @@ from shared.errors import ConfigError
 from shared.towers import Tower, load_tower, vision_of
 from shared.weights import load_weights
 from workers.engine.families import class_of, family_of
+from workers.engine.lora import Adapters, load_adapters
 from workers.engine.model import FlatModel, kv_shape
 
 # Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
@@ -30,6 +31,7 @@ class LoadedModel:
     vocab_size: int
     num_blocks: int
     block_size: int
+    adapters: Adapters
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text)
@@ -66,6 +68,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     dtype = getattr(torch, model.dtype)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
     flat_model = _load_weights(folder, config, dtype, engine.device)
+    adapters = load_adapters(flat_model.family, model.adapters)
     warm_up(flat_model, engine.block_size)
     return LoadedModel(
         model=flat_model,
@@ -76,6 +79,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
         vocab_size=flat_model.vocab_size,
         num_blocks=num_blocks,
         block_size=engine.block_size,
+        adapters=adapters,
     )
 
 
