@@ -39,6 +39,7 @@ ALLOWED = {
     "workers.asking": {".read_bytes"},
     "workers.operating": {".read_bytes"},
     "workers.local": {".open"},
+    "workers.engine.peftfolder": {".read_bytes"},
 }
 
 
