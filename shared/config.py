@@ -56,6 +56,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Engines that have the tower leave embeddings for one another, and look before they make any;
     see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
+    adapters: dict[str, str] = {}
+    """LoRA adapters that a request may name: folders in peft's format, relative to the
+    configuration file."""
 
 
 class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,5 +279,12 @@ def _check_models(config: Config, source: str) -> None:
                 " '_', for it is part of a subject",
                 field="models",
             )
+        for adapter in model.adapters:
+            if not is_name(adapter):
+                raise ConfigError(
+                    f"{source}: models.{name}.adapters: {adapter!r} must be 1 to {MAX_NAME_LEN}"
+                    " letters, digits, '-' or '_'",
+                    field=f"models.{name}.adapters",
+                )
         defaults = f"models.{name}.sampling_defaults"
         _convert(model.sampling_defaults, SamplingParams, defaults, {}, source)

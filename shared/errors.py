@@ -4,6 +4,7 @@ PagemillError
 ├── RequestError            the client's fault; the same request fails again, so it is never retried
 │   ├── InvalidRequest      a field is missing, unknown, of a wrong type or out of its range
 │   ├── UnknownModel        no such model is configured here
+│   ├── UnknownAdapter      the model has no adapter of that name here
 │   ├── UnsupportedContent  a content part that the model has no stage for
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
 │   ├── MediaBlocked        a picture from a place that pictures are not fetched from
@@ -67,6 +68,10 @@ class InvalidRequest(RequestError):
 
 class UnknownModel(RequestError):
     code = "unknown_model"
+
+
+class UnknownAdapter(RequestError):
+    code = "unknown_adapter"
 
 
 class UnsupportedContent(RequestError):

@@ -79,6 +79,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     lane: Literal["interactive", "batch"] = "interactive"
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     """From acceptance to the last record; by default and at most what is configured."""
+    adapter: str | None = None
+    """One of the model's configured LoRA adapters; without one the model answers as it is."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -121,6 +123,7 @@ class RenderTask(Struct, frozen=True):
     path: list[Hop]
     round: int = 0
     """How often its items have been lost on the way and were made again."""
+    adapter: str | None = None
 
 
 class EngineTask(Struct, frozen=True):
@@ -135,6 +138,7 @@ class EngineTask(Struct, frozen=True):
     accepted: Acceptance
     path: list[Hop]
     round: int = 0
+    adapter: str | None = None
 
 
 class EncodeTask(Struct, frozen=True):

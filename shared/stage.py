@@ -268,6 +268,7 @@ class Stage:
             accepted=task.accepted,
             path=[*task.path, self.hop(job)],
             round=task.round + 1,
+            adapter=task.adapter,
         )
         _log.warning("sent_back", request_id=task.request_id, round=again.round)
         data = to_msgpack(again)

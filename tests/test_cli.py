@@ -70,6 +70,23 @@ def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:
     assert Path(yaml.safe_load(done.stdout)["models"]["mine"]["path"]).samefile(tmp_path / "model")
 
 
+def test_an_adapters_path_is_relative_to_the_file_too(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
+    text = "models: {mine: {path: model, adapters: {tuned: here}}}"
+    (tmp_path / "pagemill.yaml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 1
+    for part in ("models.mine.adapters.tuned", "adapter_config.json"):
+        assert part in done.stderr
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "adapter_config.json").touch()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    path = yaml.safe_load(done.stdout)["models"]["mine"]["adapters"]["tuned"]
+    assert Path(path).samefile(tmp_path / "here")
+
+
 def test_check_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: 5}}")
     done = run("check", cwd=tmp_path)

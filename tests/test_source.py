@@ -40,6 +40,7 @@ ALLOWED = {
     "workers.operating": {".read_bytes"},
     "workers.local": {".open"},
     "workers.engine.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
+    "workers.engine.peftfolder": {".read_bytes"},
 }
 
 

@@ -121,6 +121,7 @@ def ask(
     *,
     image: Annotated[list[Path] | None, Parameter(name=["--image", "-i"])] = None,
     model: str | None = None,
+    adapter: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
@@ -141,6 +142,8 @@ def ask(
         A picture that the question is about; may be given several times.
     model
         By default the first one configured.
+    adapter
+        One of the model's LoRA adapters; by default none.
     max_tokens
         The most tokens that the answer may have.
     temperature
@@ -163,6 +166,7 @@ def ask(
         images=image or [],
         sampling={"max_tokens": max_tokens, "temperature": temperature, "seed": seed},
         timeout_s=timeout,
+        adapter=adapter,
     )
     request_id = request_id or new_request_id()
     url = nats or settings.nats_url(loaded)

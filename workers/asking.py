@@ -48,6 +48,7 @@ class Question:
     images: Sequence[Path]
     sampling: dict[str, Any]
     timeout_s: float | None = None
+    adapter: str | None = None
 
 
 async def ask_and_print(
@@ -136,6 +137,7 @@ def build_request(question: Question) -> GenerateRequest:
         messages=[Message("user", [*parts, TextPart(question.text)])],
         sampling_params=sampling,
         timeout_s=question.timeout_s,
+        adapter=question.adapter,
     )
 
 

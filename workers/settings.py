@@ -38,19 +38,24 @@ def load_config(file: Path | None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
     config = parse(text, os.environ, str(file))
+    folder = file.parent.absolute()
     models = {
-        name: msgspec.structs.replace(model, path=str(file.parent.absolute() / model.path))
+        name: msgspec.structs.replace(
+            model,
+            path=str(folder / model.path),
+            adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
+        )
         for name, model in config.models.items()
     }
     embeddings = config.embeddings
     if embeddings.path is not None:
-        path = str(file.parent.absolute() / embeddings.path)
+        path = str(folder / embeddings.path)
         embeddings = msgspec.structs.replace(embeddings, path=path)
     return msgspec.structs.replace(config, models=models, embeddings=embeddings)
 
 
 def check_paths(config: Config) -> None:
-    """Raises ConfigError when a model's folder is missing or is not a model's."""
+    """Raises ConfigError when a model's or adapter's folder is missing or holds something else."""
     for name, model in config.models.items():
         if not (Path(model.path) / "config.json").is_file():
             raise ConfigError(
@@ -58,6 +63,13 @@ def check_paths(config: Config) -> None:
                 " (no config.json)",
                 field=f"models.{name}.path",
             )
+        for adapter, path in model.adapters.items():
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"models.{name}.adapters.{adapter}: {path} is not a folder in peft's format"
+                    " (no adapter_config.json)",
+                    field=f"models.{name}.adapters.{adapter}",
+                )
 
 
 def nats_url(config: Config) -> str:

@@ -7,7 +7,13 @@ import msgspec
 import pytest
 
 from shared.config import ModelConfig
-from shared.errors import InvalidRequest, RequestError, UnknownModel, UnsupportedContent
+from shared.errors import (
+    InvalidRequest,
+    RequestError,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedContent,
+)
 from shared.sampling import SamplingParams
 from workers.coordinator.admission import admit, request_id_of, tenant_of
 
@@ -123,6 +129,18 @@ def test_an_unknown_model_is_told_what_there_is() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):
         admit("pm.request.other", "r1", body, MODELS)
+
+
+def test_an_adapter_is_one_of_the_models_own() -> None:
+    models = MODELS | {"tuned": ModelConfig(path="x", adapters={"pirate": "p", "formal": "f"})}
+    body = GOOD | {"model": "tuned", "adapter": "pirate"}
+    request, _ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models)
+    assert request.adapter == "pirate"
+    for model, named in (("tuned", "formal, pirate"), ("demo", "none")):
+        body = GOOD | {"model": model, "adapter": "other"}
+        with pytest.raises(UnknownAdapter, match=named) as caught:
+            admit(f"pm.request.{model}", "r1", json.dumps(body).encode(), models)
+        assert caught.value.field == "adapter"
 
 
 @pytest.mark.parametrize(

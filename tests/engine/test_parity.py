@@ -44,6 +44,7 @@ from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.families import Family, family_of
 from workers.engine.loader import LoadedModel, load
+from workers.engine.lora import Adapters
 from workers.engine.model import FlatModel
 from workers.engine.runner import Runner
 from workers.engine.sequence import (
@@ -85,6 +86,7 @@ class Twins:
     tower: Tower | None
     answers: dict[str, list[int]] = field(default_factory=dict)
     """What the reference said, by request id."""
+    adapters: Adapters | None = None
 
     @property
     def sees(self) -> bool:
@@ -287,7 +289,13 @@ class RandomSchedule:
 
 
 def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> dict[str, list[int]]:
-    runner = Runner(twins.served, schedule.num_blocks, schedule.block_size, twins.tower)
+    runner = Runner(
+        twins.served,
+        schedule.num_blocks,
+        schedule.block_size,
+        twins.tower,
+        adapters=twins.adapters,
+    )
     sequences = []
     for case in cases:
         runner.prepare(case.request)
@@ -363,7 +371,14 @@ class CountingRunner(Runner):
     def __init__(
         self, twins: Twins, num_blocks: int, block_size: int, embedding_cache_bytes: int = 0
     ) -> None:
-        super().__init__(twins.served, num_blocks, block_size, twins.tower, embedding_cache_bytes)
+        super().__init__(
+            twins.served,
+            num_blocks,
+            block_size,
+            twins.tower,
+            embedding_cache_bytes,
+            adapters=twins.adapters,
+        )
         self.num_starts: Counter[str] = Counter()
         self.batch_sizes: list[int] = []
         self.num_tokens = 0

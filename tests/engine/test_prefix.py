@@ -1,4 +1,4 @@
-"""The names of blocks: equal for equal prefixes of one tenant, and for nothing else."""
+"""The names of blocks: equal for equal prefixes of one tenant and adapter, and for nothing else."""
 
 import ast
 import os
@@ -22,8 +22,10 @@ LENGTHS = {"a": 2, "b": 2, "c": 4}
 """Of pictures: one content has one length."""
 
 
-def sequence_of(token_ids: list[int], items: list[Item], tenant: str) -> Sequence:
-    request = EngineRequest("r", token_ids, items, SamplingParams(), tenant=tenant)
+def sequence_of(
+    token_ids: list[int], items: list[Item], tenant: str, adapter: str | None = None
+) -> Sequence:
+    request = EngineRequest("r", token_ids, items, SamplingParams(), tenant=tenant, adapter=adapter)
     return Sequence(request, 0, 0, list(token_ids), 1)
 
 
@@ -42,7 +44,8 @@ def sequences(draw: st.DrawFn) -> Sequence:
             length = LENGTHS[mm_hash]
             items.append(Item("image", mm_hash, PlaceholderRange(len(token_ids), length), {}))
             token_ids += [PAD] * length
-    return sequence_of(token_ids, items, draw(st.sampled_from(["", "x"])))
+    tenant, adapter = draw(st.sampled_from([("", None), ("x", None), ("", "x"), ("x", "x")]))
+    return sequence_of(token_ids, items, tenant, adapter)
 
 
 def content_until(sequence: Sequence, stop: int) -> object:
@@ -51,7 +54,8 @@ def content_until(sequence: Sequence, stop: int) -> object:
     for item in sequence.request.items:
         for i in range(item.placeholder.length):
             filled[item.placeholder.offset + i] = (item.mm_hash, i)
-    return sequence.request.tenant, sequence.token_ids[:stop], filled[:stop]
+    request = sequence.request
+    return request.tenant, request.adapter, sequence.token_ids[:stop], filled[:stop]
 
 
 @given(sequences(), sequences())
@@ -71,7 +75,8 @@ def test_hashes_are_whole_and_stay_as_the_sequence_grows(sequence: Sequence) -> 
     sequence.token_ids += [1] * BLOCK_SIZE
     grown = hashes_of(sequence)
     assert grown[: len(before)] == before
-    again = sequence_of(sequence.token_ids, sequence.request.items, sequence.request.tenant)
+    request = sequence.request
+    again = sequence_of(sequence.token_ids, request.items, request.tenant, request.adapter)
     assert hashes_of(again) == grown
 
 

@@ -36,6 +36,12 @@ def test_the_environment_overrides_any_field() -> None:
         ("models: {demo: {path: 3}}", {}, ["pagemill.yaml", "models.demo.path", "str", "int"]),
         ("models: {demo: {path: a, pth: b}}", {}, ["pagemill.yaml", "models.demo", "pth"]),
         ("models: {a.b: {path: a}}", {}, ["pagemill.yaml", "a.b", "subject"]),
+        (
+            "models: {demo: {path: a, adapters: {a b: c}}}",
+            {},
+            ["pagemill.yaml", "models.demo.adapters", "a b", "letters"],
+        ),
+        ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
         (GOOD + "\nembeddings: {storage: directory}", {}, ["embeddings.path", "directory"]),

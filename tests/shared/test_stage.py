@@ -13,18 +13,22 @@ from shared.blobs import Blobs
 from shared.bus import Bus, Stored
 from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import Cancelled, Fenced, InvalidMedia, Poisoned, Unavailable
+from shared.errors import BlobLost, Cancelled, Fenced, InvalidMedia, Poisoned, Unavailable
 from shared.messages import (
     Acceptance,
     Attempt,
     DeadLetter,
+    EngineTask,
     Failure,
     GenerateRequest,
     Message,
+    RenderTask,
     decode_attempt,
+    decode_request,
     to_json,
 )
 from shared.multimodal import BlobRef
+from shared.sampling import SamplingParams
 from shared.stage import Job, Shutdown, Stage, serve
 from shared.tokenlog import end_request, read_log
 
@@ -509,3 +513,24 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
         job = await next_job(stage, inbox)
         assert job.delivery.data == b"made again"
         await job.delivery.ack()
+
+
+async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Nothing of the request is lost with its pictures."""
+    stage = make_stage(bus, "engine-test")
+    accepted, request = await accept(bus, model, request_id)
+    task = EngineTask(
+        request_id, model, "interactive", [1], [], SamplingParams(n=2), accepted, [], 0, "tuned"
+    )
+    inbox, again = [await consume(bus, role, model) for role in ("engine", "renderer")]
+    subject = subjects.stage("engine", model, "interactive", request_id)
+    await bus.publish(subject, b"task", f"{request_id}:{secrets.token_hex(4)}")
+    job = await next_job(stage, inbox, accepted)
+    assert await stage.take(job) is not None
+    await stage.send_back(job, task, BlobLost("gone"))
+    rendering = msgspec.msgpack.decode((await again.next()).data, type=RenderTask)
+    assert rendering.messages == decode_request(request).messages
+    assert (rendering.sampling_params, rendering.adapter) == (SamplingParams(n=2), "tuned")
+    assert rendering.round == 1

@@ -7,7 +7,7 @@ import msgspec
 
 from shared import subjects
 from shared.config import DeliveryConfig, ModelConfig, split_path
-from shared.errors import InvalidRequest, UnknownModel, UnsupportedContent
+from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.messages import TENANT_HEADER, GenerateRequest
 from shared.sampling import SamplingParams
 
@@ -87,7 +87,14 @@ def admit(
         raise UnknownModel(
             f"no model {request.model!r}; there is: {', '.join(sorted(models))}", field="model"
         )
-    merged = dict(models[request.model].sampling_defaults) | given
+    model = models[request.model]
+    if request.adapter is not None and request.adapter not in model.adapters:
+        there_is = ", ".join(sorted(model.adapters)) or "none"
+        raise UnknownAdapter(
+            f"{request.model} has no adapter {request.adapter!r}; there is: {there_is}",
+            field="adapter",
+        )
+    merged = dict(model.sampling_defaults) | given
     return request, msgspec.convert(merged, SamplingParams)
 
 

@@ -113,6 +113,7 @@ class Coordinator:
             sampling_params=sampling,
             accepted=job.accepted,
             path=[self._stage.hop(job)],
+            adapter=request.adapter,
         )
         await self._stage.publish(job, "renderer", request.model, request.lane, to_msgpack(task))
         self._context.log.info(

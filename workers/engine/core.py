@@ -209,6 +209,8 @@ class Core:
             except Exception as error:
                 failures.append(self._fail(entry, _worker_failure(error)))
         left = [s for s in batch.scheduled if s.sequence.request_id in self._entries]
+        # Side by side, the sequences of an adapter go through it at once.
+        left.sort(key=lambda s: s.sequence.request.adapter or "")
         return Batch(left), failures
 
     def _prepare_one(self, entry: Entry, s: ScheduledSequence) -> None:

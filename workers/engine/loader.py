@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 from shared.towers import Tower, load_tower, vision_of
 from shared.weights import load_weights
 from workers.engine.families import Family, class_of, family_of
+from workers.engine.lora import Adapters, load_adapters
 from workers.engine.model import DecoderModel, FlatModel, kv_shape
 from workers.engine.native.decoder import NativeModel, why_not
 
@@ -32,6 +33,7 @@ class LoadedModel:
     vocab_size: int
     num_blocks: int
     block_size: int
+    adapters: Adapters
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text)
@@ -67,7 +69,10 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
-    decoder = _make_model(_load_weights(folder, config, dtype, engine.device), engine)
+    family = _load_weights(folder, config, dtype, engine.device)
+    adapters = load_adapters(family, model.adapters)
+    # Adapters hang on the modules of transformers, which the kernels replace.
+    decoder = _make_model(family, engine, native=engine.native and not adapters)
     warm_up(decoder, engine.block_size)
     return LoadedModel(
         model=decoder,
@@ -78,6 +83,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
         vocab_size=decoder.vocab_size,
         num_blocks=num_blocks,
         block_size=engine.block_size,
+        adapters=adapters,
     )
 
 
@@ -140,9 +146,9 @@ def _load_weights(
     return family_of(load_weights(model_class, folder, dtype, device, without))
 
 
-def _make_model(family: Family, engine: EngineConfig) -> DecoderModel:
+def _make_model(family: Family, engine: EngineConfig, native: bool) -> DecoderModel:
     """On the C++ kernels where they can run it, else on torch."""
-    if not engine.native:
+    if not native:
         return FlatModel(family)
     reason = why_not(family, engine.block_size)
     if reason is None:

@@ -52,6 +52,7 @@ def build_core(
             loaded.tower,
             engine.embedding_cache_mib * 2**20,
             on_encoded,
+            loaded.adapters,
         ),
         loaded.decode,
         loaded.eos_token_ids,

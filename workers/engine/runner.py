@@ -18,6 +18,7 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.multimodal import PlaceholderRange
 from shared.towers import Tower
+from workers.engine.lora import Adapters
 from workers.engine.model import DecoderModel
 from workers.engine.sampler import sample
 from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence
@@ -39,6 +40,7 @@ class Runner:
         tower: Tower | None = None,
         embedding_cache_bytes: int = 0,
         on_encoded: Callable[[str, Tensor], None] = lambda mm_hash, embedding: None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Without a tower all items must come with their embeddings. `on_encoded` is told of all
         that it makes, and may keep them."""
@@ -46,6 +48,7 @@ class Runner:
         self._model = model
         self._tower = tower
         self._on_encoded = on_encoded
+        self._adapters = adapters or Adapters()
         self._kv_cache = model.new_cache(num_blocks, block_size)
         self._prepared: dict[str, _Prepared] = {}
         # By mm_hash, which differs between tenants.
@@ -56,6 +59,7 @@ class Runner:
     def prepare(self, request: EngineRequest) -> None:
         """Raises what is wrong with the request, here and not in a batch that it shares."""
         family = self._model.family
+        self._adapters.check(request.adapter)
         family.check(request)
         if self._tower is None and any(item.embedding is None for item in request.items):
             raise InvalidRequest("an item has no embeddings, and no tower is here", field="items")
@@ -119,6 +123,7 @@ class Runner:
             [_stop(s) for s in scheduled],
             self._kv_cache,
         )
+        self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples]
         logits = self._model.forward(
             self._embed(scheduled, query_start_loc),

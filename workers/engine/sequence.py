@@ -55,6 +55,8 @@ class EngineRequest:
     """One entry per choice on a resume, none on a first attempt."""
     tenant: str = ""
     """Nothing that was computed for one tenant is used for another."""
+    adapter: str | None = None
+    """Its keys and values are its own, too."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
         """Indexes of the items that fill some of the tokens [start, stop)."""

@@ -187,6 +187,7 @@ class EngineWorker:
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
             tenant=task.accepted.tenant,
+            adapter=task.adapter,
         )
         flow = Flow(job, task, log)
         self._flows[task.request_id] = flow

@@ -184,6 +184,7 @@ class RendererWorker:
             accepted=task.accepted,
             path=[*task.path, self._context.stage.hop(job)],
             round=task.round,
+            adapter=task.adapter,
         )
         return codec.encode(engine_task, rendered.tensors)
 
