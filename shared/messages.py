@@ -16,6 +16,7 @@ client, renderer → renderer   MediaHead              pm.media.<sha256>        
 client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
 renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
+anyone → every worker     (empty)                    pm.metrics                  answered with text
 anyone → coordinator      (empty)                    pm.cancel.<id>
 coordinator → holders     (empty)                    pm.ended.<id>
 
@@ -335,6 +336,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     models: list[str]
     load: dict[str, float]
     blobs: BlobAddress | None = None
+    metrics: tuple[str, int] | None = None
+    """Address and port of its HTTP endpoint, if it has one."""
 
 
 # ---------------------------------------------------------------------------------------------
