@@ -477,22 +477,22 @@ class Bus:
         except NatsError as error:
             raise Unavailable(f"nobody answers on {subject}") from error
 
-    async def ask_all(self, subject: str, enough: int, timeout_s: float) -> list[bytes]:
-        """The answers of all who serve `subject`: until there are `enough`, or no more time.
+    async def ask_all(self, subject: str, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        """Give `take` the answers of all who serve `subject`, until it returns True for one, or
+        there is no more time.
 
         Raises Unavailable without a connection.
         """
         inbox = self._nc.new_inbox()
         subscription = await self._nc.subscribe(inbox)
-        answers: list[bytes] = []
         try:
             async with asyncio.timeout(timeout_s):
                 await self._nc.publish(subject, b"", reply=inbox)
-                while len(answers) < enough:
+                enough = False
+                while not enough:
                     msg = await subscription.next_msg(timeout=timeout_s)
-                    if (msg.headers or {}).get("Status") == "503":
-                        break
-                    answers.append(bytes(msg.data))
+                    nobody = (msg.headers or {}).get("Status") == "503"
+                    enough = nobody or take(bytes(msg.data))
         except TimeoutError:
             pass
         except NatsError as error:
@@ -500,7 +500,6 @@ class Bus:
         finally:
             with contextlib.suppress(NatsError):
                 await subscription.unsubscribe()
-        return answers
 
     async def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
         """Answer every question on `subject` from now on."""

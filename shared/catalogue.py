@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "pagemill_"
+OWN_LABELS = ("model", "role", "worker")
 
 # Seconds of what takes milliseconds, and of what may take minutes.
 SHORT_S = (

@@ -1,4 +1,4 @@
-"""Numbers as others read them: Prometheus' text format, over HTTP if that is wanted."""
+"""Numbers as Prometheus reads them: its text format, over HTTP if that is wanted."""
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
@@ -12,104 +12,68 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.catalogue import METRICS, PREFIX
 from shared.errors import ConfigError
-from shared.metrics import Counter, Histogram, LabelSet, Metrics, Series
+from shared.messages import MetricSeries
 
-Value = tuple[LabelSet, Series | float]
-
-
-def families(metrics: Metrics) -> list[Metric]:
-    """What these are just now."""
-    by_name: dict[str, list[Value]] = {}
-    for name, labels, series in metrics:
-        by_name.setdefault(name, []).append((labels, series))
-    return [family(name, values) for name, values in by_name.items()]
+Collect = Callable[[], Iterable[MetricSeries]]
 
 
-def family(name: str, values: Sequence[Value]) -> Metric:
-    """One metric of the catalogue with all its series, at least one; their labels have the same
-    names."""
-    described = METRICS[name]
-    label_names = [label for label, _ in values[0][0]]
-    full_name = PREFIX + name
-    if described.kind == "histogram":
-        histograms = HistogramMetricFamily(full_name, described.meaning, labels=label_names)
-        for labels, series in values:
-            assert isinstance(series, Histogram), name
-            histograms.add_metric(_values(labels), _buckets(series), series.total)
-        return histograms
-    kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-    numbers = kind(full_name, described.meaning, labels=label_names)
-    for labels, series in values:
-        numbers.add_metric(_values(labels), _number(series))
-    return numbers
+def text(told: Iterable[MetricSeries]) -> bytes:
+    """In Prometheus' text format. All names must be of the catalogue."""
+    return generate_latest(registry(lambda: told))
 
 
-def _values(labels: LabelSet) -> list[str]:
-    return [value for _, value in labels]
-
-
-def _number(series: Series | float) -> float:
-    if isinstance(series, Counter):
-        return series.value
-    assert not isinstance(series, Histogram)
-    return series() if callable(series) else series
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Upper bound and how many are not above it."""
-    bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))
-
-
-def merge(told: Iterable[Metric]) -> list[Metric]:
-    """Series of the same metric together, as the format wants them."""
-    merged: dict[str, Metric] = {}
-    for part in told:
-        whole = merged.setdefault(part.name, Metric(part.name, part.documentation, part.type))
-        whole.samples.extend(part.samples)
-    return list(merged.values())
-
-
-class _Told(Collector):
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
-
-
-def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
+def registry(collect: Collect) -> CollectorRegistry:
     """Tells what `collect` returns, each time that it is asked."""
     registry = CollectorRegistry()
-    # Without asking at once: nothing else is registered here that it could clash with.
+    # It is not asked at once: nothing else is registered here that it could clash with.
     registry.register(_Told(collect))
     return registry
 
 
-def text(told: Iterable[Metric]) -> bytes:
-    """In Prometheus' text format."""
-    return generate_latest(registry(lambda: told))
+class _Told(Collector):
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        by_name: dict[str, list[MetricSeries]] = {}
+        for series in self._collect():
+            by_name.setdefault(series.name, []).append(series)
+        return [_family(name, all_series) for name, all_series in by_name.items()]
 
 
-def parse(data: bytes) -> list[Metric]:
-    """Raises ValueError for what is not in Prometheus' text format."""
-    return list(text_string_to_metric_families(data.decode()))
+def _family(name: str, all_series: Sequence[MetricSeries]) -> Metric:
+    described, full_name = METRICS[name], PREFIX + name
+    labels = list(all_series[0].labels)
+    if described.kind == "histogram":
+        histograms = HistogramMetricFamily(full_name, described.meaning, labels=labels)
+        for series in all_series:
+            values = [series.labels.get(label, "") for label in labels]
+            histograms.add_metric(values, _buckets(series), series.value)
+        return histograms
+    kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+    numbers = kind(full_name, described.meaning, labels=labels)
+    for series in all_series:
+        numbers.add_metric([series.labels.get(label, "") for label in labels], series.value)
+    return numbers
+
+
+def _buckets(series: MetricSeries) -> list[tuple[str, float]]:
+    """Each upper bound, and how many are not above it."""
+    bounds = [*(repr(bound) for bound in series.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(series.counts), strict=True))
 
 
 class Endpoint:
     """An HTTP server in a thread of its own, for whoever may connect to its address."""
 
-    def __init__(
-        self, collect: Callable[[], Iterable[Metric]], host: str, port: int, num_ports: int = 1
-    ) -> None:
+    def __init__(self, collect: Collect, host: str, port: int, num_ports: int = 1) -> None:
         """On the first of `num_ports` ports from `port` on that nobody has; 0 takes any free one.
 
-        Raises ConfigError where it cannot listen.
+        `collect` is called in the server's threads. Raises ConfigError where it cannot listen.
         """
         self._server = _listen(registry(collect), host, port, num_ports)
         self.address = (host, self._server.server_port)

@@ -6,9 +6,10 @@ there when somebody asks. How numbers are told is no business of this module, se
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from shared.catalogue import METRICS
+from shared.messages import MetricSeries, WorkerMetrics
 
 LabelSet = tuple[tuple[str, str], ...]
 
@@ -85,12 +86,20 @@ class Metrics:
         assert METRICS[name].kind != "histogram", name
         self._series[self._key(name, labels)] = read
 
-    def __iter__(self) -> Iterator[tuple[str, LabelSet, Series]]:
-        """Of all models: name, labels, and where the numbers are."""
+    def tell(self) -> WorkerMetrics:
+        """All of it, of every model, as it is just now."""
         # Another thread may be asking while a series comes into being.
-        for (name, labels), series in sorted(self._series.copy().items(), key=lambda s: s[0]):
-            yield name, labels, series
+        told = sorted(self._series.copy().items(), key=lambda item: item[0])
+        series = [_tell(name, dict(labels), series) for (name, labels), series in told]
+        return WorkerMetrics(self._role, self._worker, series)
 
     def _key(self, name: str, labels: dict[str, str]) -> tuple[str, LabelSet]:
         own = (("model", self._model), ("role", self._role), ("worker", self._worker))
         return name, own + tuple(labels.items())
+
+
+def _tell(name: str, labels: dict[str, str], series: Series) -> MetricSeries:
+    if isinstance(series, Histogram):
+        return MetricSeries(name, labels, series.total, list(series.bounds), series.counts.copy())
+    value = series.value if isinstance(series, Counter) else series()
+    return MetricSeries(name, labels, value)

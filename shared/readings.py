@@ -7,15 +7,13 @@ since counts from zero; one that has only been silent tells nothing about the ti
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from prometheus_client.metrics_core import Metric
-
-from shared.catalogue import PREFIX
-from shared.messages import Heartbeat
+from shared.messages import Heartbeat, WorkerMetrics
 
 Labels = frozenset[tuple[str, str]]
 Samples = Mapping[str, Mapping[Labels, float]]
-"""Values by the name of the sample, without the prefix, and by labels."""
+"""Values by name and labels; a histogram is its buckets, as Prometheus has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Survey:
 
     at_ms: float
     beats: list[Heartbeat]
-    told: dict[str, list[Metric]]
+    told: dict[str, WorkerMetrics]
     """By worker; of those that have answered."""
     queues: list[StageQueue]
     in_flight: int
@@ -51,11 +49,17 @@ class Survey:
         self.samples.update({worker: samples_of(told) for worker, told in self.told.items()})
 
 
-def samples_of(told: Iterable[Metric]) -> Samples:
+def samples_of(told: WorkerMetrics) -> Samples:
     found: dict[str, dict[Labels, float]] = {}
-    for sample in (sample for metric in told for sample in metric.samples):
-        by_labels = found.setdefault(sample.name.removeprefix(PREFIX), {})
-        by_labels[frozenset(sample.labels.items())] = sample.value
+    for series in told.series:
+        labels = frozenset(series.labels.items())
+        if not series.counts:
+            found.setdefault(series.name, {})[labels] = series.value
+            continue
+        by_labels = found.setdefault(f"{series.name}_bucket", {})
+        bounds = [*map(repr, series.bounds), "inf"]
+        for bound, not_above in zip(bounds, accumulate(series.counts), strict=True):
+            by_labels[labels | {("le", bound)}] = not_above
     return found
 
 

@@ -19,7 +19,7 @@ from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError
-from shared.exposition import Endpoint, families, text
+from shared.exposition import Endpoint
 from shared.messages import Heartbeat, to_json
 from shared.metrics import Metrics
 from shared.stage import Shutdown, Stage
@@ -68,11 +68,11 @@ class Context:
         self.metrics.watch("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.watch("start_time_seconds", lambda: started_s)
-        await self.bus.serve(subjects.METRICS, lambda _: text(families(self.metrics)))
+        await self.bus.serve(subjects.METRICS, lambda _: to_json(self.metrics.tell()))
         config = self.config.metrics
         if config.listen is not None:
             self._endpoint = Endpoint(
-                lambda: families(self.metrics), config.listen, config.port, METRICS_PORTS
+                lambda: self.metrics.tell().series, config.listen, config.port, METRICS_PORTS
             )
             self.log.info("metrics", address=self._endpoint.address)
 

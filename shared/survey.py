@@ -5,22 +5,24 @@ depends on the number of workers and models, not on what they do.
 """
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
 
 import msgspec
-from prometheus_client.metrics_core import Metric
 
 from shared import subjects
 from shared.bus import Bus, Queue
-from shared.exposition import family, merge, parse
-from shared.messages import Heartbeat
-from shared.metrics import LabelSet
+from shared.catalogue import METRICS, OWN_LABELS
+from shared.messages import Heartbeat, MetricSeries, WorkerMetrics
 from shared.readings import StageQueue, Survey
 
 # For a worker whose heartbeat is still there, and which is dead or busy.
 ANSWER_S = 0.5
 
+BROKER_UP = MetricSeries("broker_up", {}, 1)
+BROKER_DOWN = MetricSeries("broker_up", {}, 0)
+
 _heartbeat = msgspec.json.Decoder(Heartbeat)
+_metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
 async def take(bus: Bus) -> Survey:
@@ -29,14 +31,13 @@ async def take(bus: Bus) -> Survey:
     in_flight, oldest_ms = await bus.size(subjects.REQUESTS_STREAM)
     dead_letters, _ = await bus.size(subjects.DEAD_STREAM)
     beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
-    queues, answers = await asyncio.gather(
-        bus.queues(subjects.STAGES_STREAM),
-        bus.ask_all(subjects.METRICS, len(beats), ANSWER_S),
+    queues, told = await asyncio.gather(
+        bus.queues(subjects.STAGES_STREAM), _ask(bus, {beat.worker for beat in beats})
     )
     return Survey(
         at_ms=bus.now_ms(),
         beats=sorted(beats, key=lambda beat: (beat.role, beat.worker)),
-        told=_by_worker(answers),
+        told=told,
         queues=list(await asyncio.gather(*(_look_into(bus, queue) for queue in queues))),
         in_flight=in_flight,
         oldest_ms=oldest_ms,
@@ -57,48 +58,56 @@ async def _look_into(bus: Bus, queue: Queue) -> StageQueue:
     )
 
 
-def _by_worker(answers: Iterable[bytes]) -> dict[str, list[Metric]]:
-    told: dict[str, list[Metric]] = {}
-    for answer in answers:
+async def _ask(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:
+    """What workers tell, by worker: as soon as all of those have answered."""
+    told: dict[str, WorkerMetrics] = {}
+
+    def take(answer: bytes) -> bool:
         # Anybody may answer on a subject; what is no worker's is left out.
-        try:
-            metrics = parse(answer)
-            worker = metrics[0].samples[0].labels["worker"]
-        except (ValueError, LookupError):
-            continue
-        told[worker] = metrics
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            metrics = _metrics.decode(answer)
+            known = [series for series in metrics.series if _is_known(series)]
+            told[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
+        return expected <= told.keys()
+
+    await bus.ask_all(subjects.METRICS, take, ANSWER_S)
     return told
 
 
-def as_metrics(survey: Survey) -> list[Metric]:
+def _is_known(series: MetricSeries) -> bool:
+    """Not of another version of Pagemill, and whole."""
+    if (described := METRICS.get(series.name)) is None:
+        return False
+    num_buckets = len(series.bounds) + 1 if described.kind == "histogram" else 0
+    return {*OWN_LABELS, *described.labels} == series.labels.keys() and (
+        num_buckets == len(series.counts)
+    )
+
+
+def as_series(survey: Survey) -> list[MetricSeries]:
     """All that workers told, and what the broker knows."""
-    up: list[tuple[LabelSet, float]] = [
-        ((("model", ""), ("role", beat.role), ("worker", beat.worker)), beat.worker in survey.told)
-        for beat in survey.beats
-    ]
-    oldest_s = _age_s(survey, survey.oldest_ms)
     return [
-        *merge(metric for told in survey.told.values() for metric in told),
-        *([family("up", up)] if up else []),
-        *_queue_metrics(survey),
-        family("requests_in_flight", [((), survey.in_flight)]),
-        family("oldest_request_age_seconds", [((), oldest_s)]),
-        family("dead_letters", [((), survey.dead_letters)]),
-        family("broker_up", [((), 1)]),
+        *(series for told in survey.told.values() for series in told.series),
+        *(_up(beat, beat.worker in survey.told) for beat in survey.beats),
+        *(series for queue in survey.queues for series in _of_queue(survey, queue)),
+        MetricSeries("requests_in_flight", {}, survey.in_flight),
+        MetricSeries("oldest_request_age_seconds", {}, _age_s(survey, survey.oldest_ms)),
+        MetricSeries("dead_letters", {}, survey.dead_letters),
+        BROKER_UP,
     ]
 
 
-def _queue_metrics(survey: Survey) -> list[Metric]:
-    queues = [((("model", q.model), ("role", q.role), ("lane", q.lane)), q) for q in survey.queues]
-    if not queues:
-        return []
+def _up(beat: Heartbeat, answered: bool) -> MetricSeries:
+    labels = {"model": "", "role": beat.role, "worker": beat.worker}
+    return MetricSeries("up", labels, answered)
+
+
+def _of_queue(survey: Survey, queue: StageQueue) -> list[MetricSeries]:
+    labels = {"model": queue.model, "role": queue.role, "lane": queue.lane}
     return [
-        family("queue_pending", [(labels, q.pending) for labels, q in queues]),
-        family("queue_ack_pending", [(labels, q.in_hand) for labels, q in queues]),
-        family(
-            "queue_oldest_age_seconds",
-            [(labels, _age_s(survey, q.oldest_ms)) for labels, q in queues],
-        ),
+        MetricSeries("queue_pending", labels, queue.pending),
+        MetricSeries("queue_ack_pending", labels, queue.in_hand),
+        MetricSeries("queue_oldest_age_seconds", labels, _age_s(survey, queue.oldest_ms)),
     ]
 
 

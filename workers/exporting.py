@@ -4,13 +4,13 @@ import asyncio
 import signal
 import sys
 
-from prometheus_client.metrics_core import Metric
 from rich.console import Console
 
 from shared import survey
 from shared.bus import Bus
 from shared.errors import ConfigError, PagemillError
-from shared.exposition import Endpoint, family, text
+from shared.exposition import Endpoint, text
+from shared.messages import MetricSeries
 
 CONNECT_TIMEOUT_S = 3.0
 # Prometheus itself gives up after ten seconds.
@@ -20,7 +20,7 @@ SCRAPE_TIMEOUT_S = 5.0
 async def print_metrics(url: str) -> int:
     bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
     try:
-        told = survey.as_metrics(await survey.take(bus))
+        told = survey.as_series(await survey.take(bus))
     finally:
         await bus.close()
     sys.stdout.write(text(told).decode())
@@ -36,7 +36,7 @@ async def serve_metrics(url: str, listen: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
 
-    def collect() -> list[Metric]:
+    def collect() -> list[MetricSeries]:
         return asyncio.run_coroutine_threadsafe(_ask(bus), loop).result()
 
     endpoint = None
@@ -52,13 +52,13 @@ async def serve_metrics(url: str, listen: str) -> int:
     return 0
 
 
-async def _ask(bus: Bus) -> list[Metric]:
+async def _ask(bus: Bus) -> list[MetricSeries]:
     """Never raises: that the broker is away is something to tell as well."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            return survey.as_metrics(await survey.take(bus))
+            return survey.as_series(await survey.take(bus))
     except (PagemillError, TimeoutError):
-        return [family("broker_up", [((), 0)])]
+        return [survey.BROKER_DOWN]
 
 
 def _address(listen: str) -> tuple[str, int]:
