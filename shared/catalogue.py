@@ -248,7 +248,8 @@ _ALL = (
         "queue_oldest_age_seconds",
         "gauge",
         BROKER,
-        "Age of the oldest message that nobody has taken, in seconds; 0 where there is none.",
+        "Age of the oldest message that nobody has taken, in seconds; 0 where there is none. Not"
+        " told of requests that wait for a coordinator.",
         ("lane",),
     ),
     Description(

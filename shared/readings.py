@@ -18,6 +18,8 @@ Samples = Mapping[str, Mapping[Labels, float]]
 
 @dataclass(frozen=True, slots=True)
 class StageQueue:
+    """Of a stage's lane; model and lane are empty for requests that wait for a coordinator."""
+
     role: str
     model: str
     lane: str
@@ -25,7 +27,7 @@ class StageQueue:
     """Messages that nobody has taken."""
     in_hand: int
     oldest_ms: float | None
-    """When the oldest of the pending ones was stored: Unix milliseconds, broker's clock."""
+    """When the oldest of the pending ones was stored, if known: Unix ms of the broker's clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 from shared import subjects
 from shared.bus import Bus, Queue
 from shared.catalogue import METRICS, OWN_LABELS
+from shared.errors import NotFound
 from shared.messages import Heartbeat, MetricSeries, WorkerMetrics
 from shared.readings import StageQueue, Survey
 
@@ -38,11 +39,25 @@ async def take(bus: Bus) -> Survey:
         at_ms=bus.now_ms(),
         beats=sorted(beats, key=lambda beat: (beat.role, beat.worker)),
         told=told,
-        queues=list(await asyncio.gather(*(_look_into(bus, queue) for queue in queues))),
+        queues=[
+            *await _requests(bus),
+            *await asyncio.gather(*(_look_into(bus, queue) for queue in queues)),
+        ],
         in_flight=in_flight,
         oldest_ms=oldest_ms,
         dead_letters=dead_letters,
     )
+
+
+async def _requests(bus: Bus) -> list[StageQueue]:
+    """Of coordinators. How old the first is that waits there cannot be told without reading it, and
+    it may have megabytes."""
+    try:
+        stream, consumer = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
+        backlog = await bus.backlog(stream, consumer)
+    except NotFound:
+        return []
+    return [StageQueue("coordinator", "", "", backlog.waiting, backlog.in_hand, None)]
 
 
 async def _look_into(bus: Bus, queue: Queue) -> StageQueue:
@@ -104,11 +119,14 @@ def _up(beat: Heartbeat, answered: bool) -> MetricSeries:
 
 def _of_queue(survey: Survey, queue: StageQueue) -> list[MetricSeries]:
     labels = {"model": queue.model, "role": queue.role, "lane": queue.lane}
-    return [
+    series = [
         MetricSeries("queue_pending", labels, queue.pending),
         MetricSeries("queue_ack_pending", labels, queue.in_hand),
-        MetricSeries("queue_oldest_age_seconds", labels, _age_s(survey, queue.oldest_ms)),
     ]
+    if queue.oldest_ms is not None or not queue.pending:
+        age_s = _age_s(survey, queue.oldest_ms)
+        series.append(MetricSeries("queue_oldest_age_seconds", labels, age_s))
+    return series
 
 
 def _age_s(survey: Survey, stored_ms: float | None) -> float:

@@ -160,7 +160,18 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
         ("renderer", 1, 0),
         ("engine", 1, 0),
     }
-    assert {queue["lane"] for queue in seen["queues"]} == {"interactive", "batch"}
+    assert [(queue["stage"], queue["lane"]) for queue in seen["queues"]] == [
+        ("coordinator", ""),
+        ("engine", "interactive"),
+        ("engine", "batch"),
+        ("renderer", "interactive"),
+        ("renderer", "batch"),
+    ]
+
+
+def test_no_label_is_of_a_clients_choosing(cluster: Cluster) -> None:
+    """Nor does a request that was refused leave a series of its own: row S58."""
+    assert "stranger" not in command(cluster, "metrics")
 
 
 async def test_every_worker_serves_its_own_where_its_heartbeat_says(
