@@ -53,8 +53,9 @@ chaos: .venv/installed  ## the long runs of docs/reliability.md; 50 minutes
 chaos-matrix: .venv/installed  ## every cell of the fault matrix, three seeds; needs root; an hour
 	$(BIN)/python -m ops.chaos.matrix --seed 1 --seed 2 --seed 3
 
-docs: .venv/installed  ## docs/messages.md from the message types
+docs: .venv/installed  ## docs/messages.md from the message types, docs/metrics.md from the catalogue
 	$(BIN)/python -m ops.write_messages_doc
+	$(BIN)/python -m ops.write_metrics_doc
 
 clean:
 	rm -rf .venv data .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,6 +28,7 @@ from shared.messages import (
     MediaHead,
     MediaPin,
     Message,
+    MetricSeries,
     PinnedPart,
     Refusal,
     RenderedPrompt,
@@ -37,6 +38,7 @@ from shared.messages import (
     Tokenized,
     TokenizeRequest,
     Usage,
+    WorkerMetrics,
 )
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.sampling import SamplingParams
@@ -72,6 +74,8 @@ ITEM = MultiModalKwargsItem(
 )
 ATTEMPT = Attempt("engine", "engine-5b1e9f42", 1, 1795238127020.4, 0)
 ENGINE_HOP = Hop("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
+
+METRIC_LABELS = {"model": "demo", "role": "engine", "worker": "engine-c3d85a10"}
 
 # Subject, direction, explanation, and a message; none for a subject whose messages are empty.
 EXAMPLES: list[tuple[str, str, str, Any]] = [
@@ -263,6 +267,23 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
                 "prefix_evictions": 0,
                 "encoded_items": 2,
             },
+            metrics=("127.0.0.1", 9401),
+        ),
+    ),
+    (
+        subjects.METRICS,
+        "anyone → every worker → anyone: an empty request on core NATS, answered with JSON",
+        "What a worker has counted since its start. One request, as many answers as there are"
+        " workers. docs/metrics.md has the meaning of each name.",
+        WorkerMetrics(
+            "engine",
+            "engine-c3d85a10",
+            [
+                MetricSeries("generation_tokens_total", METRIC_LABELS, 1200),
+                MetricSeries(
+                    "inter_token_latency_seconds", METRIC_LABELS, 7.4, [0.005, 0.01], [310, 880, 4]
+                ),
+            ],
         ),
     ),
 ]
@@ -288,6 +309,7 @@ whoever holds or ends the request | nobody |
 clients, renderers | renderers |
 | `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
+| `pm.metrics` | none | anyone, who gets answers | every worker |
 | `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |
 
 A request stays in {subjects.REQUESTS_STREAM} until it has ended: a coordinator hands it on and puts

@@ -167,7 +167,11 @@ class Bus:
 
     def now_ms(self) -> float:
         """Unix milliseconds of the broker's clock."""
-        return 1000 * asyncio.get_running_loop().time() + self._clock_offset_ms
+        return self.at_ms(asyncio.get_running_loop().time())
+
+    def at_ms(self, monotonic_s: float) -> float:
+        """What the broker's clock shows when this machine's monotonic clock shows that."""
+        return 1000 * monotonic_s + self._clock_offset_ms
 
     @property
     def max_payload(self) -> int:
@@ -345,9 +349,9 @@ class Bus:
         found, _ = await self._get_directly(stream, {"last_by_subj": subject})
         return found[0] if found else None
 
-    async def at(self, stream: str, sequence: int) -> Stored | None:
+    async def at(self, stream: str, sequence: int, subject: str = ">") -> Stored | None:
         """The message at or, where it is gone, the first one after `sequence`."""
-        found, _ = await self._get_directly(stream, {"seq": sequence, "next_by_subj": ">"})
+        found, _ = await self._get_directly(stream, {"seq": sequence, "next_by_subj": subject})
         return found[0] if found else None
 
     async def _get_directly(
@@ -397,8 +401,29 @@ class Bus:
             raise NotFound(f"no worker has ever asked for {durable}") from error
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of consumer {durable}") from error
-        delivered = info.delivered.stream_seq if info.delivered else 0
-        return Backlog(delivered, info.num_pending or 0, info.num_ack_pending or 0)
+        return _backlog(info)
+
+    async def queues(self, stream: str) -> list["Queue"]:
+        """How all consumers of a stream stand."""
+        found: list[Queue] = []
+        try:
+            while page := await self._js.consumers_info(stream, offset=len(found)):
+                found += [_queue(info) for info in page]
+        except NatsError as error:
+            raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
+        return found
+
+    async def size(self, stream: str) -> tuple[int, float | None]:
+        """How many messages a stream has, and when the oldest was stored: Unix milliseconds."""
+        try:
+            # The library leaves out the time.
+            subject = f"$JS.API.STREAM.INFO.{stream}"
+            answer = await self._nc.request(subject, b"", timeout=ANSWER_TIMEOUT_S)
+            state = json.loads(answer.data)["state"]
+        except (NatsError, KeyError) as error:
+            raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
+        first_ms = 1000 * datetime.fromisoformat(state["first_ts"]).timestamp()
+        return state["messages"], first_ms if state["messages"] else None
 
     async def purge(self, stream: str, subject: str) -> None:
         """Remove all messages of `subject`."""
@@ -451,6 +476,30 @@ class Bus:
             raise TimeoutError from error
         except NatsError as error:
             raise Unavailable(f"nobody answers on {subject}") from error
+
+    async def ask_all(self, subject: str, take: Callable[[bytes], bool], timeout_s: float) -> None:
+        """Give `take` the answers of all who serve `subject`, until it returns True for one, or
+        there is no more time.
+
+        Raises Unavailable without a connection.
+        """
+        inbox = self._nc.new_inbox()
+        subscription = await self._nc.subscribe(inbox)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._nc.publish(subject, b"", reply=inbox)
+                enough = False
+                while not enough:
+                    msg = await subscription.next_msg(timeout=timeout_s)
+                    nobody = (msg.headers or {}).get("Status") == "503"
+                    enough = nobody or take(bytes(msg.data))
+        except TimeoutError:
+            pass
+        except NatsError as error:
+            raise Unavailable(f"nobody can be asked on {subject}: {error}") from error
+        finally:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
 
     async def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
         """Answer every question on `subject` from now on."""
@@ -519,6 +568,23 @@ class Backlog:
     delivered: int
     waiting: int
     in_hand: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A consumer, on one filter of its stream, and its backlog."""
+
+    subject: str
+    backlog: Backlog
+
+
+def _queue(info: api.ConsumerInfo) -> Queue:
+    return Queue(info.config.filter_subject or "", _backlog(info))
+
+
+def _backlog(info: api.ConsumerInfo) -> Backlog:
+    delivered = info.delivered.stream_seq if info.delivered else 0
+    return Backlog(delivered, info.num_pending or 0, info.num_ack_pending or 0)
 
 
 class Listener:

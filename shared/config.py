@@ -170,6 +170,16 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Of a model's files in the directory; in memory `blobs.arena_mib` is the limit."""
 
 
+class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Over HTTP, for Prometheus; over the broker they can be had always (`pagemill metrics`)."""
+
+    listen: str | None = None
+    """Address on which every worker serves its own; without one, none does."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """The first worker's; each further one of this machine takes the next that is free. 0 takes any
+    free one. Heartbeats tell which."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
     nats: NatsConfig = NatsConfig()
@@ -179,6 +189,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     encoder: EncoderConfig = EncoderConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     engine: EngineConfig = EngineConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -16,6 +16,7 @@ client, renderer → renderer   MediaHead              pm.media.<sha256>        
 client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
 renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
 any worker → anyone       Heartbeat                  bucket pm_workers           JSON
+anyone → every worker → anyone   (empty) → WorkerMetrics   pm.metrics             JSON
 anyone → coordinator      (empty)                    pm.cancel.<id>
 coordinator → holders     (empty)                    pm.ended.<id>
 
@@ -339,6 +340,28 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     models: list[str]
     load: dict[str, float]
     blobs: BlobAddress | None = None
+    metrics: tuple[str, int] | None = None
+    """Address and port of its HTTP endpoint, if it has one."""
+
+
+class MetricSeries(Struct, frozen=True, omit_defaults=True):
+    """A number of docs/metrics.md, or a histogram."""
+
+    name: str
+    """Without the prefix `pagemill_`."""
+    labels: dict[str, str]
+    value: float
+    """Of a histogram the sum of what was observed."""
+    bounds: list[float] = []
+    """Of a histogram's buckets, ascending; each bound is within its bucket."""
+    counts: list[int] = []
+    """Of a histogram by bucket; the last one is for what is above all bounds."""
+
+
+class WorkerMetrics(Struct, frozen=True):
+    role: str
+    worker: str
+    series: list[MetricSeries]
 
 
 # ---------------------------------------------------------------------------------------------

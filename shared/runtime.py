@@ -14,17 +14,22 @@ from importlib.metadata import version
 
 import uvloop
 
-from shared import telemetry
+from shared import subjects, telemetry
 from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError
+from shared.exposition import Endpoint
 from shared.messages import Heartbeat, to_json
+from shared.metrics import Metrics
 from shared.stage import Shutdown, Stage
 
 HEARTBEAT_S = 1.0
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
 CLOCK_BEATS = 10
+
+# Workers of one machine share a configuration, and listen on a port each.
+METRICS_PORTS = 64
 
 VERSION = version("pagemill")
 
@@ -51,10 +56,25 @@ class Context:
         self.bus = bus
         self.log = log
         self.worker = worker
-        self.stage = Stage(bus, role, self.worker, VERSION, config.delivery)
+        self.metrics = Metrics(role, worker)
+        self.stage = Stage(bus, role, self.worker, VERSION, config.delivery, self.metrics)
         self.shutdown = Shutdown()
         self._blobs: Blobs | None = None
+        self._endpoint: Endpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+
+    async def open_metrics(self) -> None:
+        """From now on whoever asks is told. Raises ConfigError where they cannot be served."""
+        self.metrics.watch("info", lambda: 1.0, version=VERSION)
+        started_s = self.bus.now_ms() / 1000
+        self.metrics.watch("start_time_seconds", lambda: started_s)
+        await self.bus.serve(subjects.METRICS, lambda _: to_json(self.metrics.tell()))
+        config = self.config.metrics
+        if config.listen is not None:
+            self._endpoint = Endpoint(
+                lambda: self.metrics.tell().series, config.listen, config.port, METRICS_PORTS
+            )
+            self.log.info("metrics", address=self._endpoint.address)
 
     async def open_blobs(self) -> Blobs:
         """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
@@ -68,6 +88,8 @@ class Context:
             self._heartbeat.cancel()
         if self._blobs is not None:
             await self._blobs.close()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on `load` is told with every heartbeat."""
@@ -79,7 +101,10 @@ class Context:
             told, address = load(), None
             if self._blobs is not None:
                 told, address = told | self._blobs.load(), self._blobs.address
-            beat = Heartbeat(self.role, self.worker, VERSION, os.getpid(), models, told, address)
+            metrics = None if self._endpoint is None else self._endpoint.address
+            beat = Heartbeat(
+                self.role, self.worker, VERSION, os.getpid(), models, told, address, metrics
+            )
             try:
                 await self.bus.put_heartbeat(self.worker, to_json(beat))
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
@@ -110,6 +135,7 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
     try:
         with _signals(context.shutdown):
             await bus.prepare(config.nats, config.delivery)
+            await context.open_metrics()
             await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)

@@ -33,6 +33,7 @@ from shared.messages import (
     to_json,
     to_msgpack,
 )
+from shared.metrics import Metrics
 from shared.multimodal import BlobRef
 from shared.retry import NO_HISTORY
 from shared.tokenlog import LogWriter, end_request, is_final, last_record
@@ -95,13 +96,20 @@ class Stage:
     """The identity under which a worker takes and settles its jobs."""
 
     def __init__(
-        self, bus: Bus, role: str, worker: str, version: str, policy: DeliveryConfig
+        self,
+        bus: Bus,
+        role: str,
+        worker: str,
+        version: str,
+        policy: DeliveryConfig,
+        metrics: Metrics | None = None,
     ) -> None:
         self.bus = bus
         self.role = role
         self.worker = worker
         self.blobs: Blobs | None = None
         """Of a worker that has to do with large payloads."""
+        self.metrics = metrics or Metrics(role, worker)
         self._version = version
         self._policy = policy
         self._in_hand: dict[str, Job] = {}
@@ -123,13 +131,34 @@ class Stage:
         request_id = subjects.last_token(delivery.subject)
         held = self._in_hand.get(request_id)
         if held is None:
-            return Job(delivery, self.bus.now_ms(), request_id)
+            job = Job(delivery, self.bus.now_ms(), request_id)
+            self.count_arrival(job)
+            return job
         if delivery.sequence != held.delivery.sequence:
             self._start(delivery.retry(AGAIN_PAUSE_S))
             return None
         held.delivery.abandon()
         held.delivery = delivery
         return None
+
+    def count_arrival(self, job: Job) -> None:
+        metrics = self._metrics_of(job)
+        if job.delivery.attempt > 1:
+            metrics.counter("stage_redeliveries_total").add()
+        else:
+            waited_s = max(0.0, job.received_ms - job.delivery.stored_ms) / 1000
+            metrics.histogram("stage_queue_seconds").observe(waited_s)
+
+    def count_handled(self, job: Job) -> None:
+        took_s = (self.bus.now_ms() - job.received_ms) / 1000
+        self._metrics_of(job).histogram("stage_handling_seconds").observe(took_s)
+
+    def count_error(self, cause: PagemillError) -> None:
+        """This worker has ended a request with an error."""
+        self.metrics.counter("request_errors_total", code=cause.code).add()
+
+    def _metrics_of(self, job: Job) -> Metrics:
+        return self.metrics.of(subjects.model_of_stage(job.delivery.subject))
 
     def progressed(self, jobs: Iterable[Job]) -> None:
         """Tell the broker, a few times within the ack wait, that these jobs are advancing."""
@@ -302,6 +331,7 @@ class Stage:
         # The job last: if we die here, it comes again to somebody who releases them.
         await self._release_payloads(job.inputs)
         await job.delivery.ack()
+        self.count_handled(job)
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.abandon(job)
 
@@ -355,17 +385,20 @@ class Stage:
         )
         match decision:
             case retry.Retry(after_s, failed):
+                self._metrics_of(job).counter("stage_retries_total", code=cause.code).add()
                 await self._close_attempt(job, "failed" if failed else "handed_back")
                 self._release(job)
                 await job.delivery.retry(after_s)
                 return
             case retry.DeadLetter():
                 await self._write_dead_letter(job, cause, error)
+                self._metrics_of(job).counter("stage_dead_letters_total", code=cause.code).add()
             case retry.Answer():
                 pass
         if job.request_id is not None:
             path = [*job.path, self.hop(job)]
             await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
+        self.count_error(cause)
         await self.finish(job)
 
     async def stand_aside(self, job: Job) -> None:

@@ -32,6 +32,9 @@ TOKENS_FILTER = "pm.tokens.*"
 # The server's own subject mapping language: the first wildcard of the source.
 TOKENS_TARGET = "pm.tokens.{{wildcard(1)}}"
 
+# Where every worker tells its metrics to whoever asks; core NATS.
+METRICS = "pm.metrics"
+
 LANES = ("interactive", "batch")
 
 MAX_NAME_LEN = 128
@@ -78,6 +81,17 @@ def stages_of(request_id: str) -> str:
 
 def role_of_stage(subject: str) -> str:
     return subject.split(".")[2]
+
+
+def parts_of_stage(subject: str) -> tuple[str, str, str]:
+    """Role, model and lane of a stage's subject or filter."""
+    _, _, role, model, lane, _ = subject.split(".")
+    return role, model, lane
+
+
+def model_of_stage(subject: str) -> str:
+    """Empty for the subject of a client's request: whoever publishes it chooses any name."""
+    return parts_of_stage(subject)[1] if subject.startswith("pm.stage.") else ""
 
 
 def stage_consumer(role: str, model: str, lane: str) -> str:

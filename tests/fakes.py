@@ -30,6 +30,7 @@ class FakeRunner:
         self._prepared: dict[str, set[int]] = {}
         """Items that have embeddings, by request."""
         self.encoded_items = 0
+        self.mm_cache_queries = self.mm_cache_hits = 0
         self.scrubbed: list[int] = []
         self.batches: list[int] = []
         """Tokens of each batch."""

@@ -41,6 +41,8 @@ def test_version_and_help(tmp_path: Path) -> None:
         "cancel",
         "where",
         "dead",
+        "top",
+        "metrics",
         "check",
     ):
         assert command in everything
@@ -100,8 +102,9 @@ def test_check_names_what_is_wrong(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ask_without_a_server_says_so(tmp_path: Path) -> None:
-    done = run("ask", "--nats", "nats://127.0.0.1:9", "hello", cwd=tmp_path)
+@pytest.mark.parametrize("command", [["ask", "hello"], ["top", "--once"], ["metrics"]])
+def test_without_a_server_it_says_so(command: list[str], tmp_path: Path) -> None:
+    done = run(*command, "--nats", "nats://127.0.0.1:9", cwd=tmp_path)
     assert done.returncode == 1
     assert "nats://127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr

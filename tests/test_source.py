@@ -20,7 +20,7 @@ CODE |= {"eval", "exec", "compile", "__import__", "importlib.import_module"}
 NETWORK = {"requests", "httpx", "aiohttp", "urllib3", "http.client", "urllib.request", "ftplib"}
 NETWORK |= {"httpcore", "httpcore2", "websockets", "smtplib", "telnetlib"}
 SOCKETS = {"socket.create_connection", "socket.socket", "socket.getaddrinfo", "socket.socketpair"}
-SOCKETS |= {"asyncio.open_connection"}
+SOCKETS |= {"asyncio.open_connection", "prometheus_client.start_http_server"}
 FILES_BY_NAME = {"open", "io.open", "os.open", "PIL.Image.open"}
 FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
 
@@ -30,6 +30,7 @@ ALLOWED = {
     "shared.roads": {"socket.socket", "socket.create_connection"},  # addresses from heartbeats
     "shared.blobwire": {"socket.socket"},  # that it is given
     "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.exposition": {"prometheus_client.start_http_server"},  # where the operator says
     "shared.ecdirectory": {".read_bytes"},  # names are hashes, in the operator's own directory
     # The operator's own files, on the operator's own machine.
     "shared.broker": {"socket.socket", ".open"},

@@ -12,13 +12,14 @@ from typing import Annotated, Literal
 import uvloop
 import yaml
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.markup import escape
 
 from shared import runtime, telemetry
 from shared.client import new_request_id
 from shared.errors import PagemillError
-from workers import operating, settings
+from workers import exporting, operating, settings, watching
 from workers.asking import Question, ask_and_print, follow_and_print
 from workers.local import LocalCluster, default_workers
 from workers.previewing import render_and_print, tokenize_and_print
@@ -262,6 +263,45 @@ def where(
 ) -> int:
     """Tell where a request is: stage, worker, attempt, how long it waits, and why."""
     return uvloop.run(operating.print_where(request_id, _url(config, nats), as_json=json))
+
+
+@app.command
+def top(
+    *,
+    once: bool = False,
+    json: bool = False,
+    interval: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Watch a running Pagemill: pools, queues, tokens a second, KV use, latencies. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    once
+        Print one frame, of one interval, and end.
+    json
+        One JSON object a frame.
+    interval
+        Seconds between two frames.
+    """
+    url = _url(config, nats)
+    return uvloop.run(watching.watch(url, interval, once=once, as_json=json))
+
+
+@app.command
+def metrics(*, listen: str | None = None, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """Print the metrics of all workers and queues in Prometheus' text format.
+
+    Parameters
+    ----------
+    listen
+        Serve them over HTTP instead, on this address and port, such as 127.0.0.1:9400.
+    """
+    url = _url(config, nats)
+    if listen is None:
+        return uvloop.run(exporting.print_metrics(url))
+    return uvloop.run(exporting.serve_metrics(url, listen))
 
 
 dead = App(name="dead", help="Requests that were given up: look at them, send them again.")

@@ -65,6 +65,7 @@ class FakeRunner:
         self._step_s = step_s
         self._on_harm = on_harm
         self.encoded_items = 0
+        self.mm_cache_queries = self.mm_cache_hits = 0
         self._slots: dict[tuple[int, int], bytes] = {}
         self._seen: dict[str, bytes] = {}
         """By request, a hash of its pictures."""

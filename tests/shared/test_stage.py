@@ -28,6 +28,7 @@ from shared.messages import (
     to_json,
 )
 from shared.multimodal import BlobRef
+from shared.readings import samples_of, total
 from shared.sampling import SamplingParams
 from shared.stage import Job, Shutdown, Stage, serve
 from shared.tokenlog import end_request, read_log
@@ -202,6 +203,30 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.
     assert await bus.queued_request(accepted.sequence) == b""
+
+
+async def test_a_stage_counts_what_becomes_of_its_work(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    for _ in range(2):
+        job = await next_job(stage, inbox)
+        await stage.take(job)
+        await stage.fail(job, RuntimeError("twice"))
+    await put(bus, model, f"{request_id}-2")
+    await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
+    told = samples_of(stage.metrics.tell())
+    counts = {
+        name: total(told, name, model=model)
+        for name in ("stage_redeliveries_total", "stage_retries_total", "stage_dead_letters_total")
+    }
+    assert counts == dict.fromkeys(counts, 1)
+    assert total(told, "stage_retries_total", code="worker_failure") == 1
+    assert total(told, "request_errors_total", code="worker_failure") == 1
+    assert total(told, "request_errors_total", code="invalid_media") == 1
+    assert total(told, "stage_queue_seconds_bucket", model=model, le="inf") == 2
+    assert total(told, "stage_handling_seconds_bucket", model=model, le="inf") == 2
 
 
 async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(

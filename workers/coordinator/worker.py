@@ -60,6 +60,8 @@ class Coordinator:
     async def _handle(self, delivery: Delivery) -> None:
         request_id = request_id_of(delivery.msg_id, delivery.data)
         job = Job(delivery, self._context.bus.now_ms(), request_id)
+        if delivery.attempt == 1:  # Later it comes back from its deadline, or from a dead worker.
+            self._stage.count_arrival(job)
         try:
             await self._accept_or_end(job)
         except asyncio.CancelledError:
@@ -116,6 +118,9 @@ class Coordinator:
             adapter=request.adapter,
         )
         await self._stage.publish(job, "renderer", request.model, request.lane, to_msgpack(task))
+        self._stage.count_handled(job)
+        metrics = self._context.metrics.of(request.model)
+        metrics.counter("requests_accepted_total").add()
         self._context.log.info(
             "accepted",
             request_id=job.request_id,
@@ -135,6 +140,7 @@ class Coordinator:
         await self._context.bus.tell(subjects.ended(job.request_id))
         # Perhaps nobody serves its model any more, and its work would lie in the queue for long.
         await self._context.bus.purge(subjects.STAGES_STREAM, subjects.stages_of(job.request_id))
+        self._stage.count_error(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
 
@@ -146,6 +152,7 @@ class Coordinator:
             if subjects.is_request_id(request_id):
                 error = Cancelled("cancelled on request")
                 await end_request(bus, request_id, delivery.attempt, error, [])
+                self._stage.count_error(error)
                 await bus.tell(subjects.ended(request_id))
                 self._context.log.info("cancelled", request_id=request_id)
             await delivery.ack()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class TowerThread:
         self.num_encoded = 0
         """Pictures that have gone through the tower."""
         self.num_batches = 0
+        self.on_batch: Callable[[float], None] = lambda num_pictures: None
 
     @property
     def num_waiting(self) -> int:
@@ -84,6 +86,7 @@ class TowerThread:
     async def _encode(self, batch: list[_Order]) -> list[Tensor]:
         self.num_encoded += len(batch)
         self.num_batches += 1
+        self.on_batch(len(batch))
         self._began_s = time.monotonic()
         try:
             loop = asyncio.get_running_loop()

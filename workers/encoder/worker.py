@@ -65,6 +65,7 @@ class EncoderWorker:
 
     async def serve(self) -> None:
         context = self._context
+        self._tell_metrics()
         consumers = [await self._consume(lane) for lane in subjects.LANES]
         context.ready([self._model], lambda: self._load(consumers))
         beside = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
@@ -77,6 +78,13 @@ class EncoderWorker:
             for task in beside:
                 task.cancel()
             self._tower.close()
+
+    def _tell_metrics(self) -> None:
+        metrics, tower = self._context.metrics.of(self._model), self._tower
+        tower.on_batch = metrics.histogram("encoder_batch_items").observe
+        metrics.watch("encoded_items_total", lambda: tower.num_encoded)
+        metrics.watch("encoder_waiting_items", lambda: tower.num_waiting)
+        metrics.watch("encoder_found_items_total", lambda: self._found)
 
     async def _consume(self, lane: str) -> Consumer:
         context = self._context

@@ -37,6 +37,13 @@ class Runner(Protocol):
     encoded_items: int
     """How many items have been through the tower so far."""
 
+    @property
+    def mm_cache_queries(self) -> int:
+        """How many items were looked up among the embeddings that are kept."""
+
+    @property
+    def mm_cache_hits(self) -> int: ...
+
     def prepare(self, request: EngineRequest) -> None:
         """Once before its first batch; raises what is wrong with the request."""
 
@@ -65,6 +72,16 @@ class Stats:
     prefix_evictions: int
     """Blocks that could have been found and were needed for something else."""
     encoded_items: int
+    mm_cache_queries: int
+    mm_cache_hits: int
+    num_preemptions: int
+    num_steps: int
+    num_batched_tokens: int
+    """That have gone through the model in these steps."""
+    kv_waste: float
+    """Just now: share of the slots in held blocks that have no token in them."""
+    begun: tuple[str, ...]
+    """Requests that have been in a batch for the first time in the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +158,10 @@ class Core:
         self._entries: dict[str, Entry] = {}
         self._news: dict[str, list[ChoiceDelta]] = {}
         """By request, for the end of the step."""
+        self._num_steps = 0
+        self._num_batched_tokens = 0
+        self._begun: list[str] = []
+        """Requests that the step has prepared."""
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +177,13 @@ class Core:
             prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
             prefix_evictions=self._pool.num_evictions,
             encoded_items=self._runner.encoded_items,
+            mm_cache_queries=self._runner.mm_cache_queries,
+            mm_cache_hits=self._runner.mm_cache_hits,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_batched_tokens=self._num_batched_tokens,
+            kv_waste=self._scheduler.kv_waste,
+            begun=tuple(self._begun),
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -179,11 +207,15 @@ class Core:
 
     def cancel(self, request_id: str) -> None:
         """Forget the request without a word; one that is not in hand has ended already."""
+        self._begun = []
         if request_id in self._entries:
             self._drop(self._entries[request_id])
 
     def step(self) -> list[RequestOutput]:
+        self._begun = []
         batch, failures = self._prepare(self._scheduler.schedule())
+        self._num_steps += bool(batch.scheduled)
+        self._num_batched_tokens += batch.num_tokens
         self._note_blocks(batch)
         try:
             token_ids = self._runner.run(batch) if batch.scheduled else []
@@ -217,6 +249,7 @@ class Core:
         if not entry.prepared:
             self._runner.prepare(entry.request)
             entry.prepared = True
+            self._begun.append(entry.request.request_id)
         start = s.sequence.num_computed_tokens
         needed = entry.request.items_within(start, start + s.num_new_tokens)
         missing = [index for index in needed if index not in entry.encoded]

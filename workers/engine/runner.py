@@ -55,6 +55,14 @@ class Runner:
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
 
+    @property
+    def mm_cache_queries(self) -> int:
+        return self._embeddings.hits + self._embeddings.misses
+
+    @property
+    def mm_cache_hits(self) -> int:
+        return self._embeddings.hits
+
     @torch.inference_mode()
     def prepare(self, request: EngineRequest) -> None:
         """Raises what is wrong with the request, here and not in a batch that it shares."""

@@ -35,6 +35,7 @@ class Scheduler:
         """Known tokens of all sequences when they were first admitted."""
         self.prefix_hit_tokens = 0
         """Those of them that were found in the cache."""
+        self.num_preemptions = 0
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
 
@@ -45,6 +46,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the slots in the blocks of those that run that have no token in them."""
+        num_slots = self._pool.block_size * sum(len(s.block_table) for s in self._running)
+        num_tokens = sum(s.num_computed_tokens for s in self._running)
+        return 1 - num_tokens / num_slots if num_slots else 0.0
 
     @property
     def has_work(self) -> bool:
@@ -157,6 +165,7 @@ class Scheduler:
 
     def _preempt_latest(self) -> Sequence:
         sequence = self._running.pop()
+        self.num_preemptions += 1
         self._release_blocks(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING

@@ -38,6 +38,8 @@ class StepLoop(Generic[Owner]):
         self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | str | None]
         self._commands = queue.SimpleQueue()
         self._step_began_s: float | None = None
+        self.began_s = 0.0
+        """When the last step began, on the monotonic clock; for `on_step`."""
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +84,7 @@ class StepLoop(Generic[Owner]):
                         self._on_step([], self._core.stats())
                 else:
                     told += self._add(*command)
-            self._step_began_s = time.monotonic()
+            self._step_began_s = self.began_s = time.monotonic()
             outputs = self._core.step()
             self._step_began_s = None
             told += [(self._owners[output.request_id], output) for output in outputs]

@@ -6,6 +6,7 @@ Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`
 import asyncio
 import contextlib
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from shared.runtime import Context
 from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
+from workers.engine.meters import Meters, Timing
 from workers.engine.opening import Opener
 from workers.engine.outputs import logged_choices, merge_deltas
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
@@ -37,6 +39,7 @@ class Flow:
     job: Job
     task: EngineTask
     log: LogWriter
+    timing: Timing
     pending: list[RequestOutput] = field(default_factory=list)
     """Outputs that are not in the log yet; several steps go into one record if the log is slow."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,12 +72,15 @@ class EngineWorker:
         self._consumers: list[Consumer] = []
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
+        self._meters = Meters(context.metrics.of(model), self._stats, context.bus.at_ms)
         self._max_num_seqs = context.config.engine.max_num_seqs
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._steps: StepLoop[Flow] = StepLoop(
             core,
-            lambda outputs, stats: loop.call_soon_threadsafe(self._on_step, outputs, stats),
+            lambda outputs, stats: loop.call_soon_threadsafe(
+                self._on_step, outputs, stats, self._steps.began_s, time.monotonic()
+            ),
             lambda error: loop.call_soon_threadsafe(self._crash.set_exception, error),
         )
 
@@ -189,7 +195,7 @@ class EngineWorker:
             tenant=task.accepted.tenant,
             adapter=task.adapter,
         )
-        flow = Flow(job, task, log)
+        flow = Flow(job, task, log, Timing.of(task, job.received_ms, log.records))
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
         self._steps.add(request, flow)
@@ -230,8 +236,17 @@ class EngineWorker:
 
     # -- out --------------------------------------------------------------------------------
 
-    def _on_step(self, outputs: list[tuple[Flow, RequestOutput]], stats: Stats) -> None:
+    def _on_step(
+        self,
+        outputs: list[tuple[Flow, RequestOutput]],
+        stats: Stats,
+        began_s: float,
+        ended_s: float,
+    ) -> None:
         self._stats = stats
+        begun = (self._flows[name].timing for name in stats.begun if name in self._flows)
+        timed = ((flow.timing, output) for flow, output in outputs)
+        self._meters.step(begun, timed, stats, began_s, ended_s)
         for flow, output in outputs:
             flow.pending.append(output)
             flow.changed.set()
@@ -279,6 +294,7 @@ class EngineWorker:
             return False
         hop = self._stage.hop(flow.job)
         await flow.log.finish(last.usage, last.kv_blocks, [*flow.task.path, hop])
+        self._meters.finished(flow.timing, self._context.bus.now_ms())
         return True
 
     # -- ends from outside ------------------------------------------------------------------

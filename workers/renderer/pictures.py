@@ -25,6 +25,8 @@ Args = TypeVarTuple("Args")
 
 @dataclass(slots=True)
 class Counters:
+    queries: int = 0
+    """Pictures asked for."""
     hits: int = 0
     """Pictures that had been made before."""
     processed: int = 0
@@ -71,6 +73,7 @@ class Pictures:
         Raises a RequestError naming `field`.
         """
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
+        self.counters.queries += 1
         if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
@@ -84,7 +87,7 @@ class Pictures:
         for making in self._making.values():
             making.cancel()
         self._blobs.clear()
-        self.counters.hits = self.counters.processed = 0
+        self.counters.queries = self.counters.hits = self.counters.processed = 0
 
     async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> Prepared | None:
         ref = await self._blobs.find(mm_hash, ttl_s)

@@ -99,6 +99,8 @@ class RendererWorker:
         services = Services(context.bus, self._readonly_path, self._processors, config.renderer)
         await services.start()
         counters = self._main_path.pictures.counters
+        context.metrics.watch("mm_cache_queries_total", lambda: counters.queries)
+        context.metrics.watch("mm_cache_hits_total", lambda: counters.hits)
         context.ready(
             sorted(self._processors),
             lambda: {
@@ -133,12 +135,16 @@ class RendererWorker:
             self._in_hand.add(task.request_id)
             job.waiting = True
             data = await self._render(task, job)
+            metrics = self._context.metrics.of(task.model)
+            rendered_s = (self._context.bus.now_ms() - job.received_ms) / 1000
+            metrics.histogram("render_seconds").observe(rendered_s)
             # The threads are free for what waits in this worker.
             stage.progressed(stage.waiting)
             if task.request_id in self._ended:
                 await stage.finish(job)
                 return
             await stage.hand_over(job, "engine", task.model, task.lane, data, task.round)
+            metrics.counter("rendered_requests_total").add()
             self._context.log.info(
                 "rendered",
                 request_id=task.request_id,

@@ -1,0 +1,257 @@
+"""Numbers of a whole Pagemill: equal to what was served, by every road on which they can be had."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ops.demo import PICTURES
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import Failure, Finish, GenerateRequest, Message
+from tests.cluster.conftest import (
+    CONFIG,
+    PAGEMILL,
+    ROOT,
+    Cluster,
+    living,
+    request_text,
+    start_cluster,
+    stop_cluster,
+)
+from workers.asking import Question, build_request
+
+METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of its own: nothing else has been counted in it."""
+    running = start_cluster(tmp_path_factory.mktemp("metrics"), CONFIG + METRICS)
+    yield running
+    stop_cluster(running)
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(cluster.url, "test")
+    yield bus
+    await bus.close()
+
+
+def command(cluster: Cluster, *arguments: str) -> str:
+    done = subprocess.run(
+        [*PAGEMILL, *arguments, "--nats", cluster.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+Values = dict[tuple[str, str], float]
+
+
+def values(text: str) -> Values:
+    """Sums over all workers, by the metric's name and one telling label."""
+    found: Values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = sample.labels
+            own = labels.get("finished_reason") or labels.get("code") or labels.get("role", "")
+            if "le" not in labels:
+                key = (sample.name.removeprefix("pagemill_"), own)
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+async def settled(cluster: Cluster, num_requests: int) -> Values:
+    """As soon as the engine has counted what its clients have seen end."""
+    deadline = time.monotonic() + 20
+    while True:
+        found = values(await asyncio.to_thread(command, cluster, "metrics"))
+        if found["stage_handling_seconds_count", "engine"] == num_requests:
+            return found
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+
+
+async def final_record(bus: Bus, request: GenerateRequest) -> Finish | Failure:
+    last = [record async for record in ask(bus, request, new_request_id())][-1]
+    assert isinstance(last, Finish | Failure)
+    return last
+
+
+async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> None:
+    red = build_request(
+        Question("demo", "What color is this image?", [PICTURES / "red.png"], {"max_tokens": 5})
+    )
+    long = "What can you do? " * 8
+    asked = [red, *(request_text(long, max_tokens=7, n=2, ignore_eos=True) for _ in range(3))]
+    finals = [await final_record(client, request) for request in [*asked, red]]
+    finals += await asyncio.gather(*(final_record(client, request) for request in asked))
+    stranger = GenerateRequest("stranger", [Message("user", "hi")])
+    refused = await final_record(client, stranger)
+    assert isinstance(refused, Failure)
+    usages = [final.usage for final in finals if isinstance(final, Finish)]
+    assert len(usages) == len(finals)
+    assert any(usage.cached_tokens for usage in usages)
+
+    found = await settled(cluster, len(usages))
+    out = sum(usage.completion_tokens for usage in usages)
+    num_choices = sum(2 if usage.completion_tokens == 14 else 1 for usage in usages)
+    prompts = sum(usage.prompt_tokens for usage in usages)
+    reasons = found["request_success_total", "stop"] + found["request_success_total", "length"]
+    assert reasons == len(usages)
+    assert found["request_success_total", "length"] >= 6
+    for name, wanted in {
+        "prompt_tokens_total": prompts,
+        "generation_tokens_total": out,
+        "inter_token_latency_seconds_count": out - num_choices,
+        "time_to_first_token_seconds_count": len(usages),
+        "request_queue_time_seconds_count": len(usages),
+        "e2e_request_latency_seconds_count": len(usages),
+        "stage_queue_seconds_count": len(usages),
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+        "up": 1,
+    }.items():
+        assert found[name, "engine"] == wanted, name
+    # Of two choices of one prompt, the second finds what the first has computed.
+    cached = sum(usage.cached_tokens for usage in usages)
+    assert found["prefix_cache_queries_total", "engine"] >= prompts
+    assert found["prefix_cache_hits_total", "engine"] >= cached
+    assert found["mm_cache_queries_total", "renderer"] == 3
+    assert found["mm_cache_hits_total", "renderer"] == 2
+    assert found["rendered_requests_total", "renderer"] == len(usages)
+    assert found["requests_accepted_total", "coordinator"] == len(usages)
+    assert found["request_errors_total", refused.error.code] == 1
+    assert found["stage_queue_seconds_count", "coordinator"] == len(usages) + 1
+    assert found["requests_in_flight", ""] == found["dead_letters", ""] == 0
+    assert found["queue_pending", "engine"] == found["queue_ack_pending", "engine"] == 0
+
+    seen = json.loads(command(cluster, "top", "--once", "--json", "--interval", "0.2"))
+    totals = {
+        "prompt_tokens": prompts,
+        "generation_tokens": out,
+        "requests": len(usages),
+        "prefix_queries": found["prefix_cache_queries_total", "engine"],
+        "prefix_hits": found["prefix_cache_hits_total", "engine"],
+        "preemptions": 0,
+    }
+    assert [row["totals"] for row in seen["models"]] == [totals]
+    assert [row["totals"] for row in seen["engines"]] == [totals]
+    assert {(pool["role"], pool["workers"], pool["silent"]) for pool in seen["pools"]} == {
+        ("coordinator", 1, 0),
+        ("renderer", 1, 0),
+        ("engine", 1, 0),
+    }
+    assert [(queue["stage"], queue["lane"]) for queue in seen["queues"]] == [
+        ("coordinator", ""),
+        ("engine", "interactive"),
+        ("engine", "batch"),
+        ("renderer", "interactive"),
+        ("renderer", "batch"),
+    ]
+
+
+def test_no_label_is_of_a_clients_choosing(cluster: Cluster) -> None:
+    """Nor does a request that was refused leave a series of its own: row S58."""
+    assert "stranger" not in command(cluster, "metrics")
+
+
+async def test_every_worker_serves_its_own_where_its_heartbeat_says(
+    cluster: Cluster, client: Bus
+) -> None:
+    ports = set()
+    for role in ("coordinator", "renderer", "engine"):
+        (beat,) = await living(client, role)
+        assert beat.metrics is not None
+        host, port = beat.metrics
+        ports.add(port)
+        url = f"http://{host}:{port}/metrics"
+        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=10) as answer:
+            text = answer.read().decode()
+        workers = {
+            sample.labels["worker"]
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert workers == {beat.worker}
+    assert len(ports) == 3
+
+
+@contextlib.contextmanager
+def running(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command that goes on until Ctrl-C, which it then ends by without a word."""
+    with subprocess.Popen([*PAGEMILL, *arguments], cwd=ROOT, text=True, **streams) as process:
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_the_whole_cluster_is_served_on_one_address(cluster: Cluster) -> None:
+    arguments = ("metrics", "--listen", "127.0.0.1:0", "--nats", cluster.url)
+    with running(*arguments, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[2].removesuffix(";")
+        for _ in range(2):
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found = values(answer.read().decode())
+            assert found["broker_up", ""] == 1
+            assert [found["up", role] for role in ("coordinator", "renderer", "engine")] == [1] * 3
+
+
+def test_what_goes_into_a_pipe_is_plain(cluster: Cluster) -> None:
+    arguments = ("top", "--interval", "0.1", "--nats", cluster.url)
+    with running(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(60)]
+    assert sum(line.startswith("pagemill ") for line in lines) >= 2
+    assert sum(line.startswith("engine-") for line in lines) >= 2
+    assert not any("\x1b" in line or "Traceback" in line for line in lines)
+
+
+def test_a_terminal_is_left_as_it_was(cluster: Cluster) -> None:
+    leader, follower = os.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    arguments = ("top", "--interval", "0.1", "--nats", cluster.url)
+    streams: dict[str, Any] = {"stdin": follower, "stdout": follower, "stderr": follower}
+    written = b""
+    with running(*arguments, env=env, **streams):
+        while written.count(b"in flight") < 3:
+            written += os.read(leader, 65536)
+    os.close(follower)
+    with contextlib.suppress(OSError):  # which is how the end of a terminal is told
+        while data := os.read(leader, 65536):
+            written += data
+    os.close(leader)
+    entered, left, hidden, shown = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
+    assert written.count(entered) == written.count(left) == 1
+    assert written.rindex(shown) > written.rindex(hidden)
+    assert b"Traceback" not in written
+
+
+def test_top_waits_for_a_broker_and_says_so(tmp_path: Path) -> None:
+    arguments = ("top", "--json", "--interval", "0.1", "--nats", "nats://127.0.0.1:9")
+    with running(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        told = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert told == 2 * [{"error": "no nats-server answers at nats://127.0.0.1:9"}]
