@@ -261,6 +261,7 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
                 "prefix_query_tokens": 4096,
                 "prefix_hit_tokens": 1024,
                 "prefix_evictions": 0,
+                "preemptions": 0,
                 "encoded_items": 2,
             },
         ),

@@ -89,10 +89,10 @@ class BlockPool:
         return found
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these, which have just been found."""
+        """One more reference to each of these, which have just been found or are held."""
         for block in blocks:
-            assert block in self._hash_of, f"block {block} is not registered"
             if self._ref_counts[block] == 0:
+                assert block in self._hash_of, f"block {block} is free and not registered"
                 del self._findable[block]
             self._ref_counts[block] += 1
 

@@ -43,6 +43,9 @@ class Runner(Protocol):
     def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
         """Have and keep the embeddings of these items, which the next batch needs."""
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Before the batch that needs it: (source, destination)."""
+
     def run(self, batch: Batch) -> list[int | None]:
         """One token id per scheduled sequence, None where it does not sample."""
 
@@ -57,6 +60,8 @@ class Runner(Protocol):
 class Stats:
     num_running: int
     num_waiting: int
+    num_waiting_batch: int
+    """Those of them in the slower lane."""
     num_free_blocks: int
     num_blocks: int
     prefix_query_tokens: int
@@ -64,6 +69,7 @@ class Stats:
     prefix_hit_tokens: int
     prefix_evictions: int
     """Blocks that could have been found and were needed for something else."""
+    preemptions: int
     encoded_items: int
 
 
@@ -150,11 +156,13 @@ class Core:
         return Stats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_waiting_batch=self._scheduler.num_waiting_batch,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
-            prefix_query_tokens=self._scheduler.prefix_query_tokens,
-            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            prefix_query_tokens=self._scheduler.sharing.query_tokens,
+            prefix_hit_tokens=self._scheduler.sharing.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
+            preemptions=self._scheduler.num_preemptions,
             encoded_items=self._runner.encoded_items,
         )
 
@@ -186,7 +194,7 @@ class Core:
         batch, failures = self._prepare(self._scheduler.schedule())
         self._note_blocks(batch)
         try:
-            token_ids = self._runner.run(batch) if batch.scheduled else []
+            token_ids = self._run(batch) if batch.scheduled else []
         except Exception:
             failures += self._run_apart(batch)
         else:
@@ -228,6 +236,11 @@ class Core:
             # Choices share blocks; there is seldom more than one.
             num_blocks = len(entry.blocks) if others else len(first)
             entry.kv_blocks = max(entry.kv_blocks, num_blocks)
+
+    def _run(self, batch: Batch) -> list[int | None]:
+        if batch.copies:
+            self._runner.copy_blocks(batch.copies)
+        return self._runner.run(batch)
 
     def _settle(self, batch: Batch, token_ids: list[int | None]) -> None:
         self._scheduler.settle(batch)
@@ -320,7 +333,7 @@ class Core:
             request_id = entry.request.request_id
             part = Batch([s for s in batch.scheduled if s.sequence.request_id == request_id])
             try:
-                token_ids = self._runner.run(part)
+                token_ids = self._run(part)
             except Exception as error:
                 blocks = entry.blocks
                 self._pool.forget(blocks)

@@ -116,10 +116,16 @@ class EngineWorker:
 
     def _ask_for_work(self) -> None:
         """As much as there is room for. While requests wait for blocks or slots, taking more would
-        only keep them from others; what waits for its embeddings keeps nobody out."""
+        only keep them from others; what waits for its embeddings keeps nobody out, and what waits
+        in the slower lane nobody of the faster."""
         capacity = self._max_num_seqs + min(len(self._opening), self._max_num_seqs)
-        for consumer in self._consumers:
-            consumer.set_capacity(consumer.held if self._stats.num_waiting else capacity)
+        stats = self._stats
+        num_before = {
+            "interactive": stats.num_waiting - stats.num_waiting_batch,
+            "batch": stats.num_waiting,
+        }
+        for lane, consumer in zip(subjects.LANES, self._consumers, strict=False):
+            consumer.set_capacity(consumer.held if num_before[lane] else capacity)
 
     def _load(self) -> dict[str, float]:
         stats = self._stats
@@ -133,6 +139,7 @@ class EngineWorker:
             "prefix_query_tokens": stats.prefix_query_tokens,
             "prefix_hit_tokens": stats.prefix_hit_tokens,
             "prefix_evictions": stats.prefix_evictions,
+            "preemptions": stats.preemptions,
             "encoded_items": stats.encoded_items,
         }
 
@@ -186,6 +193,7 @@ class EngineWorker:
             items=items,
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
+            lane=task.lane,
             tenant=task.accepted.tenant,
         )
         flow = Flow(job, task, log)
