@@ -262,6 +262,7 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
                 "prefix_hit_tokens": 1024,
                 "prefix_evictions": 0,
                 "preemptions": 0,
+                "kv_waste": 0.018,
                 "encoded_items": 2,
             },
         ),

@@ -125,7 +125,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     threads: Annotated[int, Meta(ge=0)] = 0
     """Of torch; 0 leaves torch's own choice."""
-    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """In tokens; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None
     """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256

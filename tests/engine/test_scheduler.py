@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from shared.sampling import SamplingParams
@@ -300,3 +302,28 @@ def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
     # One of its four blocks has been needed for the first: its last.
     assert new_tokens(scheduler) == {second: 3}
     assert second.num_cached_tokens == 0, "at first"
+
+
+# -- waste ----------------------------------------------------------------------------------------
+
+
+def test_slots_without_a_token_are_counted_at_each_step() -> None:
+    """Two of 5 tokens share two blocks of 2, and each has half of a third."""
+    scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
+    for sequence in (make_sequence(5), make_sequence(5)):
+        scheduler.add(sequence)
+        new_tokens(scheduler)
+    # First 6 slots for one with 5 tokens; then 8, 6 and 5 of which have been computed.
+    assert (scheduler.num_unused_slots, scheduler.num_slots) == (1 + 1, 6 + 8)
+
+
+@pytest.mark.parametrize(("block_size", "is_enough"), [(8, True), (16, False)])
+def test_waste_of_many_at_once_is_under_three_per_cent(block_size: int, is_enough: bool) -> None:
+    """32 with prompts of 64 to 256 tokens, 64 tokens each: why blocks are of 8 on a CPU."""
+    rng = random.Random(0)
+    scheduler = Scheduler(BlockPool(2**14 // block_size, block_size), 64, 2048, 1024)
+    for i in range(32):
+        scheduler.add(make_sequence(rng.randint(64, 256), 64, first=100 + i))
+    while scheduler.has_work:
+        advance(scheduler, scheduler.schedule())
+    assert (scheduler.num_unused_slots < 0.03 * scheduler.num_slots) == is_enough

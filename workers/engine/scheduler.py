@@ -53,6 +53,10 @@ class Scheduler:
         assert pool.num_blocks * pool.block_size >= max_model_len
         self.sharing = Sharing(pool, prefix_caching)
         self.num_preemptions = 0
+        self.num_slots = 0
+        """In the blocks held, at each step so far."""
+        self.num_unused_slots = 0
+        """Those of them without a token."""
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -118,6 +122,14 @@ class Scheduler:
             s.sequence.num_computed_tokens += s.num_new_tokens
             if s.samples:
                 self.sharing.sampled(s.sequence)
+        self._count_slots()
+
+    def _count_slots(self) -> None:
+        """What is shared is full and counts once; the rest of a table is its sequence's own."""
+        self.num_slots += self._pool.block_size * (self._pool.num_blocks - self._pool.num_free)
+        for sequence in self._running:
+            num_slots = len(sequence.block_table) * self._pool.block_size
+            self.num_unused_slots += num_slots - sequence.num_computed_tokens
 
     def _admit(self, step: _Step) -> None:
         """In their order. One that waits for room lets nobody pass.

@@ -140,6 +140,7 @@ class EngineWorker:
             "prefix_hit_tokens": stats.prefix_hit_tokens,
             "prefix_evictions": stats.prefix_evictions,
             "preemptions": stats.preemptions,
+            "kv_waste": round(stats.kv_waste, 4),
             "encoded_items": stats.encoded_items,
         }
 
