@@ -20,6 +20,7 @@ from workers.engine.checks import (
     resolve_max_tokens,
 )
 from workers.engine.detokenizer import Detokenizer
+from workers.engine.kvevents import KVEvents
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import (
     Batch,
@@ -149,6 +150,11 @@ class Core:
         self._entries: dict[str, Entry] = {}
         self._news: dict[str, list[ChoiceDelta]] = {}
         """By request, for the end of the step."""
+
+    @property
+    def kv_events(self) -> KVEvents | None:
+        """What becomes of blocks, if anybody is to be told; may be taken from any thread."""
+        return self._pool.events
 
     @property
     def has_work(self) -> bool:

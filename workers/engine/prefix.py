@@ -5,14 +5,15 @@ with them the block's place. Pictures are covered by their content and by where 
 them are filled with the same placeholder token. Sampling parameters have no part in it.
 
 The chain begins with the tenant, so that nobody finds what another tenant has computed, and cannot
-even learn from how soon an answer comes that there was something to find. Hashes are SHA-256 in
-full: whoever found two prompts with the same one could read answers to the other.
+even learn from how soon an answer comes that there was something to find; and with the adapter,
+which makes other keys and values of the same tokens. Hashes are SHA-256 in full: whoever found two
+prompts with the same one could read answers to the other.
 """
 
 import struct
 
 from shared.multimodal import content_hash
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import EngineRequest, Sequence
 
 
 def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
@@ -22,9 +23,29 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
     """
     hashes = sequence.block_hashes
     for index in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else content_hash(sequence.request.tenant)
+        parent = hashes[-1] if hashes else _root(sequence.request)
         hashes.append(_block_hash(parent, sequence, index * block_size, block_size))
     return hashes[:num_blocks]
+
+
+def extra_keys(
+    sequence: Sequence, index: int, block_size: int
+) -> tuple[str | tuple[str, int], ...] | None:
+    """What the hash of block `index` covers beside its parent and its tokens, as it is told to
+    others: the adapter, pictures with their place in the block, and first of all the tenant."""
+    request, start = sequence.request, index * block_size
+    keys: list[str | tuple[str, int]] = [] if request.adapter is None else [request.adapter]
+    for i in request.items_within(start, start + block_size):
+        item = request.items[i]
+        keys.append((item.mm_hash, item.placeholder.offset - start))
+    if index == 0 and request.tenant:
+        keys.append(request.tenant)
+    return tuple(keys) or None
+
+
+def _root(request: EngineRequest) -> str:
+    # No adapter has an empty name.
+    return content_hash(request.tenant, request.adapter or "")
 
 
 def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) -> str:

@@ -56,6 +56,8 @@ class EngineRequest:
     lane: str = "interactive"
     tenant: str = ""
     """Nothing that was computed for one tenant is used for another."""
+    adapter: str | None = None
+    """Its keys and values are its own, too."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
         """Indexes of the items that fill some of the tokens [start, stop)."""

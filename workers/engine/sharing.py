@@ -9,10 +9,13 @@ a single key or value that is none would have left none. So whatever else may fa
 spoils others is ever found.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from workers.engine.blocks import BlockPool
-from workers.engine.prefix import block_hashes
+from workers.engine.kvevents import KVEvents
+from workers.engine.prefix import block_hashes, extra_keys
 from workers.engine.sequence import Sequence
 
 
@@ -146,12 +149,34 @@ class Sharing:
 
     def _register(self, sequence: Sequence, num_full: int) -> None:
         hashes = block_hashes(sequence, num_full, self._pool.block_size)
+        new = []
         for index in range(sequence.num_registered_blocks, num_full):
             self._withdraw(hashes[index], sequence)
-            self._pool.register(sequence.block_table[index], hashes[index])
+            if self._pool.register(sequence.block_table[index], hashes[index]):
+                new.append(index)
         sequence.num_registered_blocks = num_full
+        if self._pool.events is not None:
+            for first, stop in _runs(new):
+                self._tell(self._pool.events, sequence, first, stop)
+
+    def _tell(self, events: KVEvents, sequence: Sequence, first: int, stop: int) -> None:
+        block_size, hashes = self._pool.block_size, sequence.block_hashes
+        events.stored(
+            hashes[first:stop],
+            hashes[first - 1] if first else None,
+            sequence.token_ids[first * block_size : stop * block_size],
+            [extra_keys(sequence, index, block_size) for index in range(first, stop)],
+            sequence.request.adapter,
+        )
 
 
 def _num_common(sequence: Sequence) -> int:
     """Tokens that all choices of its request begin with, but for its last one."""
     return min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+
+
+def _runs(indexes: list[int]) -> Iterator[tuple[int, int]]:
+    """[first, stop) of each run of consecutive ones."""
+    for _, run in groupby(enumerate(indexes), lambda pair: pair[1] - pair[0]):
+        members = [index for _, index in run]
+        yield members[0], members[-1] + 1

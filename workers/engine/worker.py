@@ -12,11 +12,13 @@ from typing import Any
 from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
 from shared.errors import BlobLost
+from shared.kvlog import KVLogWriter
 from shared.messages import EngineTask
 from shared.runtime import Context
 from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
+from workers.engine.kvevents import encode_batches
 from workers.engine.opening import Opener
 from workers.engine.outputs import logged_choices, merge_deltas
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
@@ -69,6 +71,8 @@ class EngineWorker:
         self._consumers: list[Consumer] = []
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
+        self._kv_events = core.kv_events
+        self._kv_log = KVLogWriter(context.bus, context.worker)
         self._max_num_seqs = context.config.engine.max_num_seqs
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
@@ -81,6 +85,9 @@ class EngineWorker:
     async def serve(self) -> None:
         context, delivery = self._context, self._context.config.delivery
         self._steps.start()
+        if self._kv_events is not None:
+            self._tell_kv_events()
+            self._start(self._kv_log.run())
         await context.bus.watch(subjects.ENDED_FILTER, self._on_ended)
         for lane in subjects.LANES:
             self._consumers.append(
@@ -240,12 +247,18 @@ class EngineWorker:
 
     def _on_step(self, outputs: list[tuple[Flow, RequestOutput]], stats: Stats) -> None:
         self._stats = stats
+        self._tell_kv_events()
         for flow, output in outputs:
             flow.pending.append(output)
             flow.changed.set()
         self._ask_for_work()
         # Never by a timer: a step that hangs tells nothing, and loses its requests.
         self._stage.progressed(flow.job for flow in self._flows.values())
+
+    def _tell_kv_events(self) -> None:
+        if self._kv_events is not None:
+            now_s = self._context.bus.now_ms() / 1000
+            self._kv_log.put(encode_batches(self._kv_events.take(), now_s))
 
     async def _write(self, flow: Flow) -> None:
         try:
