@@ -254,16 +254,24 @@ async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus
     assert [number for number, _ in map(kvlog.split, live)] == numbers
 
 
-async def put_task(bus: Bus, model: str, name: str, prompt: list[int]) -> None:
+async def put_task(
+    bus: Bus,
+    model: str,
+    name: str,
+    prompt: list[int],
+    *,
+    lane: str = "batch",
+    max_tokens: int = 8,
+) -> None:
     now_ms = bus.now_ms()
     task = EngineTask(
         request_id=name,
         model=model,
-        lane="batch",
+        lane=lane,
         prompt_token_ids=prompt,
         items=[],
-        sampling_params=SamplingParams(max_tokens=8, ignore_eos=True),
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         accepted=Acceptance(now_ms, now_ms + 60_000, 1, "pm.test.receipt"),
         path=[],
     )
-    await bus.publish(subjects.stage("engine", model, "batch", name), codec.encode(task, []), name)
+    await bus.publish(subjects.stage("engine", model, lane, name), codec.encode(task, []), name)

@@ -127,6 +127,7 @@ def test_without_the_cache_nothing_is_found() -> None:
         scheduler.add(sequence)
         assert new_tokens(scheduler) == {sequence: 7}
         assert sequence.num_cached_tokens == 0
+        assert sequence.block_hashes == [], "nothing is hashed either"
     assert scheduler.sharing.query_tokens == 0
 
 
