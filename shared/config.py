@@ -134,7 +134,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the blocks of what has been computed until they are needed, for prompts of the same
     tenant that begin alike."""
     kv_events: bool = False
-    """Tell on `pm.kv.<engine>` which blocks can be found, for those who route requests by it."""
+    """Tell on `pm.kv.<engine>` which blocks can be found, for those who route requests by it; with
+    the token ids that are in them, so whoever may read it can read prompts."""
     embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
     """Of pictures' embeddings, for those that come again in another prompt; 0 keeps none."""
     max_num_seqs: Positive = 64

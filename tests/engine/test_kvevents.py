@@ -241,6 +241,7 @@ async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus
         assert isinstance(records[-1], Finish)
     context.shutdown.asked.set()
     await serving
+    await context.close()
     findable, numbers = Findable(), []
     while findable.hashes != registered(core) or not numbers:
         findable, numbers = Findable(), []

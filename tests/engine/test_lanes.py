@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import threading
+from collections.abc import Callable
 
 import structlog
 
@@ -44,31 +45,39 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
         runner,
         lambda token_ids: "x" * len(token_ids),
         frozenset(),
-        pool=BlockPool(64, 2),
-        max_num_seqs=1,
-        max_num_batched_tokens=16,
-        max_model_len=128,
+        pool=BlockPool(256, 2),
+        max_num_seqs=2,
+        max_num_batched_tokens=512,
+        max_model_len=512,
         vocab_size=50,
     )
     opener = Opener(Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data)
     worker = EngineWorker(context, model, core, opener)
     await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
     serving = asyncio.create_task(worker.serve())
-    running, waiting, late = (f"{who}-{secrets.token_hex(8)}" for who in ("first", "next", "late"))
-    await put_task(bus, model, running, [1, 2], max_tokens=100)
-    await put_task(bus, model, waiting, [3, 4])
-    while not worker._stats.num_waiting_batch:
-        runner.go_on.release()
-        await asyncio.sleep(0.01)
-    await put_task(bus, model, late, [5, 6], lane="interactive")
-    # The batch lane waits, and fills what it may; the other is asked for work all the same.
-    async with asyncio.timeout(20):
-        while late not in worker._flows:
-            await asyncio.sleep(0.01)
-            assert waiting not in runner.served
+    running, waiting, *late = (f"lanes-{secrets.token_hex(8)}" for _ in range(4))
+
+    async def step_until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                assert waiting not in runner.served
+                runner.go_on.release()
+                await asyncio.sleep(0.01)
+
+    await put_task(bus, model, running, [1] * 200, max_tokens=300)
+    await step_until(lambda: running in runner.served)
+    # For this one there is a slot, but not blocks enough.
+    await put_task(bus, model, waiting, [2] * 400)
+    await step_until(lambda: worker._stats.num_waiting_batch == 1)
+    interactive, batch = worker._consumers
+    assert (interactive.capacity, batch.capacity) == (2, batch.held)
+    for request_id in late:
+        await put_task(bus, model, request_id, [3], lane="interactive", max_tokens=2)
+    await step_until(lambda: runner.served.keys() >= set(late))
     runner.go_on.release(1000)
-    for request_id in (running, waiting, late):
+    for request_id in (running, waiting):
         _ = [record async for record in follow(bus, request_id)]
     context.shutdown.asked.set()
     await serving
-    assert list(runner.served) == [running, late, waiting]
+    await context.close()
+    assert [*runner.served][-1] == waiting
