@@ -70,7 +70,7 @@ class Stats:
     prefix_hit_tokens: int
     prefix_evictions: int
     """Blocks that could have been found and were needed for something else."""
-    preemptions: int
+    num_preemptions: int
     kv_waste: float
     """Share of the slots in blocks that were held which had no token, over all steps."""
     encoded_items: int
@@ -170,7 +170,7 @@ class Core:
             prefix_query_tokens=self._scheduler.sharing.query_tokens,
             prefix_hit_tokens=self._scheduler.sharing.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
-            preemptions=self._scheduler.num_preemptions,
+            num_preemptions=self._scheduler.num_preemptions,
             kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
             encoded_items=self._runner.encoded_items,
         )

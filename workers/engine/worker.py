@@ -146,7 +146,7 @@ class EngineWorker:
             "prefix_query_tokens": stats.prefix_query_tokens,
             "prefix_hit_tokens": stats.prefix_hit_tokens,
             "prefix_evictions": stats.prefix_evictions,
-            "preemptions": stats.preemptions,
+            "preemptions": stats.num_preemptions,
             "kv_waste": round(stats.kv_waste, 4),
             "encoded_items": stats.encoded_items,
         }
