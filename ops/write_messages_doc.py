@@ -265,6 +265,8 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
                 "prefix_query_tokens": 4096,
                 "prefix_hit_tokens": 1024,
                 "prefix_evictions": 0,
+                "preemptions": 0,
+                "kv_waste": 0.018,
                 "encoded_items": 2,
             },
             metrics=("127.0.0.1", 9401),
@@ -308,6 +310,7 @@ whoever holds or ends the request | nobody |
 | `pm.media.<sha256>`, `pm.media.<sha256>.<number>` | {subjects.MEDIA_STREAM} | \
 clients, renderers | renderers |
 | `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
+| `pm.kv.<engine>` | {subjects.KV_STREAM}, in memory | engines with `kv_events` | routers |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
 | `pm.metrics` | none | anyone, who gets answers | every worker |
 | `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |
@@ -325,6 +328,14 @@ A record of the token log is published to `pm.append.<request_id>` with the head
 stores it as `pm.tokens.<request_id>` and republishes what it has stored there: a plain
 subscription on `pm.tokens.<request_id>`, made before the request is published, sees every
 accepted record live, and never one that was refused. Late readers find the log in the stream.
+
+A message of `pm.kv.<engine>` (the engine's worker id) is the number of a payload, eight bytes with
+the highest first, and the payload: MessagePack, as vLLM publishes KV events, `[seconds, [event, …],
+data_parallel_rank]`. Events are maps: `BlockStored` with `block_hashes` (the last 64 bits of each),
+`parent_block_hash`, `token_ids`, `block_size`, `lora_id`, `medium`, `lora_name`, `extra_keys`;
+`BlockRemoved` with `block_hashes`, `medium`; and `AllBlocksCleared`, which an engine sends first.
+The stream keeps the last {subjects.MAX_KV_BATCHES} of each engine: whoever comes late, or misses a
+number, finds them there.
 
 The engine's message is an *envelope*: `PMM1`, version, a msgpack head, and the tensors' bytes,
 each at a multiple of 64 bytes; `shared/codec.py` has the layout.

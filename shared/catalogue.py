@@ -112,7 +112,7 @@ _ALL = (
         "kv_waste",
         "gauge",
         ENGINE,
-        "Share of the slots in held KV blocks that have no token in them, 0 to 1.",
+        "Share of the slots in held KV blocks that had no token, over all steps so far, 0 to 1.",
     ),
     Description(
         "num_preemptions_total",

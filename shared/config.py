@@ -131,13 +131,17 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     native: bool = True
     """On a CPU with AVX-512, C++ kernels for the models that they know; the first start compiles
     them. Without, torch does it."""
-    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """In tokens; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None
     """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
     prefix_caching: bool = True
     """Keep the blocks of what has been computed until they are needed, for prompts of the same
     tenant that begin alike."""
+    kv_events: bool = False
+    """Tell on `pm.kv.<engine>` which blocks can be found, for those who route requests by it; with
+    the token ids that are in them, so whoever may read it can read prompts."""
     embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
     """Of pictures' embeddings, for those that come again in another prompt; 0 keeps none."""
     max_num_seqs: Positive = 64

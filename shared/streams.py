@@ -133,6 +133,16 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
             allow_direct=True,
             num_replicas=replicas,
         ),
+        api.StreamConfig(
+            name=subjects.KV_STREAM,
+            subjects=[subjects.KV_FILTER],
+            storage=storage,
+            max_age=delivery.token_log_age_s,
+            max_bytes=64 * MIB,
+            max_msgs_per_subject=subjects.MAX_KV_BATCHES,
+            allow_direct=True,
+            num_replicas=replicas,
+        ),
         # A key-value bucket in all but the way it is made: it shares the fate of its neighbour.
         api.StreamConfig(
             name=subjects.WORKERS_STREAM,

@@ -14,6 +14,7 @@ CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
 EMBEDDINGS_STREAM = "EMBEDDINGS"
 MEDIA_STREAM = "MEDIA"
+KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
 WORKERS_STREAM = "KV_pm_workers"
 
@@ -25,6 +26,7 @@ ATTEMPTS_FILTER = "pm.attempt.*"
 EMBEDDINGS_FILTER = "pm.embedding.*"
 MEDIA_FILTER = "pm.media.>"
 PINS_FILTER = "pm.pin.>"
+KV_FILTER = "pm.kv.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.*"
@@ -34,6 +36,8 @@ TOKENS_TARGET = "pm.tokens.{{wildcard(1)}}"
 
 # Where every worker tells its metrics to whoever asks; core NATS.
 METRICS = "pm.metrics"
+# Of each engine's KV events.
+MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
 
@@ -177,6 +181,11 @@ def pin(request_id: str, sequence: int) -> str:
 def blob(worker: str) -> str:
     """Where a worker gives its large payloads away in pieces, to those who cannot reach it else."""
     return f"pm.blob.{worker}"
+
+
+def kv(engine: str) -> str:
+    """Where an engine tells which blocks can be found with it; `engine` is its worker id."""
+    return f"pm.kv.{engine}"
 
 
 def heartbeat(worker: str) -> str:

@@ -32,6 +32,7 @@ class FakeRunner:
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
         self.scrubbed: list[int] = []
+        self.copied: list[tuple[int, int]] = []
         self.batches: list[int] = []
         """Tokens of each batch."""
 
@@ -60,6 +61,13 @@ class FakeRunner:
         for block in blocks:
             for slot in range(self._block_size):
                 self._slots.pop((block, slot), None)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            self.copied.append((source, destination))
+            for slot in range(self._block_size):
+                if (content := self._slots.get((source, slot))) is not None:
+                    self._slots[destination, slot] = content
 
     def run(self, batch: Batch) -> list[int | None]:
         self.batches.append(batch.num_tokens)

@@ -55,7 +55,7 @@ def url_key(tenant: str, processor: Processor) -> object:
 
 
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
-    "prefixes": ("workers/engine/scheduler.py", block_key),
+    "prefixes": ("workers/engine/sharing.py", block_key),
     "embeddings": ("workers/engine/runner.py", picture_key),
     "processed pictures": ("workers/renderer/pictures.py", picture_key),
     "fetched files": ("workers/renderer/media.py", url_key),

@@ -86,6 +86,12 @@ class FakeRunner:
     def scrub(self, blocks: list[int]) -> None:
         pass
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            for slot in range(BLOCK_SIZE):
+                if (content := self._slots.get((source, slot))) is not None:
+                    self._slots[destination, slot] = content
+
     def run(self, batch: Batch) -> list[int | None]:
         if self._step_s:
             time.sleep(self._step_s)

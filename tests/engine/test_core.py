@@ -236,6 +236,20 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     assert runner.holds_nothing
 
 
+def test_blocks_are_copied_again_where_a_batch_has_failed() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
+    core = make_core(runner)
+    good = make_request("good", prompt=[1, 2, 3, 4], n=3, ignore_eos=True, max_tokens=4)
+    core.add(good)
+    outputs = core.step()
+    core.add(make_request("bad", prompt=[5, 6]))
+    outputs += core.step()
+    assert len(runner.copied) == 2 * 2, "for the batch, and for what is left of it"
+    outputs += finish_all(core)
+    assert isinstance(next(o.error for o in outputs if o.request_id == "bad"), WorkerFailure)
+    assert answers_of(outputs, good) == answers_of(run_alone(good), good)
+
+
 def test_the_most_blocks_held_at_one_time_are_told() -> None:
     request = make_request(prompt=[1] * 5, max_tokens=4, ignore_eos=True, n=2)
     # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, two of them shared.

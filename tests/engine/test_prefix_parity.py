@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 import torch
 
@@ -228,3 +229,21 @@ def test_a_resume_finds_its_prompt_and_its_answer(twins: Twins) -> None:
     assert rest.token_ids == {i: whole.token_ids[i][cut:] for i, cut in enumerate(cuts)}
     assert rest.cached_tokens > 0
     assert engine.runner.encoded_items == encoded_items
+
+
+def test_choices_copy_the_block_in_which_their_prompt_ends(twins: Twins) -> None:
+    case = case_of("wide", 1, 2)
+    num_prompt_tokens = len(case.request.prompt_token_ids)
+    assert (num_prompt_tokens - 1) % BLOCK_SIZE
+    greedy = SamplingParams(n=3, temperature=0.0, max_tokens=NUM_ANSWERED, ignore_eos=True)
+    engine = Engine(twins, prefix_caching=False)
+    (alone,) = engine.run(
+        replace(case.request, sampling=msgspec.structs.replace(greedy, n=1))
+    ).values()
+    num_tokens = engine.runner.num_tokens
+    (answer,) = engine.run(replace(case.request, sampling=greedy)).values()
+    assert answer.token_ids == dict.fromkeys(range(3), alone.token_ids[0])
+    assert answer.cached_tokens == 0
+    # The prompt once, its last token for each of the others, and all answers but their last tokens.
+    computed = num_prompt_tokens + 2 + 3 * (NUM_ANSWERED - 1)
+    assert engine.runner.num_tokens - num_tokens == computed

@@ -11,7 +11,7 @@ GOOD = "models: {demo: {path: model}}"
 def test_defaults_need_only_a_model() -> None:
     config = parse(GOOD, {}, "pagemill.yaml")
     assert config.models["demo"].path == "model"
-    assert config.engine.block_size == 16
+    assert config.engine.block_size is None
 
 
 def test_the_environment_overrides_any_field() -> None:

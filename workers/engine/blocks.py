@@ -14,14 +14,22 @@ hash.
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
+from workers.engine.kvevents import KVEvents
+
 
 class BlockPool:
     def __init__(
-        self, num_blocks: int, block_size: int, order: Iterable[int] | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        order: Iterable[int] | None = None,
+        events: KVEvents | None = None,
     ) -> None:
-        """`order` is the order in which blocks are given out at first; by number by default."""
+        """`order` is the order in which blocks are given out at first; by number by default.
+        `events` is told what cannot be found any more, and by whoever registers what can."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.events = events
         self.num_evictions = 0
         """Findable blocks that were given out for something else."""
         # Both least recently used first: what was released last stays untouched longest.
@@ -68,16 +76,18 @@ class BlockPool:
 
     # -- shared content -------------------------------------------------------------------------
 
-    def register(self, block: int, block_hash: str) -> None:
+    def register(self, block: int, block_hash: str) -> bool:
         """The block is held, written, and will not be written again: it may be found.
 
-        Of two blocks with the same content only the first is.
+        Of two blocks with the same content only the first is; returns whether this one is.
         """
         assert self._ref_counts[block] > 0, f"block {block} is not held"
         assert block not in self._hash_of, f"block {block} is registered"
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+        if block_hash in self._block_of:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def find(self, hashes: Sequence[str]) -> list[int]:
         """Blocks of the longest beginning of the chain that is registered; still to be shared."""
@@ -89,21 +99,26 @@ class BlockPool:
         return found
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these, which have just been found."""
+        """One more reference to each of these, which have just been found or are held."""
         for block in blocks:
-            assert block in self._hash_of, f"block {block} is not registered"
             if self._ref_counts[block] == 0:
+                assert block in self._hash_of, f"block {block} is free and not registered"
                 del self._findable[block]
             self._ref_counts[block] += 1
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Nobody is to find these any more; who holds them keeps them."""
         for block in blocks:
-            if (block_hash := self._hash_of.pop(block, None)) is not None:
-                del self._block_of[block_hash]
+            if block in self._hash_of:
+                self._unregister(block)
                 if self._ref_counts[block] == 0:
                     del self._findable[block]
                     self._empty.append(block)
+
+    @property
+    def registered(self) -> set[str]:
+        """Hashes of all blocks that can be found."""
+        return set(self._block_of)
 
     def check(self) -> None:
         """Every block is in one place, once, and hashes agree from both sides."""
@@ -118,6 +133,12 @@ class BlockPool:
         if self._empty:
             return self._empty.popleft()
         block, _ = self._findable.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        self._unregister(block)
         self.num_evictions += 1
         return block
+
+    def _unregister(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if self.events is not None:
+            self.events.removed(block_hash)

@@ -20,6 +20,7 @@ from workers.engine.checks import (
     resolve_max_tokens,
 )
 from workers.engine.detokenizer import Detokenizer
+from workers.engine.kvevents import KVEvents
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import (
     Batch,
@@ -50,6 +51,9 @@ class Runner(Protocol):
     def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
         """Have and keep the embeddings of these items, which the next batch needs."""
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Before the batch that needs it: (source, destination)."""
+
     def run(self, batch: Batch) -> list[int | None]:
         """One token id per scheduled sequence, None where it does not sample."""
 
@@ -64,6 +68,8 @@ class Runner(Protocol):
 class Stats:
     num_running: int
     num_waiting: int
+    num_waiting_batch: int
+    """Those of them in the slower lane."""
     num_free_blocks: int
     num_blocks: int
     prefix_query_tokens: int
@@ -71,15 +77,15 @@ class Stats:
     prefix_hit_tokens: int
     prefix_evictions: int
     """Blocks that could have been found and were needed for something else."""
+    num_preemptions: int
+    kv_waste: float
+    """Share of the slots in blocks that were held which had no token, over all steps."""
     encoded_items: int
     mm_cache_queries: int
     mm_cache_hits: int
-    num_preemptions: int
     num_steps: int
     num_batched_tokens: int
     """That have gone through the model in these steps."""
-    kv_waste: float
-    """Just now: share of the slots in held blocks that have no token in them."""
     begun: tuple[str, ...]
     """Requests that have been in a batch for the first time in the last step."""
 
@@ -164,6 +170,11 @@ class Core:
         """Requests that the step has prepared."""
 
     @property
+    def kv_events(self) -> KVEvents | None:
+        """What becomes of blocks, if anybody is to be told; may be taken from any thread."""
+        return self._pool.events
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._news)
 
@@ -171,18 +182,19 @@ class Core:
         return Stats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_waiting_batch=self._scheduler.num_waiting_batch,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
-            prefix_query_tokens=self._scheduler.prefix_query_tokens,
-            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            prefix_query_tokens=self._scheduler.sharing.query_tokens,
+            prefix_hit_tokens=self._scheduler.sharing.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
+            num_preemptions=self._scheduler.num_preemptions,
+            kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
             encoded_items=self._runner.encoded_items,
             mm_cache_queries=self._runner.mm_cache_queries,
             mm_cache_hits=self._runner.mm_cache_hits,
-            num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_batched_tokens=self._num_batched_tokens,
-            kv_waste=self._scheduler.kv_waste,
             begun=tuple(self._begun),
         )
 
@@ -218,7 +230,7 @@ class Core:
         self._num_batched_tokens += batch.num_tokens
         self._note_blocks(batch)
         try:
-            token_ids = self._runner.run(batch) if batch.scheduled else []
+            token_ids = self._run(batch) if batch.scheduled else []
         except Exception:
             failures += self._run_apart(batch)
         else:
@@ -263,6 +275,11 @@ class Core:
             # Choices share blocks; there is seldom more than one.
             num_blocks = len(entry.blocks) if others else len(first)
             entry.kv_blocks = max(entry.kv_blocks, num_blocks)
+
+    def _run(self, batch: Batch) -> list[int | None]:
+        if batch.copies:
+            self._runner.copy_blocks(batch.copies)
+        return self._runner.run(batch)
 
     def _settle(self, batch: Batch, token_ids: list[int | None]) -> None:
         self._scheduler.settle(batch)
@@ -355,7 +372,7 @@ class Core:
             request_id = entry.request.request_id
             part = Batch([s for s in batch.scheduled if s.sequence.request_id == request_id])
             try:
-                token_ids = self._runner.run(part)
+                token_ids = self._run(part)
             except Exception as error:
                 blocks = entry.blocks
                 self._pool.forget(blocks)

@@ -68,12 +68,13 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     _check_supported(text_config, folder)
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
+    block_size = _block_size(engine)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
     family = _load_weights(folder, config, dtype, engine.device)
     adapters = load_adapters(family, model.adapters)
     # Adapters hang on the modules of transformers, which the kernels replace.
-    decoder = _make_model(family, engine, native=engine.native and not adapters)
-    warm_up(decoder, engine.block_size)
+    decoder = _make_model(family, block_size, native=engine.native and not adapters)
+    warm_up(decoder, block_size)
     return LoadedModel(
         model=decoder,
         tower=load_tower(folder, dtype, engine.device) if _needs_tower(config, model) else None,
@@ -82,7 +83,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_blocks=num_blocks,
-        block_size=engine.block_size,
+        block_size=block_size,
         adapters=adapters,
     )
 
@@ -146,13 +147,13 @@ def _load_weights(
     return family_of(load_weights(model_class, folder, dtype, device, without))
 
 
-def _make_model(family: Family, engine: EngineConfig, native: bool) -> DecoderModel:
+def _make_model(family: Family, block_size: int, native: bool) -> DecoderModel:
     """On the C++ kernels where they can run it, else on torch."""
     if not native:
         return FlatModel(family)
-    reason = why_not(family, engine.block_size)
+    reason = why_not(family, block_size)
     if reason is None:
-        return NativeModel(family, engine.block_size, torch.get_num_threads())
+        return NativeModel(family, block_size, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
 
@@ -166,14 +167,22 @@ def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:
     return min(longest, model.max_model_len or longest)
 
 
+def _block_size(engine: EngineConfig) -> int:
+    """The last block of a sequence is half empty: of 32 at once, with prompts of 64 to 256 tokens
+    and 64 more, 3.9 % of the slots in blocks of 16 and 1.8 % in blocks of 8, which are not slower
+    on a CPU; a GPU's kernels load 16 at a time."""
+    return engine.block_size or (8 if torch.device(engine.device).type == "cpu" else 16)
+
+
 def _num_blocks(
     text_config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, engine: EngineConfig
 ) -> int:
     num_layers, num_kv_heads, head_dim = kv_shape(text_config)
     token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-    block_bytes = token_bytes * engine.block_size
+    block_size = _block_size(engine)
+    block_bytes = token_bytes * block_size
     num_blocks = engine.num_blocks or engine.kv_cache_mib * 2**20 // block_bytes
-    needed = -(-max_model_len // engine.block_size)
+    needed = -(-max_model_len // block_size)
     if num_blocks < needed:
         key = "engine.num_blocks" if engine.num_blocks else "engine.kv_cache_mib"
         raise ConfigError(

@@ -13,6 +13,7 @@ from shared.runtime import Context
 from shared.tensors import to_torch
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
+from workers.engine.kvevents import KVEvents
 from workers.engine.loader import load
 from workers.engine.opening import Opener
 from workers.engine.runner import Runner
@@ -56,7 +57,11 @@ def build_core(
         ),
         loaded.decode,
         loaded.eos_token_ids,
-        pool=BlockPool(loaded.num_blocks, loaded.block_size),
+        pool=BlockPool(
+            loaded.num_blocks,
+            loaded.block_size,
+            events=KVEvents() if engine.kv_events else None,
+        ),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,

@@ -28,6 +28,21 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
     return hashes[:num_blocks]
 
 
+def extra_keys(
+    sequence: Sequence, index: int, block_size: int
+) -> tuple[str | tuple[str, int], ...] | None:
+    """What the hash of block `index` covers beside its parent and its tokens, as it is told to
+    others: the adapter, pictures with their place in the block, and first of all the tenant."""
+    request, start = sequence.request, index * block_size
+    keys: list[str | tuple[str, int]] = [] if request.adapter is None else [request.adapter]
+    for i in request.items_within(start, start + block_size):
+        item = request.items[i]
+        keys.append((item.mm_hash, item.placeholder.offset - start))
+    if index == 0 and request.tenant:
+        keys.append(request.tenant)
+    return tuple(keys) or None
+
+
 def _root(request: EngineRequest) -> str:
     # No adapter has an empty name.
     return content_hash(request.tenant, request.adapter or "")

@@ -114,6 +114,16 @@ class Runner:
         self._prepared.pop(request_id, None)
 
     @torch.inference_mode()
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """(source, destination): all sources are read before anything is written."""
+        source, destination = (
+            self._to_device(list(blocks)) for blocks in zip(*copies, strict=True)
+        )
+        for caches in self._kv_cache:
+            for cache in caches:
+                cache.index_copy_(0, destination, cache.index_select(0, source))
+
+    @torch.inference_mode()
     def scrub(self, blocks: list[int]) -> None:
         index = self._to_device(blocks)
         for keys, values in self._kv_cache:
@@ -178,7 +188,7 @@ class Runner:
         counted = np.arange(max(start, num_known), max(stop, num_known)) + delta
         return np.concatenate([known, np.tile(counted, (len(prompt), 1))], axis=1)
 
-    def _to_device(self, values: list[int] | NDArray[np.int64]) -> Tensor:
+    def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
 
 

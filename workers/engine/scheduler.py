@@ -1,22 +1,46 @@
 """Who runs in the next step, with how many tokens and in which blocks; integers only.
 
-All that run have arrived before all that wait, for sequences are admitted by arrival and the last
-of those that run is the first to be preempted. Both queues are therefore in order of arrival, and
-the oldest sequence progresses at every step.
+Sequences have an order, which is settled when they arrive: by the step at which they do, and for
+one of a lane with PATIENCE as if it had arrived so many steps later. So those of the faster lane go
+first, but only if they come within these steps; and what has waited for longer is before all that
+comes. The order decides who is admitted, who has the budget first, and who is preempted: the last
+of those that run.
+
+Nobody starves. Before any sequence there are only finitely many, for turns come from the count of
+steps and not from what others ask. The first of all makes progress at every step, or waits while
+nobody else is admitted and the first of those that run makes progress, one after another until it
+fits. Two things keep the first going: the pool holds one of `max_model_len`, and no more run than
+the budget has tokens, so that decodes leave it one.
 """
 
-from collections import deque
+from bisect import insort
+from dataclasses import dataclass, field
 
 from workers.engine.blocks import BlockPool
-from workers.engine.prefix import block_hashes
 from workers.engine.sequence import Batch, ScheduledSequence, Sequence, Status
+from workers.engine.sharing import Found, Sharing
+
+PATIENCE = {"interactive": 0, "batch": 1000}
+"""Steps, by lane: half a minute on a CPU that is busy, a few seconds on a GPU."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has been decided of a step so far."""
+
+    budget: int
+    taken: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+
+    def take(self, s: ScheduledSequence) -> None:
+        self.taken[s.sequence] = s
+        self.budget -= s.num_new_tokens
+
+    def give_back(self, sequence: Sequence) -> None:
+        if (s := self.taken.pop(sequence, None)) is not None:
+            self.budget += s.num_new_tokens
 
 
 class Scheduler:
-    """Two things keep the oldest sequence going: the pool holds one of `max_model_len`, and no
-    more run than the budget has tokens, so that decodes leave it one.
-    """
-
     def __init__(
         self,
         pool: BlockPool,
@@ -27,17 +51,20 @@ class Scheduler:
     ) -> None:
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
+        self.sharing = Sharing(pool, prefix_caching)
+        self.num_preemptions = 0
+        self.num_slots = 0
+        """In the blocks held, at each step so far."""
+        self.num_unused_slots = 0
+        """Those of them without a token."""
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefix_caching = prefix_caching
-        self.prefix_query_tokens = 0
-        """Known tokens of all sequences when they were first admitted."""
-        self.prefix_hit_tokens = 0
-        """Those of them that were found in the cache."""
-        self.num_preemptions = 0
+        self._num_steps = 0
+        self._num_added = 0
+        # Both in order.
         self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
 
     @property
     def num_running(self) -> int:
@@ -48,148 +75,121 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def kv_waste(self) -> float:
-        """Share of the slots in the blocks of those that run that have no token in them."""
-        num_slots = self._pool.block_size * sum(len(s.block_table) for s in self._running)
-        num_tokens = sum(s.num_computed_tokens for s in self._running)
-        return 1 - num_tokens / num_slots if num_slots else 0.0
+    def num_waiting_batch(self) -> int:
+        return sum(sequence.request.lane == "batch" for sequence in self._waiting)
 
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        self._num_added += 1
+        patience = PATIENCE[sequence.request.lane]
+        sequence.turn = (self._num_steps + patience, self._num_added)
+        insort(self._waiting, sequence, key=_turn)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
+            self.sharing.end(sequence)
         else:
             self._waiting.remove(sequence)
-        self._release_blocks(sequence)
         sequence.status = Status.FINISHED
 
     def schedule(self) -> Batch:
         """Decodes come first: a prefill takes in chunks what they leave of the budget."""
-        taken: dict[Sequence, int] = {}
+        self._num_steps += 1
+        step = _Step(self._max_num_batched_tokens)
         num_running = len(self._running)
-        for sequence in sorted(self._running, key=_is_prefill):
+        prefills = []
+        # A copy, for whoever is preempted leaves the list.
+        for sequence in self._running[:]:
+            if sequence.num_uncomputed_tokens > 1:
+                prefills.append(sequence)
+            elif sequence.status is Status.RUNNING:
+                self._take(sequence, step)
+        for sequence in prefills:
             if sequence.status is Status.RUNNING:
-                self._take(sequence, taken)
+                self._take(sequence, step)
         # Blocks are short after a preemption: whoever came in now would be the next to go.
-        if len(self._running) == num_running:
-            self._admit(taken)
-        return Batch(
-            [
-                ScheduledSequence(sequence, num_new, num_new == sequence.num_uncomputed_tokens)
-                for sequence, num_new in taken.items()
-            ]
-        )
+        if self._waiting and len(self._running) == num_running:
+            self._admit(step)
+        return Batch(list(step.taken.values()))
 
     def settle(self, batch: Batch) -> None:
-        """The batch has been through the model.
-
-        Blocks are registered when a token has been sampled behind them: it was chosen from numbers,
-        and a single key or value that is none would have left none. So whatever else may fail,
-        nothing that spoils others is ever found.
-        """
+        """The batch has been through the model."""
         for s in batch.scheduled:
             s.sequence.num_computed_tokens += s.num_new_tokens
-            if s.samples and self._prefix_caching:
-                self._register_blocks(s.sequence)
+            if s.samples:
+                self.sharing.sampled(s.sequence)
+        self._count_slots()
 
-    def _budget(self, taken: dict[Sequence, int]) -> int:
-        return self._max_num_batched_tokens - sum(taken.values())
+    def _count_slots(self) -> None:
+        """What is shared is full and counts once; the rest of a table is its sequence's own."""
+        self.num_slots += self._pool.block_size * (self._pool.num_blocks - self._pool.num_free)
+        for sequence in self._running:
+            num_slots = len(sequence.block_table) * self._pool.block_size
+            self.num_unused_slots += num_slots - sequence.num_computed_tokens
 
-    def _admit(self, taken: dict[Sequence, int]) -> None:
-        while self._budget(taken) and self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            cached = self._find_cached(sequence)
-            if not self._can_admit(sequence, cached):
+    def _admit(self, step: _Step) -> None:
+        """In their order. One that waits for room lets nobody pass.
+
+        One that waits for what another is computing does, but whoever passes leaves it a slot and
+        the blocks that it needs: else two requests that begin alike would keep all others out of a
+        step. It waits only for sequences before it, so nothing is passed for ever.
+        """
+        num_passed = kept_blocks = 0
+        for sequence in self._waiting[: self._max_num_seqs]:
+            if step.budget == 0 or len(self._running) + num_passed == self._max_num_seqs:
                 return
-            self._waiting.popleft()
-            sequence.status = Status.RUNNING
-            self._running.append(sequence)
-            self._take_cached(sequence, cached)
-            self._take(sequence, taken)
+            found = self.sharing.find(sequence)
+            # Room for all known tokens is asked for, not for a chunk that might be thrown away.
+            num_missing = self._num_blocks(sequence.num_tokens) - len(found.blocks)
+            if not self._pool.can_allocate(kept_blocks + num_missing, beside=found.blocks):
+                return
+            if self.sharing.is_underway(sequence, found):
+                num_passed += 1
+                kept_blocks += num_missing
+            else:
+                self._begin(sequence, found, step)
 
-    def _can_admit(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Room for all known tokens is asked for, not for a chunk that might be thrown away."""
-        num_missing = self._num_blocks(sequence.num_tokens) - len(cached)
-        if not self._pool.can_allocate(num_missing, beside=cached):
-            return False
-        return not self._prefix_caching or self._prompt_is_ready(sequence, len(cached))
+    def _begin(self, sequence: Sequence, found: Found, step: _Step) -> None:
+        self._waiting.remove(sequence)
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=_turn)
+        copy = self.sharing.begin(sequence, found)
+        self._take(sequence, step, copy)
 
-    def _prompt_is_ready(self, sequence: Sequence, num_cached: int) -> bool:
-        """False while another choice of its request computes prompt blocks that it can share."""
-        num_shared = self._num_full(min(sequence.num_prompt_tokens, sequence.num_tokens - 1))
-        return num_cached >= num_shared or not any(
-            other.request is sequence.request and other.num_registered_blocks < num_shared
-            for other in self._running
-        )
-
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """All but its last token may come from the cache: that one has to yield logits."""
-        if not self._prefix_caching:
-            return []
-        num_full = self._num_full(sequence.num_tokens - 1)
-        return self._pool.find(block_hashes(sequence, num_full, self._pool.block_size))
-
-    def _take_cached(self, sequence: Sequence, cached: list[int]) -> None:
-        self._pool.share(cached)
-        sequence.block_table += cached
-        sequence.num_registered_blocks = len(cached)
-        sequence.num_computed_tokens = len(cached) * self._pool.block_size
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = min(
-                sequence.num_computed_tokens, sequence.num_prompt_tokens
-            )
-            if self._prefix_caching:
-                self.prefix_query_tokens += sequence.num_tokens
-                self.prefix_hit_tokens += sequence.num_computed_tokens
-
-    def _take(self, sequence: Sequence, taken: dict[Sequence, int]) -> None:
-        """Blocks for its next tokens, at the cost of the latest, which may be itself."""
-        num_new_tokens = min(sequence.num_uncomputed_tokens, self._budget(taken))
+    def _take(self, sequence: Sequence, step: _Step, copy: tuple[int, int] | None = None) -> None:
+        """Blocks for its next tokens, at the cost of the last in order, which may be itself."""
+        num_uncomputed = sequence.num_uncomputed_tokens
+        num_new_tokens = min(num_uncomputed, step.budget)
         if num_new_tokens == 0:
             return
         num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
         num_missing = num_blocks - len(sequence.block_table)
-        while not self._pool.can_allocate(num_missing):
-            latest = self._preempt_latest()
-            taken.pop(latest, None)
-            if latest is sequence:
-                return
-        sequence.block_table += self._pool.allocate(num_missing)
-        taken[sequence] = num_new_tokens
+        if num_missing:
+            while not self._pool.can_allocate(num_missing):
+                last = self._preempt_last(step)
+                if last is sequence:
+                    return
+            sequence.block_table += self._pool.allocate(num_missing)
+        step.take(
+            ScheduledSequence(sequence, num_new_tokens, num_new_tokens == num_uncomputed, copy)
+        )
 
-    def _preempt_latest(self) -> Sequence:
-        sequence = self._running.pop()
+    def _preempt_last(self, step: _Step) -> Sequence:
         self.num_preemptions += 1
-        self._release_blocks(sequence)
-        sequence.num_computed_tokens = 0
+        sequence = self._running.pop()
+        step.give_back(sequence)
+        self.sharing.end(sequence)
         sequence.status = Status.WAITING
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_turn)
         return sequence
-
-    def _register_blocks(self, sequence: Sequence) -> None:
-        first, stop = sequence.num_registered_blocks, self._num_full(sequence.num_computed_tokens)
-        if first < stop:
-            hashes = block_hashes(sequence, stop, self._pool.block_size)
-            for i in range(first, stop):
-                self._pool.register(sequence.block_table[i], hashes[i])
-            sequence.num_registered_blocks = stop
-
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self._pool.release(reversed(sequence.block_table))
-        sequence.block_table.clear()
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
 
-    def _num_full(self, num_tokens: int) -> int:
-        return num_tokens // self._pool.block_size
 
-
-def _is_prefill(sequence: Sequence) -> bool:
-    return sequence.num_uncomputed_tokens > 1
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.turn

@@ -53,6 +53,7 @@ class EngineRequest:
     sampling: SamplingParams
     logged: list[LoggedChoice] = field(default_factory=list)
     """One entry per choice on a resume, none on a first attempt."""
+    lane: str = "interactive"
     tenant: str = ""
     """Nothing that was computed for one tenant is used for another."""
     adapter: str | None = None
@@ -78,6 +79,10 @@ class Sequence:
     """Tokens whose keys and values are in the cache."""
     block_table: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
+    turn: tuple[int, int] = (0, 0)
+    """Its place in the scheduler's order."""
+    num_sound_tokens: int = 0
+    """Computed tokens behind which a token has been sampled since they were."""
     block_hashes: list[str] = field(default_factory=list)
     """Of its first blocks, as far as anybody has asked for them."""
     num_registered_blocks: int = 0
@@ -117,6 +122,8 @@ class ScheduledSequence:
     sequence: Sequence
     num_new_tokens: int
     samples: bool
+    copy: tuple[int, int] | None = None
+    """A block, and one of its table that must hold the same before it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_new_tokens for s in self.scheduled)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks to be copied before anything is written, and which ones to."""
+        return [s.copy for s in self.scheduled if s.copy is not None]
 
 
 @dataclass(frozen=True, slots=True)

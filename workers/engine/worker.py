@@ -13,11 +13,13 @@ from typing import Any
 from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
 from shared.errors import BlobLost
+from shared.kvlog import KVLogWriter
 from shared.messages import EngineTask
 from shared.runtime import Context
 from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
+from workers.engine.kvevents import encode_batches
 from workers.engine.meters import Meters, Timing
 from workers.engine.opening import Opener
 from workers.engine.outputs import logged_choices, merge_deltas
@@ -73,6 +75,8 @@ class EngineWorker:
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
         self._meters = Meters(context.metrics.of(model), self._stats, context.bus.at_ms)
+        self._kv_events = core.kv_events
+        self._kv_log = KVLogWriter(context.bus, context.worker)
         self._max_num_seqs = context.config.engine.max_num_seqs
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
@@ -87,6 +91,9 @@ class EngineWorker:
     async def serve(self) -> None:
         context, delivery = self._context, self._context.config.delivery
         self._steps.start()
+        if self._kv_events is not None:
+            self._tell_kv_events()
+            self._start(self._kv_log.run())
         await context.bus.watch(subjects.ENDED_FILTER, self._on_ended)
         for lane in subjects.LANES:
             self._consumers.append(
@@ -122,10 +129,16 @@ class EngineWorker:
 
     def _ask_for_work(self) -> None:
         """As much as there is room for. While requests wait for blocks or slots, taking more would
-        only keep them from others; what waits for its embeddings keeps nobody out."""
+        only keep them from others; what waits for its embeddings keeps nobody out, and what waits
+        in the slower lane nobody of the faster."""
         capacity = self._max_num_seqs + min(len(self._opening), self._max_num_seqs)
-        for consumer in self._consumers:
-            consumer.set_capacity(consumer.held if self._stats.num_waiting else capacity)
+        stats = self._stats
+        num_before = {
+            "interactive": stats.num_waiting - stats.num_waiting_batch,
+            "batch": stats.num_waiting,
+        }
+        for lane, consumer in zip(subjects.LANES, self._consumers, strict=False):
+            consumer.set_capacity(consumer.held if num_before[lane] else capacity)
 
     def _load(self) -> dict[str, float]:
         stats = self._stats
@@ -139,6 +152,8 @@ class EngineWorker:
             "prefix_query_tokens": stats.prefix_query_tokens,
             "prefix_hit_tokens": stats.prefix_hit_tokens,
             "prefix_evictions": stats.prefix_evictions,
+            "preemptions": stats.num_preemptions,
+            "kv_waste": round(stats.kv_waste, 4),
             "encoded_items": stats.encoded_items,
         }
 
@@ -192,6 +207,7 @@ class EngineWorker:
             items=items,
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
+            lane=task.lane,
             tenant=task.accepted.tenant,
             adapter=task.adapter,
         )
@@ -247,12 +263,18 @@ class EngineWorker:
         begun = (self._flows[name].timing for name in stats.begun if name in self._flows)
         timed = ((flow.timing, output) for flow, output in outputs)
         self._meters.step(begun, timed, stats, began_s, ended_s)
+        self._tell_kv_events()
         for flow, output in outputs:
             flow.pending.append(output)
             flow.changed.set()
         self._ask_for_work()
         # Never by a timer: a step that hangs tells nothing, and loses its requests.
         self._stage.progressed(flow.job for flow in self._flows.values())
+
+    def _tell_kv_events(self) -> None:
+        if self._kv_events is not None:
+            now_s = self._context.bus.now_ms() / 1000
+            self._kv_log.put(encode_batches(self._kv_events.take(), now_s))
 
     async def _write(self, flow: Flow) -> None:
         try:

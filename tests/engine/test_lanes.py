@@ -1,0 +1,83 @@
+"""The faster lane goes first through a whole worker, also when the engine is full."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from shared.blobs import Blobs
+from shared.bus import Bus
+from shared.client import follow
+from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
+from shared.runtime import Context
+from tests.engine.test_kvevents import put_task
+from tests.fakes import FakeRunner
+from workers.engine.blocks import BlockPool
+from workers.engine.core import Core
+from workers.engine.opening import Opener
+from workers.engine.sequence import Batch
+from workers.engine.worker import EngineWorker
+
+
+class StepwiseRunner(FakeRunner):
+    """Each step lasts until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=2, vocab_size=50)
+        self.go_on = threading.Semaphore(0)
+        self.served: dict[str, None] = {}
+        """Requests in the order in which they have begun."""
+
+    def run(self, batch: Batch) -> list[int | None]:
+        self.go_on.acquire()
+        self.served |= dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
+        return super().run(batch)
+
+
+async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:
+    model, name = "lanes", f"engine-{secrets.token_hex(4)}"
+    config = Config({model: ModelConfig("nowhere")}, engine=EngineConfig(max_num_seqs=2))
+    context = Context("engine", name, model, config, bus, structlog.get_logger())
+    runner = StepwiseRunner()
+    core = Core(
+        runner,
+        lambda token_ids: "x" * len(token_ids),
+        frozenset(),
+        pool=BlockPool(256, 2),
+        max_num_seqs=2,
+        max_num_batched_tokens=512,
+        max_model_len=512,
+        vocab_size=50,
+    )
+    opener = Opener(Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data)
+    worker = EngineWorker(context, model, core, opener)
+    await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
+    serving = asyncio.create_task(worker.serve())
+    running, waiting, *late = (f"lanes-{secrets.token_hex(8)}" for _ in range(4))
+
+    async def step_until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                assert waiting not in runner.served
+                runner.go_on.release()
+                await asyncio.sleep(0.01)
+
+    await put_task(bus, model, running, [1] * 200, max_tokens=300)
+    await step_until(lambda: running in runner.served)
+    # For this one there is a slot, but not blocks enough.
+    await put_task(bus, model, waiting, [2] * 400)
+    await step_until(lambda: worker._stats.num_waiting_batch == 1)
+    interactive, batch = worker._consumers
+    assert (interactive.capacity, batch.capacity) == (2, batch.held)
+    for request_id in late:
+        await put_task(bus, model, request_id, [3], lane="interactive", max_tokens=2)
+    await step_until(lambda: runner.served.keys() >= set(late))
+    runner.go_on.release(1000)
+    for request_id in (running, waiting):
+        _ = [record async for record in follow(bus, request_id)]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    assert [*runner.served][-1] == waiting
