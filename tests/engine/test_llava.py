@@ -48,7 +48,7 @@ class Road:
         self.model.generation_config.eos_token_id = None  # for answers of the length asked for
         self.own = LlavaProcessor.from_pretrained(folder, local_files_only=True)
         self.processor = Processor(ModelConfig(str(folder)))
-        loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=64))
+        loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
         self.twins = Twins(self.model, loaded.model, loaded.tower)
 
     def case(self, name: str, text: str, images: list[Image.Image], max_tokens: int) -> Case:
@@ -296,7 +296,7 @@ def test_the_parts_together_are_the_whole(plain: Road):
 
 
 def load_from(folder: Path) -> None:
-    load(ModelConfig(str(folder)), EngineConfig(num_blocks=64))
+    load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
 
 
 def test_weights_by_the_names_of_published_folders(tmp_path: Path):

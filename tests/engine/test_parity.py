@@ -612,7 +612,7 @@ def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seei
 
 @pytest.fixture(scope="module")
 def demo() -> LoadedModel:
-    return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
+    return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig(native=False))
 
 
 def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
@@ -753,20 +753,20 @@ def test_loaded_model_says_what_it_is(folder: Path):
     loaded = load(ModelConfig(path=str(folder), max_model_len=100), EngineConfig(kv_cache_mib=1))
     assert loaded.eos_token_ids == {7, 9}
     assert (loaded.max_model_len, loaded.vocab_size) == (100, 199)
-    # 3 layers of keys and values, 2 heads of 16 floats, 16 tokens in a block.
-    assert loaded.num_blocks == 2**20 // (2 * 3 * 2 * 16 * 4 * 16)
+    # 3 layers of keys and values, 2 heads of 16 floats, 8 tokens in a block.
+    assert loaded.num_blocks == 2**20 // (2 * 3 * 2 * 16 * 4 * 8)
     assert loaded.decode([5, 6]).split("w") == ["", "5", "6"]
 
 
 def test_configured_dtype_and_blocks_hold(folder: Path):
-    loaded = load(ModelConfig(path=str(folder), dtype="bfloat16"), EngineConfig(num_blocks=64))
+    loaded = load(ModelConfig(path=str(folder), dtype="bfloat16"), EngineConfig(num_blocks=128))
     assert loaded.model.dtype == torch.bfloat16
-    assert loaded.num_blocks == 64
+    assert loaded.num_blocks == 128
 
 
 def test_a_pool_below_one_sequence_is_refused(folder: Path):
     with pytest.raises(ConfigError, match=r"engine\.kv_cache_mib"):
-        load(ModelConfig(path=str(folder)), EngineConfig(num_blocks=63))
+        load(ModelConfig(path=str(folder)), EngineConfig(num_blocks=127))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

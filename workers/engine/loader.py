@@ -153,7 +153,7 @@ def _make_model(family: Family, block_size: int, native: bool) -> DecoderModel:
         return FlatModel(family)
     reason = why_not(family, block_size)
     if reason is None:
-        return NativeModel(family, block_size, torch.get_num_threads())
+        return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
 

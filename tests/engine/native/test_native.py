@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:
     family = family_of(copy.deepcopy(model))
     assert why_not(family, block_size) is None
-    return NativeModel(family, block_size, num_threads)
+    return NativeModel(family, num_threads)
 
 
 # -- against transformers -------------------------------------------------------------------------

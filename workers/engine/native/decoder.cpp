@@ -22,13 +22,13 @@ struct LayerWeights {
 
 struct Config {
   int32_t hidden_size, intermediate_size, num_layers, vocab_size;
-  int32_t num_heads, num_kv_heads, head_dim, block_size;
+  int32_t num_heads, num_kv_heads, head_dim;
   float norm_eps, scale;
   int32_t is_bf16;
 };
 
 struct Step {
-  int32_t num_tokens, num_sequences, max_blocks, num_sampled, num_deepstack;
+  int32_t num_tokens, num_sequences, block_size, max_blocks, num_sampled, num_deepstack;
   const int32_t* query_start_loc;  // [num_sequences + 1]
   const int32_t* seq_lens;         // [num_sequences]
   const int32_t* block_tables;     // [num_sequences, max_blocks]
@@ -98,7 +98,7 @@ class Decoder : public DecoderBase {
       const int past = step.seq_lens[sequence] - (stop - start);
       for (int row = start; row < stop; ++row) {
         const int position = past + row - start;
-        slots_[row] = {table(step, sequence)[position / config_.block_size], position % config_.block_size};
+        slots_[row] = {table(step, sequence)[position / step.block_size], position % step.block_size};
       }
       const int num_rows = (stop - start) * heads_per_group;
       for (int head = 0; head < config_.num_kv_heads; ++head) {
@@ -159,7 +159,7 @@ class Decoder : public DecoderBase {
       store16(to + kLanes, high);
     });
     team_.barrier();
-    Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape()};
+    Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape(step)};
     for_rows(num_tokens, member, [&](int row) { place_row(step, weights, row, cache); });
     team_.barrier();
     for (int item; (item = team_.take()) < int(items_.size());) attend_item(step, items_[item], weights.window, cache, member);
@@ -293,8 +293,8 @@ class Decoder : public DecoderBase {
     for (int row = int(int64_t(num_rows) * member / team_.size()); row < stop; ++row) work(row);
   }
 
-  Shape shape() const {
-    return {config_.num_heads, config_.num_kv_heads, config_.head_dim, padded(config_.head_dim, kPanel), config_.block_size};
+  Shape shape(const Step& step) const {
+    return {config_.num_heads, config_.num_kv_heads, config_.head_dim, padded(config_.head_dim, kPanel), step.block_size};
   }
 
   const Config config_;

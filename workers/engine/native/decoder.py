@@ -54,7 +54,6 @@ class _Config(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("hidden_size", "intermediate_size", "num_layers")),
         *((name, _INT) for name in ("vocab_size", "num_heads", "num_kv_heads", "head_dim")),
-        ("block_size", _INT),
         ("norm_eps", _FLOAT),
         ("scale", _FLOAT),
         ("is_bf16", _INT),
@@ -63,8 +62,8 @@ class _Config(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, _INT) for name in ("num_tokens", "num_sequences", "max_blocks", "num_sampled")),
-        ("num_deepstack", _INT),
+        *((name, _INT) for name in ("num_tokens", "num_sequences", "block_size", "max_blocks")),
+        *((name, _INT) for name in ("num_sampled", "num_deepstack")),
         *((name, _POINTER) for name in ("query_start_loc", "seq_lens", "block_tables")),
         *((name, _POINTER) for name in ("sampled_rows", "embeddings", "cos", "sin", "deepstack")),
         *((name, _POINTER) for name in ("keys", "values", "logits")),
@@ -76,6 +75,7 @@ class Plan:
     query_start_loc: NDArray[np.int32]  # [num_sequences + 1]
     seq_lens: NDArray[np.int32]  # [num_sequences]
     block_tables: NDArray[np.int32]  # [num_sequences, max_num_blocks]
+    block_size: int
 
 
 def why_not(family: Family, block_size: int) -> str | None:
@@ -104,7 +104,7 @@ def why_not(family: Family, block_size: int) -> str | None:
 
 
 class NativeModel:
-    def __init__(self, family: Family, block_size: int, num_threads: int) -> None:
+    def __init__(self, family: Family, num_threads: int) -> None:
         """Takes the layers' weights away from the family's model. `why_not` must be None."""
         loaded = library.load()
         assert loaded is not None
@@ -112,7 +112,6 @@ class NativeModel:
         self.dtype: torch.dtype = family.model.dtype
         self.device = torch.device("cpu")
         self._library = loaded
-        self._block_size = block_size
         decoder: Any = family.decoder
         model: Any = family.model
         self._embed_tokens: Any = model.get_input_embeddings()
@@ -145,7 +144,6 @@ class NativeModel:
             config.num_attention_heads,
             config.num_key_value_heads,
             attention.head_dim,
-            block_size,
             config.rms_norm_eps,
             attention.scaling,
             self.dtype == torch.bfloat16,
@@ -160,7 +158,7 @@ class NativeModel:
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Laid out for the kernels, see attention.h; the first dimension is that of the blocks."""
-        assert block_size == self._block_size
+        assert block_size % TOKEN_GROUP == 0
         shape, unit = self._shape, 4 // self.dtype.itemsize
         groups, value_dim = block_size // TOKEN_GROUP, -(-shape.head_dim // PANEL) * PANEL
         heads = (num_blocks, shape.num_kv_heads)
@@ -175,8 +173,9 @@ class NativeModel:
         seq_lens: Sequence[int],
         kv_cache: KVCache,
     ) -> Plan:
+        block_size = kv_cache[0][0].shape[2] * TOKEN_GROUP
         tables = [
-            table[: -(-seq_len // self._block_size)]
+            table[: -(-seq_len // block_size)]
             for table, seq_len in zip(block_tables, seq_lens, strict=True)
         ]
         lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
@@ -184,7 +183,10 @@ class NativeModel:
         filled = np.arange(padded.shape[1]) < lengths[:, None]
         padded[filled] = np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32)
         return Plan(
-            np.array(query_start_loc, dtype=np.int32), np.array(seq_lens, dtype=np.int32), padded
+            np.array(query_start_loc, dtype=np.int32),
+            np.array(seq_lens, dtype=np.int32),
+            padded,
+            block_size,
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
@@ -212,6 +214,7 @@ class NativeModel:
         step = _Step(
             len(embeddings),
             len(plan.seq_lens),
+            plan.block_size,
             plan.block_tables.shape[1],
             len(rows),
             0 if deepstack is None else len(deepstack),
