@@ -43,7 +43,9 @@ class Flow:
     log: LogWriter
     timing: Timing
     pending: list[RequestOutput] = field(default_factory=list)
-    """Outputs that are not in the log yet; several steps go into one record if the log is slow."""
+    """Outputs that are not in the log yet."""
+    begun: bool = False
+    """Something of it is in the log, or on its way there."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: bool = False
     """No further record is to be written."""
@@ -78,6 +80,10 @@ class EngineWorker:
         self._kv_events = core.kv_events
         self._kv_log = KVLogWriter(context.bus, context.worker)
         self._max_num_seqs = context.config.engine.max_num_seqs
+        self._appends_per_s = context.config.engine.max_appends_per_s
+        self._released_s = 0.0
+        """When the outputs of all requests went on their way to the logs."""
+        self._release_timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._steps: StepLoop[Flow] = StepLoop(
@@ -266,10 +272,33 @@ class EngineWorker:
         self._tell_kv_events()
         for flow, output in outputs:
             flow.pending.append(output)
-            flow.changed.set()
+            # A first token and an end are not kept waiting.
+            if not flow.begun or output.usage is not None or output.error is not None:
+                flow.begun = True
+                flow.changed.set()
+        self._release_in_time()
         self._ask_for_work()
         # Never by a timer: a step that hangs tells nothing, and loses its requests.
         self._stage.progressed(flow.job for flow in self._flows.values())
+
+    def _release_in_time(self) -> None:
+        """Let outputs go to the logs no more often than they can take it, all at one time: the more
+        requests there are, the more tokens of each share a record."""
+        loop = asyncio.get_running_loop()
+        wait_s = self._released_s + len(self._flows) / self._appends_per_s - loop.time()
+        if wait_s <= 0:
+            self._release()
+        elif self._release_timer is None:
+            self._release_timer = loop.call_later(wait_s, self._release)
+
+    def _release(self) -> None:
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+        self._released_s = asyncio.get_running_loop().time()
+        for flow in self._flows.values():
+            if flow.pending:
+                flow.changed.set()
 
     def _tell_kv_events(self) -> None:
         if self._kv_events is not None:
