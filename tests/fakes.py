@@ -4,7 +4,13 @@ import hashlib
 from collections.abc import Iterable
 
 from shared.errors import InvalidMedia
-from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
+from workers.engine.sequence import (
+    Batch,
+    EngineRequest,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+)
 
 
 class FakeRunner:
@@ -60,7 +66,7 @@ class FakeRunner:
             for slot in range(self._block_size):
                 self._slots.pop((block, slot), None)
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batches.append(batch.num_tokens)
         for s in batch.scheduled:
             assert s.sequence.request_id in self._prepared
@@ -69,7 +75,10 @@ class FakeRunner:
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)
-        return [self.next_token(s.sequence) if s.samples else None for s in batch.scheduled]
+        return [
+            [SampledToken(self.next_token(s.sequence))] if s.samples else []
+            for s in batch.scheduled
+        ]
 
     def next_token(self, sequence: Sequence) -> int:
         seen = repr((sequence.seed, sequence.choice, sequence.token_ids)).encode()

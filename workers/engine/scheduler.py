@@ -122,7 +122,7 @@ class Scheduler:
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """All but its last token may come from the cache: that one has to yield logits."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or not sequence.reads_prefix_cache:
             return []
         num_full = self._num_full(sequence.num_tokens - 1)
         return self._pool.find(block_hashes(sequence, num_full, self._pool.block_size))
