@@ -16,6 +16,8 @@ from torch import Tensor
 UNITS = 2.0**40
 """Of the greatest weight; the sum over a vocabulary of a million is below 2^60."""
 MAX_CHUNK = 512
+MAX_RANKED = 256
+"""Of a large vocabulary so many are found sooner by rank than by counting."""
 
 # A weight is a float32, and none is negative: read as integers, the bits of the greater one are
 # greater. They are looked at from the top, so many at a time: a sum for each value that these can
@@ -40,8 +42,7 @@ def keep_probable(weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) 
     if bool((min_p > 0).any()):
         _keep_from(weights, min_p.float())
     if bool((top_k < weights.shape[1]).any()):
-        one = torch.ones((), dtype=torch.int64, device=weights.device)
-        _keep_from(weights, _least_kept(weights, one.expand_as(weights), top_k))
+        _keep_from(weights, _top(weights, top_k))
     if bool((top_p < 1).any()):
         units = (weights * UNITS).long()
         total = units.sum(-1, keepdim=True)
@@ -80,6 +81,15 @@ def _keep_from(weights: Tensor, least: Tensor) -> None:
     weights.mul_(weights.clone().ge_(least))
 
 
+def _top(weights: Tensor, top_k: Tensor) -> Tensor:
+    """The weight of rank `top_k`: [num_rows, 1]."""
+    most = int(top_k.max())
+    if most <= MAX_RANKED:
+        return weights.topk(most).values.gather(1, top_k - 1)
+    one = torch.ones((), dtype=torch.int64, device=weights.device)
+    return _least_kept(weights, one.expand_as(weights), top_k)
+
+
 def _least_kept(weights: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
     """The least weight of which the greater ones have less than `target` in all: [num_rows, 1].
 
@@ -105,5 +115,4 @@ def _last_reaching(slots: Tensor, amounts: Tensor, target: Tensor, num_slots: in
     """The last slot that, with all behind it, has `target` or more: [num_rows, 1]."""
     sums = torch.zeros(len(slots), num_slots, dtype=torch.int64, device=slots.device)
     sums.scatter_add_(1, slots.long(), amounts)
-    from_here = sums.flip(1).cumsum(1).flip(1)
-    return (from_here >= target).sum(1, keepdim=True) - 1
+    return num_slots - 1 - torch.searchsorted(sums.flip(1).cumsum(1), target)
