@@ -37,6 +37,7 @@ from shared.messages import (
     TokenChunk,
     Tokenized,
     TokenizeRequest,
+    TokenLogprobs,
     Usage,
     WorkerMetrics,
 )
@@ -117,8 +118,26 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         subjects.tokens("<request_id>"),
         "token log → client, JSON",
         "New tokens. `index` counts the records of a log from 0 without a gap, `position` the"
-        " tokens of a choice. Text that may yet turn out to be a stop string is held back.",
-        TokenChunk(0, 1, [ChoiceDelta(0, 0, [93, 402], "red", "stop")]),
+        " tokens of a choice. Text that may yet turn out to be a stop string is held back."
+        " `logprobs` has for each token its log probability, its rank, and the most probable tokens"
+        " with theirs, here one as with `logprobs: 1`.",
+        TokenChunk(
+            0,
+            1,
+            [
+                ChoiceDelta(
+                    0,
+                    0,
+                    [93, 402],
+                    "red",
+                    "stop",
+                    logprobs=[
+                        TokenLogprobs(-0.105361, 1, [93], [-0.105361]),
+                        TokenLogprobs(-1.203973, 2, [17], [-0.400478]),
+                    ],
+                )
+            ],
+        ),
     ),
     (
         subjects.tokens("<request_id>"),

@@ -240,8 +240,9 @@ def _convert(tree: Any, kind: type[T], prefix: str, origins: Mapping[str, str], 
 
 
 def split_path(validation_error: str) -> tuple[str, str]:
-    """msgspec's "what - at `$.a.b`" as ("what", "a.b")."""
+    """msgspec's "what - at `$.a.b`" as ("what", "a.b"); what is said of a key, of its object."""
     what, _, path = validation_error.partition(" - at `")
+    path = path.removeprefix("key` in `")
     return what, path.removesuffix("`").removeprefix("$").removeprefix(".")
 
 

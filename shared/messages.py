@@ -164,6 +164,18 @@ class EmbeddingRecord(Struct, frozen=True):
 # the token log
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Of one token under the model's own distribution, before any sampling parameter has changed
+    it: natural logarithms to six decimals, -9999 for none."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    top_token_ids: list[int]
+    """As many of the most probable tokens as were asked for, best first."""
+    top_logprobs: list[float]
+
+
 class ChoiceDelta(Struct, frozen=True, omit_defaults=True):
     """New tokens of one choice. `position` is the index of the first of them in the answer."""
 
@@ -175,14 +187,19 @@ class ChoiceDelta(Struct, frozen=True, omit_defaults=True):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice; null for the model's own end."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if the request asks for them."""
 
 
-class TokenChunk(Struct, frozen=True, tag="tokens"):
+class TokenChunk(Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """`index` counts the records of one log from 0 without a gap."""
 
     index: int
     attempt: int
     choices: list[ChoiceDelta]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """In the first record, if the request asks for them: one for each token of the prompt but the
+    first, which nothing comes before."""
 
 
 class Usage(Struct, frozen=True):

@@ -7,10 +7,14 @@ from msgspec import Meta, Struct
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\S")]
+TokenId = Annotated[int, Meta(ge=0)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -27,5 +31,26 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     """Without one, the request id serves: a resumed request then still continues as it began."""
     stop: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] = []
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """The text then ends with what has ended it, a stop string or a stop token."""
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Before these neither the model's own end nor a stop token or stop string ends a choice."""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)
+    ] = {}
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    """No others are chosen."""
+    bad_words: Annotated[list[BadWord], Meta(max_length=64)] = []
+    """Never completed by a token, whether they begin a word or follow a space."""
+    logprobs: NumLogprobs | None = None
+    """For each token of the answer its log probability, and so many of the most probable tokens."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same for the prompt; all of it is then computed, whatever the prefix cache holds."""
+    detokenize: bool = True
+    """Without it all text is empty, and there can be no stop strings."""
+    skip_special_tokens: bool = True
+    """In the text: they are always among the token ids."""
+    skip_reading_prefix_cache: bool = False

@@ -16,6 +16,7 @@ from shared.messages import (
     Hop,
     LogRecord,
     TokenChunk,
+    TokenLogprobs,
     Usage,
     decode_log_record,
     error_info,
@@ -79,8 +80,10 @@ class LogWriter:
         """Whether the log had its final record when it was opened."""
         return bool(self.records) and is_final(self.records[-1])
 
-    async def tokens(self, choices: list[ChoiceDelta]) -> None:
-        await self._append(TokenChunk(self._next_index, self._attempt, choices))
+    async def tokens(
+        self, choices: list[ChoiceDelta], prompt_logprobs: list[TokenLogprobs] | None = None
+    ) -> None:
+        await self._append(TokenChunk(self._next_index, self._attempt, choices, prompt_logprobs))
 
     async def finish(self, usage: Usage, kv_blocks: int, path: list[Hop]) -> None:
         await self._append(Finish(self._next_index, self._attempt, usage, kv_blocks, path))

@@ -4,7 +4,13 @@ import hashlib
 from collections.abc import Iterable
 
 from shared.errors import InvalidMedia
-from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence, Sequence
+from workers.engine.sequence import (
+    Batch,
+    EngineRequest,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+)
 
 
 class FakeRunner:
@@ -69,7 +75,7 @@ class FakeRunner:
                 if (content := self._slots.get((source, slot))) is not None:
                     self._slots[destination, slot] = content
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batches.append(batch.num_tokens)
         for s in batch.scheduled:
             assert s.sequence.request_id in self._prepared
@@ -78,7 +84,10 @@ class FakeRunner:
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)
-        return [self.next_token(s.sequence) if s.samples else None for s in batch.scheduled]
+        return [
+            [SampledToken(self.next_token(s.sequence))] if s.samples else []
+            for s in batch.scheduled
+        ]
 
     def next_token(self, sequence: Sequence) -> int:
         seen = repr((sequence.seed, sequence.choice, sequence.token_ids)).encode()

@@ -30,7 +30,7 @@ from workers.engine.families import family_of
 from workers.engine.loader import load
 from workers.engine.model import FlatModel
 from workers.engine.runner import Runner
-from workers.engine.sequence import Batch, EngineRequest
+from workers.engine.sequence import Batch, EngineRequest, SampledToken
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 NUM_REPEATS = 3
@@ -77,13 +77,13 @@ class WatchedRunner(Runner):
         self._max_model_len = subject.max_model_len
         self.occupancy = Occupancy([], [])
 
-    def run(self, batch: Batch) -> list[int | None]:
-        token_ids = super().run(batch)
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
+        tokens = super().run(batch)
         held = sum(s.sequence.num_computed_tokens + s.num_new_tokens for s in batch.scheduled)
         slots = BLOCK_SIZE * sum(len(s.sequence.block_table) for s in batch.scheduled)
         self.occupancy.paged.append(1 - held / slots)
         self.occupancy.reserved.append(1 - held / (self._max_model_len * len(batch.scheduled)))
-        return token_ids
+        return tokens
 
 
 # -- the two sides --------------------------------------------------------------------------------

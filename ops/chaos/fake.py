@@ -20,7 +20,7 @@ from shared.messages import ImagePart, Message, TextPart
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
-from workers.engine.sequence import Batch, EngineRequest, ScheduledSequence
+from workers.engine.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
 from workers.engine.sequence import Sequence as EngineSequence
 from workers.renderer import prompt
 
@@ -92,7 +92,7 @@ class FakeRunner:
                 if (content := self._slots.get((source, slot))) is not None:
                     self._slots[destination, slot] = content
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         if self._step_s:
             time.sleep(self._step_s)
         for s in batch.scheduled:
@@ -102,7 +102,10 @@ class FakeRunner:
         for s in batch.scheduled:
             if s.num_new_tokens > 1 or s.sequence.num_tokens % BLOCK_SIZE == 0:
                 self._verify(s)
-        return [self.next_token(s.sequence) if s.samples else None for s in batch.scheduled]
+        return [
+            [SampledToken(self.next_token(s.sequence))] if s.samples else []
+            for s in batch.scheduled
+        ]
 
     def next_token(self, sequence: EngineSequence) -> int:
         before = array("q", [sequence.seed, sequence.choice, *sequence.token_ids]).tobytes()

@@ -34,6 +34,13 @@ def test_given_parameters_win_even_when_they_equal_the_general_default() -> None
     assert sampling_of(given) == SamplingParams(temperature=1.0, max_tokens=None)
 
 
+def test_token_ids_are_strings_where_json_wants_keys() -> None:
+    given = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
+    assert sampling_of(given).logit_bias == {17: -100.0, 3: 2.5}
+    packed = msgspec.msgpack.encode(GOOD | {"sampling_params": {"logit_bias": {17: -100}}})
+    assert admit("pm.request.demo", "r1", packed, MODELS)[1].logit_bias == {17: -100.0}
+
+
 def test_msgpack_is_as_good_as_json() -> None:
     as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS)
     as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS)
@@ -76,6 +83,18 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (with_sampling(max_tokens=0), InvalidRequest, "sampling_params.max_tokens", ">= 1"),
     (with_sampling(seed=-1), InvalidRequest, "sampling_params.seed", ">= 0"),
     (with_sampling(stop=["a"] * 5), InvalidRequest, "sampling_params.stop", "<= 4"),
+    (with_sampling(logit_bias={"-1": 1}), InvalidRequest, "sampling_params.logit_bias", ">= 0"),
+    (with_sampling(logit_bias={"x": 1}), InvalidRequest, "sampling_params.logit_bias", "int"),
+    (
+        with_sampling(logit_bias={"1": 101}),
+        InvalidRequest,
+        "sampling_params.logit_bias[...]",
+        "<= 100",
+    ),
+    (with_sampling(allowed_token_ids=[]), InvalidRequest, "sampling_params.allowed_token_ids", ""),
+    (with_sampling(bad_words=[" "]), InvalidRequest, "sampling_params.bad_words[0]", "regex"),
+    (with_sampling(logprobs=21), InvalidRequest, "sampling_params.logprobs", "<= 20"),
+    (with_sampling(prompt_logprobs=-1), InvalidRequest, "sampling_params.prompt_logprobs", ">= 0"),
     (with_sampling(stop=[""]), InvalidRequest, "sampling_params.stop[0]", "length >= 1"),
     (with_sampling(repetition_penalty=0), InvalidRequest, "sampling_params.repetition_penalty", ""),
     (with_content({"type": "smell"}), InvalidRequest, "messages[0].content[0].type", "smell"),

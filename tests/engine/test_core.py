@@ -13,7 +13,14 @@ from shared.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
-from workers.engine.sequence import Batch, EngineRequest, Item, LoggedChoice, RequestOutput
+from workers.engine.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    LoggedChoice,
+    RequestOutput,
+    SampledToken,
+)
 
 MAX_MODEL_LEN = 24
 BLOCK_SIZE = 2
@@ -388,11 +395,11 @@ def test_a_picture_that_was_found_is_encoded_if_its_blocks_are_gone_after_a_pree
 class RaisesAtTheEnd(FakeRunner):
     """Of the prompt: what was run before has done no harm that anybody has noticed."""
 
-    def run(self, batch: Batch) -> list[int | None]:
-        token_ids = super().run(batch)
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
+        tokens = super().run(batch)
         if any(s.samples and s.sequence.request_id == "bad" for s in batch.scheduled):
             raise ArithmeticError
-        return token_ids
+        return tokens
 
 
 @pytest.mark.parametrize("budget", [4, 64])

@@ -17,7 +17,7 @@ from tests.fakes import FakeRunner
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.opening import Opener
-from workers.engine.sequence import Batch
+from workers.engine.sequence import Batch, SampledToken
 from workers.engine.worker import EngineWorker
 
 
@@ -30,7 +30,7 @@ class StepwiseRunner(FakeRunner):
         self.served: dict[str, None] = {}
         """Requests in the order in which they have begun."""
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.go_on.acquire()
         self.served |= dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
         return super().run(batch)

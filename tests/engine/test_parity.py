@@ -52,6 +52,7 @@ from workers.engine.sequence import (
     EngineRequest,
     Item,
     LoggedChoice,
+    SampledToken,
     ScheduledSequence,
     Sequence,
 )
@@ -309,13 +310,13 @@ def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> d
     running = list(sequences)
     while running:
         batch = schedule.next_batch(running)
-        for scheduled, token_id in zip(batch.scheduled, runner.run(batch), strict=True):
+        for scheduled, tokens in zip(batch.scheduled, runner.run(batch), strict=True):
             sequence = scheduled.sequence
             sequence.num_computed_tokens += scheduled.num_new_tokens
-            assert (token_id is not None) == scheduled.samples
-            if token_id is None:
+            assert len(tokens) == scheduled.samples
+            if not tokens:
                 continue
-            sequence.token_ids.append(token_id)
+            sequence.token_ids.append(tokens[0].token_id)
             if sequence.num_output_tokens == sequence.max_tokens:
                 schedule.drop(sequence)
                 running.remove(sequence)
@@ -384,7 +385,7 @@ class CountingRunner(Runner):
         self.num_tokens = 0
         self._reached: dict[tuple[str, int], int] = {}
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.batch_sizes.append(len(batch.scheduled))
         self.num_tokens += batch.num_tokens
         for s in batch.scheduled:
@@ -569,7 +570,7 @@ def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seei
     """Not even through what is masked: 0 times a NaN that stays in a reused block is a NaN."""
 
     class Spoilt(CountingRunner):
-        def run(self, batch: Batch) -> list[int | None]:
+        def run(self, batch: Batch) -> list[list[SampledToken]]:
             if any(s.sequence.request_id == "bad" for s in batch.scheduled):
                 for s in batch.scheduled:
                     if s.sequence.request_id == "bad":

@@ -84,9 +84,9 @@ class TurnsMachine(RuleBasedStateMachine):
             self.runner.copy_blocks(batch.copies)
         tokens = self.runner.run(batch)
         self.scheduler.settle(batch)
-        for s, token in zip(batch.scheduled, tokens, strict=True):
-            if token is not None:
-                s.sequence.token_ids.append(token)
+        for s, sampled in zip(batch.scheduled, tokens, strict=True):
+            for token in sampled:
+                s.sequence.token_ids.append(token.token_id)
                 if s.sequence.num_output_tokens == s.sequence.max_tokens:
                     self.alive.remove(s.sequence)
                     self.scheduler.remove(s.sequence)

@@ -95,7 +95,8 @@ def admit(
             field="adapter",
         )
     merged = dict(model.sampling_defaults) | given
-    return request, msgspec.convert(merged, SamplingParams)
+    # In JSON the token ids of `logit_bias` are strings, like all keys.
+    return request, msgspec.convert(merged, SamplingParams, str_keys=True)
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:

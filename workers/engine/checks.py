@@ -1,7 +1,12 @@
 """What can be refused of a request before it enters a batch. Pure; each raises a RequestError."""
 
+from collections.abc import Callable
+
 from shared.errors import ContextTooLong, InvalidRequest
 from workers.engine.sequence import EngineRequest
+
+MAX_PROMPT_LOGPROBS = 1 << 15
+"""Of all tokens of a prompt together: they have to fit into one record, at some 20 bytes each."""
 
 
 def check_prompt(request: EngineRequest, vocab_size: int) -> None:
@@ -43,13 +48,55 @@ def _check_mask(is_embed: bytes, length: int) -> None:
         )
 
 
-def check_stop_token_ids(request: EngineRequest, vocab_size: int) -> None:
-    for token_id in request.sampling.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"stop token id {token_id} is not from 0 to {vocab_size - 1}",
-                field="sampling_params.stop_token_ids",
-            )
+def check_sampling(request: EngineRequest, vocab_size: int, max_tokens: int) -> None:
+    """Of the parameters what depends on the model, or on each other."""
+    params = request.sampling
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or []),
+        ("logit_bias", params.logit_bias),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{name}: token id {token_id} is not from 0 to {vocab_size - 1}",
+                    field=f"sampling_params.{name}",
+                )
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {params.min_tokens} is more than max_tokens {max_tokens}",
+            field="sampling_params.min_tokens",
+        )
+    if params.stop and not params.detokenize:
+        raise InvalidRequest(
+            "stop strings are looked for in text, which detokenize: false does not make",
+            field="sampling_params.stop",
+        )
+    num_values = len(request.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
+    if params.prompt_logprobs is not None and num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs {params.prompt_logprobs} of {len(request.prompt_token_ids)} tokens"
+            f" are {num_values} values, over the limit of {MAX_PROMPT_LOGPROBS}",
+            field="sampling_params.prompt_logprobs",
+        )
+
+
+def tokenize_bad_words(
+    words: list[str], encode: Callable[[str], list[int]], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space; `encode` adds no special tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        stripped = word.lstrip()
+        for text in (stripped, " " + stripped):
+            token_ids = tuple(encode(text))
+            if not token_ids or max(token_ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"the model has no tokens for the bad word {word!r}",
+                    field="sampling_params.bad_words",
+                )
+            found[token_ids] = None
+    return tuple(found)
 
 
 def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:

@@ -7,17 +7,20 @@ hold, and embeddings by their content, may be found again by later requests of t
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
-from shared.messages import ChoiceDelta, Usage
+from shared.messages import ChoiceDelta, TokenLogprobs, Usage
+from shared.sampling import SamplingParams
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import (
     check_placeholders,
     check_prompt,
-    check_stop_token_ids,
+    check_sampling,
     resolve_max_tokens,
+    tokenize_bad_words,
 )
 from workers.engine.detokenizer import Detokenizer
 from workers.engine.kvevents import KVEvents
@@ -27,9 +30,15 @@ from workers.engine.sequence import (
     EngineRequest,
     LoggedChoice,
     RequestOutput,
+    SampledToken,
     ScheduledSequence,
     Sequence,
+    TokenMask,
 )
+
+
+class Decode(Protocol):
+    def __call__(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Runner(Protocol):
@@ -54,8 +63,9 @@ class Runner(Protocol):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Before the batch that needs it: (source, destination)."""
 
-    def run(self, batch: Batch) -> list[int | None]:
-        """One token id per scheduled sequence, None where it does not sample."""
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
+        """New tokens of each scheduled sequence, none where it does not sample. What it finds out
+        about the prompts of others it notes there (`prompt_logprobs`)."""
 
     def release(self, request_id: str) -> None:
         """Drop what is kept for the request, if anything."""
@@ -114,6 +124,8 @@ class Entry:
     """Indexes of the items that have embeddings; one that the prefix cache covers needs none."""
     kv_blocks: int = 0
     """The most blocks held at one time so far."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Complete, and still to be told."""
 
     @property
     def finished(self) -> bool:
@@ -142,7 +154,7 @@ class Core:
     def __init__(
         self,
         runner: Runner,
-        tokenizer_decode: Callable[[list[int]], str],
+        tokenizer_decode: Decode,
         eos_token_ids: frozenset[int],
         *,
         pool: BlockPool,
@@ -151,9 +163,15 @@ class Core:
         max_model_len: int,
         vocab_size: int,
         prefix_caching: bool = True,
+        encode: Callable[[str], list[int]] = lambda text: [],
+        new_token_mask: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
     ) -> None:
+        """`encode` adds no special tokens. `new_token_mask` is called for each choice when its
+        request is added, and raises what is wrong with its grammar."""
         self._runner = runner
         self._decode = tokenizer_decode
+        self._encode = encode
+        self._new_token_mask = new_token_mask
         self._eos_token_ids = eos_token_ids
         self._pool = pool
         self._scheduler = Scheduler(
@@ -204,13 +222,11 @@ class Core:
             raise InvalidRequest(f"request {request.request_id} is in hand", field="request_id")
         check_prompt(request, self._vocab_size)
         check_placeholders(request)
-        check_stop_token_ids(request, self._vocab_size)
         max_tokens = resolve_max_tokens(request, self._max_model_len)
+        check_sampling(request, self._vocab_size, max_tokens)
         logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
         assert len(logged) == request.sampling.n
-        entry = Entry(
-            request, [self._new_choice(request, i, max_tokens) for i in range(len(logged))]
-        )
+        entry = Entry(request, self._new_choices(request, max_tokens))
         self._entries[request.request_id] = entry
         for choice, log in zip(entry.choices, logged, strict=True):
             self._resume(choice, log)
@@ -230,11 +246,11 @@ class Core:
         self._num_batched_tokens += batch.num_tokens
         self._note_blocks(batch)
         try:
-            token_ids = self._run(batch) if batch.scheduled else []
+            sampled = self._run(batch) if batch.scheduled else []
         except Exception:
             failures += self._run_apart(batch)
         else:
-            self._settle(batch, token_ids)
+            self._settle(batch, sampled)
         return failures + self._tell()
 
     # -- in a step --------------------------------------------------------------------------
@@ -248,10 +264,8 @@ class Core:
                 continue
             try:
                 self._prepare_one(entry, s)
-            except PagemillError as error:
-                failures.append(self._fail(entry, error))
             except Exception as error:
-                failures.append(self._fail(entry, _worker_failure(error)))
+                failures.append(self._fail(entry, _failure(error)))
         left = [s for s in batch.scheduled if s.sequence.request_id in self._entries]
         # Side by side, the sequences of an adapter go through it at once.
         left.sort(key=lambda s: s.sequence.request.adapter or "")
@@ -276,46 +290,85 @@ class Core:
             num_blocks = len(entry.blocks) if others else len(first)
             entry.kv_blocks = max(entry.kv_blocks, num_blocks)
 
-    def _run(self, batch: Batch) -> list[int | None]:
+    def _run(self, batch: Batch) -> list[list[SampledToken]]:
         if batch.copies:
             self._runner.copy_blocks(batch.copies)
         return self._runner.run(batch)
 
-    def _settle(self, batch: Batch, token_ids: list[int | None]) -> None:
+    def _settle(self, batch: Batch, sampled: list[list[SampledToken]]) -> None:
         self._scheduler.settle(batch)
-        for s, token_id in zip(batch.scheduled, token_ids, strict=True):
-            assert s.samples == (token_id is not None)
-            if token_id is not None:
-                self._extend(self._choice_of(s), token_id)
+        for s, tokens in zip(batch.scheduled, sampled, strict=True):
+            assert s.samples == bool(tokens)
+            if tokens:
+                self._extend(self._choice_of(s), tokens)
 
-    def _extend(self, choice: Choice, token_id: int) -> None:
+    def _extend(self, choice: Choice, tokens: list[SampledToken]) -> None:
+        """What follows the token that ends the choice is dropped."""
+        self._take_prompt_logprobs(choice.sequence)
         position = choice.sequence.num_output_tokens
-        text, ending = self._push(choice, token_id)
-        if ending is not None:
-            self._scheduler.remove(choice.sequence)
-        self._report(choice, position, [token_id], text, ending)
+        taken, text = [], ""
+        for token in tokens:
+            taken.append(token)
+            piece, ending = self._push(choice, token.token_id)
+            text += piece
+            if ending is not None:
+                self._scheduler.remove(choice.sequence)
+                break
+        self._report(choice, position, taken, text, ending)
+
+    def _take_prompt_logprobs(self, sequence: Sequence) -> None:
+        """They are complete with the first token that is sampled."""
+        found = sequence.prompt_logprobs
+        if found is not None:
+            places = range(1, sequence.num_prompt_tokens)
+            entry = self._entries[sequence.request_id]
+            entry.prompt_logprobs = [found[place] for place in places]
+            sequence.prompt_logprobs = None
 
     def _tell(self) -> list[RequestOutput]:
         news, self._news = self._news, {}
         return [self._output(self._entries[request_id], news[request_id]) for request_id in news]
 
     def _output(self, entry: Entry, deltas: list[ChoiceDelta]) -> RequestOutput:
+        output = RequestOutput(
+            entry.request.request_id, deltas, prompt_logprobs=entry.prompt_logprobs
+        )
+        entry.prompt_logprobs = None
         if not entry.finished:
-            return RequestOutput(entry.request.request_id, deltas)
+            return output
         self._drop(entry)
-        return RequestOutput(entry.request.request_id, deltas, entry.usage, entry.kv_blocks)
+        return replace(output, usage=entry.usage, kv_blocks=entry.kv_blocks)
 
     # -- a choice ---------------------------------------------------------------------------
 
-    def _new_choice(self, request: EngineRequest, index: int, max_tokens: int) -> Choice:
-        sequence = Sequence(
-            request=request,
-            choice=index,
-            seed=_seed(request),
-            token_ids=list(request.prompt_token_ids),
-            max_tokens=max_tokens,
-        )
-        return Choice(sequence, Detokenizer(self._decode, request.sampling.stop))
+    def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[Choice]:
+        params = request.sampling
+        bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
+        # Whoever has logged something has told them with it.
+        tells_prompt = params.prompt_logprobs is not None and not request.logged
+        sequences = [
+            Sequence(
+                request=request,
+                choice=index,
+                seed=_seed(request),
+                token_ids=list(request.prompt_token_ids),
+                max_tokens=max_tokens,
+                end_token_ids=(*self._eos_token_ids, *params.stop_token_ids),
+                bad_words=bad_words,
+                token_mask=self._new_token_mask(request),
+                prompt_logprobs={} if tells_prompt and index == 0 else None,
+            )
+            for index in range(params.n)
+        ]
+        return [Choice(sequence, self._new_detokenizer(params)) for sequence in sequences]
+
+    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        decode: Callable[[list[int]], str] = self._decode
+        if not params.detokenize:
+            decode = _no_text
+        elif not params.skip_special_tokens:
+            decode = partial(self._decode, skip_special_tokens=False)
+        return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
 
     def _resume(self, choice: Choice, logged: LoggedChoice) -> None:
         """Replay what is in the log, and let what is left to do wait for its turn."""
@@ -333,19 +386,33 @@ class Core:
         """Append a token; the text that it yields, and how the choice ends by it, if it does."""
         sequence, sampling = choice.sequence, choice.sequence.request.sampling
         sequence.token_ids.append(token_id)
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return "", Ending("stop")
-        if token_id in sampling.stop_token_ids:
-            return "", Ending("stop", token_id)
-        text, matched = choice.detokenizer.push(token_id)
+        if sequence.token_mask is not None:
+            sequence.token_mask.advance(token_id)
+        ending = self._ending_by(token_id, sampling)
+        if ending is not None and not sampling.include_stop_str_in_output:
+            return "", ending
+        may_stop = sequence.num_output_tokens > sampling.min_tokens
+        text, matched = choice.detokenizer.push(token_id, may_stop)
+        if ending is not None:
+            return text, ending
         if matched is not None:
             return text, Ending("stop", matched)
         if sequence.num_output_tokens == sequence.max_tokens:
             return text, Ending("length")
         return text, None
 
+    def _ending_by(self, token_id: int, sampling: SamplingParams) -> Ending | None:
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
+            return Ending("stop")
+        return Ending("stop", token_id) if token_id in sampling.stop_token_ids else None
+
     def _report(
-        self, choice: Choice, position: int, token_ids: list[int], text: str, ending: Ending | None
+        self,
+        choice: Choice,
+        position: int,
+        tokens: list[SampledToken],
+        text: str,
+        ending: Ending | None,
     ) -> None:
         if ending is not None:
             choice.finished = True
@@ -353,10 +420,11 @@ class Core:
         delta = ChoiceDelta(
             index=choice.sequence.choice,
             position=position,
-            token_ids=token_ids,
+            token_ids=[token.token_id for token in tokens],
             text=text,
             finish_reason=ending.reason if ending else None,
             stop_reason=ending.stop_reason if ending else None,
+            logprobs=[t.logprobs for t in tokens if t.logprobs is not None] or None,
         )
         self._news.setdefault(choice.sequence.request_id, []).append(delta)
 
@@ -372,16 +440,16 @@ class Core:
             request_id = entry.request.request_id
             part = Batch([s for s in batch.scheduled if s.sequence.request_id == request_id])
             try:
-                token_ids = self._run(part)
+                sampled = self._run(part)
             except Exception as error:
                 blocks = entry.blocks
                 self._pool.forget(blocks)
-                failures.append(self._fail(entry, _worker_failure(error)))
+                failures.append(self._fail(entry, _failure(error)))
                 # Those that others hold as well were registered before this run, which has not
                 # written them.
                 self._runner.scrub([b for b in blocks if self._pool.ref_count(b) == 0])
             else:
-                self._settle(part, token_ids)
+                self._settle(part, sampled)
         return failures
 
     def _fail(self, entry: Entry, error: PagemillError) -> RequestOutput:
@@ -410,7 +478,13 @@ class Core:
         return self._entries[s.sequence.request_id].choices[s.sequence.choice]
 
 
-def _worker_failure(error: Exception) -> WorkerFailure:
+def _no_text(token_ids: list[int]) -> str:
+    return ""
+
+
+def _failure(error: Exception) -> PagemillError:
+    if isinstance(error, PagemillError):
+        return error
     # What went wrong is for the log and the dead letter; it may name paths and addresses.
     failure = WorkerFailure("the engine failed on this request")
     failure.__cause__ = error

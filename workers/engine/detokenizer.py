@@ -14,25 +14,37 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Of all stop strings the one that is complete first counts, and then the longest."""
+    """Of all stop strings the one that is complete first counts, and then the longest.
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: list[str]) -> None:
+    With `include_stop` it is the end of the text.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: list[str], include_stop: bool = False
+    ) -> None:
         self._decode = decode
         self._stop = stop
+        self._include_stop = include_stop
         # Tokens [0, num_read) are out as text and stay as context, as a tokenizer may write the
         # first token of a text in another way than a later one; [num_read, end) are not out yet.
         self._window: list[int] = []
         self._num_read = 0
         self._held = ""
         """Text that may yet become a stop string."""
+        self._num_exempt = 0
+        """Characters at its beginning within which no stop string counts."""
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """The text that is certain now, and the stop string that ends it, if any."""
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text that is certain now, and the stop string that ends it, if any: not one that ends
+        in the text of a token that may not stop."""
         self._window.append(token_id)
         self._held += self._read_window()
+        if not may_stop:
+            self._num_exempt = len(self._held)
         matched = self._cut()
         num_sure = len(self._held) - (0 if matched else _overlap(self._held, self._stop))
         text, self._held = self._held[:num_sure], self._held[num_sure:]
+        self._num_exempt = max(0, self._num_exempt - num_sure)
         return text, matched
 
     def finish(self) -> str:
@@ -62,15 +74,20 @@ class Detokenizer:
         return text
 
     def _cut(self) -> str | None:
-        """End the held text, and all text, before a stop string in it."""
-        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        """End the held text, and all text, before a stop string in it, or behind it."""
+        places = [(self._find(stop), stop) for stop in self._stop]
+        found = [(start, stop) for start, stop in places if start >= 0]
         if not found:
             return None
         start, matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
-        self._held = self._held[:start]
+        self._held = self._held[: start + len(matched) if self._include_stop else start]
         self._window.clear()
         self._num_read = 0
         return matched
+
+    def _find(self, stop: str) -> int:
+        """Where it begins in the held text, -1 if nowhere."""
+        return self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))
 
 
 def _overlap(text: str, stop: list[str]) -> int:

@@ -39,8 +39,13 @@ class LoadedModel:
         token_ids: list[int] = self.tokenizer.encode(text)
         return token_ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def encode_part(self, text: str) -> list[int]:
+        """Without special tokens at its ends."""
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
 

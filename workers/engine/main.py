@@ -67,4 +67,5 @@ def build_core(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         prefix_caching=engine.prefix_caching,
+        encode=loaded.encode_part,
     )

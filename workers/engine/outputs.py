@@ -3,6 +3,28 @@
 from shared.messages import ChoiceDelta, LogRecord, TokenChunk
 from workers.engine.sequence import LoggedChoice, RequestOutput
 
+MAX_RECORD_VALUES = 1 << 15
+"""Token ids and log probabilities in one record, at some 20 bytes each. What is computed at once
+stays together."""
+
+
+def num_for_record(outputs: list[RequestOutput]) -> int:
+    """How many of them, from the first on, go into one record: at least one if there are any."""
+    num_values = 0
+    for num_outputs, output in enumerate(outputs):
+        num_values += _num_values(output)
+        if num_outputs and num_values > MAX_RECORD_VALUES:
+            return num_outputs
+    return len(outputs)
+
+
+def _num_values(output: RequestOutput) -> int:
+    logprobs = [*(output.prompt_logprobs or [])]
+    for delta in output.choices:
+        logprobs += delta.logprobs or []
+    num_token_ids = sum(len(delta.token_ids) for delta in output.choices)
+    return num_token_ids + sum(1 + len(found.top_token_ids) for found in logprobs)
+
 
 def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
     """Consecutive deltas of each choice as one."""
@@ -19,6 +41,7 @@ def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
             text=first.text + delta.text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            logprobs=[*(first.logprobs or []), *(delta.logprobs or [])] or None,
         )
     return [merged[index] for index in sorted(merged)]
 

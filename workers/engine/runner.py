@@ -1,4 +1,4 @@
-"""A batch of sequences through the model: integers in, one token id for each sampling one out.
+"""A batch of sequences through the model: integers in, tokens for each sampling one out.
 
 It owns the KV tensors, the positions of each prompt, and the embeddings of items: each request's
 own, as far as its batches need them, and beyond it those that may come again. It decides nothing
@@ -18,10 +18,11 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.multimodal import PlaceholderRange
 from shared.towers import Tower
+from workers.engine.logprobs import logprobs_of
 from workers.engine.lora import Adapters
 from workers.engine.model import DecoderModel
 from workers.engine.sampler import sample
-from workers.engine.sequence import Batch, EngineRequest, Item, ScheduledSequence
+from workers.engine.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Runner:
             values.index_fill_(0, index, 0)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         scheduled = batch.scheduled
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
@@ -143,18 +144,23 @@ class Runner:
         )
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples]
+        rows = [query_start_loc[i + 1] - 1 for i in sampling]
+        for s, first_row in zip(scheduled, query_start_loc, strict=False):
+            rows += range(first_row, first_row + _num_prompt_rows(s))
         logits = self._model.forward(
             self._embed(scheduled, query_start_loc),
             self._locate(scheduled),
             plan,
             self._kv_cache,
-            self._to_device([query_start_loc[i + 1] - 1 for i in sampling]),
+            self._to_device(rows),
         )
-        sampled = sample(logits, [scheduled[i].sequence for i in sampling])
-        token_ids: list[int | None] = [None] * len(scheduled)
-        for i, token_id in zip(sampling, sampled, strict=True):
-            token_ids[i] = token_id
-        return token_ids
+        sampled = _sample(logits[: len(sampling)], [scheduled[i] for i in sampling])
+        if len(rows) > len(sampling):
+            _note_prompt_logprobs(logits[len(sampling) :], scheduled)
+        tokens: list[list[SampledToken]] = [[] for _ in scheduled]
+        for i, token in zip(sampling, sampled, strict=True):
+            tokens[i].append(token)
+        return tokens
 
     def _embed(self, scheduled: list[ScheduledSequence], query_start_loc: list[int]) -> Tensor:
         """Embeddings of tokens, and over them those of the items: [num_tokens, hidden_size]."""
@@ -202,6 +208,49 @@ def _place(rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start
     last = bisect.bisect_left(indexes, start + len(rows))
     places = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
     rows[places] = embedding[first:last]
+
+
+def _sample(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[SampledToken]:
+    sequences = [s.sequence for s in scheduled]
+    token_ids = sample(logits, sequences)
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    asked = [
+        (i, k) for i, s in enumerate(sequences) if (k := s.request.sampling.logprobs) is not None
+    ]
+    if asked:
+        rows, num_tops = map(list, zip(*asked, strict=True))
+        logprobs = logprobs_of(logits, rows, [token_ids[row] for row in rows], num_tops)
+        for row, found in zip(rows, logprobs, strict=True):
+            tokens[row] = SampledToken(token_ids[row], found)
+    return tokens
+
+
+def _num_prompt_rows(s: ScheduledSequence) -> int:
+    """Of its tokens, from the first on: those before a token of the prompt of which the log
+    probability is asked for."""
+    if s.sequence.prompt_logprobs is None:
+        return 0
+    stop = min(_stop(s), s.sequence.num_prompt_tokens - 1)
+    return max(0, stop - s.sequence.num_computed_tokens)
+
+
+def _note_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) -> None:
+    """A run that is repeated, or a prompt computed again after a preemption, notes the same."""
+    for s in scheduled:
+        num_rows, sequence = _num_prompt_rows(s), s.sequence
+        if num_rows == 0 or sequence.prompt_logprobs is None:
+            continue
+        places = range(
+            sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
+        )
+        found = logprobs_of(
+            logits[:num_rows],
+            list(range(num_rows)),
+            [sequence.token_ids[place] for place in places],
+            [sequence.request.sampling.prompt_logprobs or 0] * num_rows,
+        )
+        sequence.prompt_logprobs.update(zip(places, found, strict=True))
+        logits = logits[num_rows:]
 
 
 def _stop(s: ScheduledSequence) -> int:

@@ -1,5 +1,9 @@
 """From logits to one token id for each sequence.
 
+The logits are adjusted (`adjustments`, which has the order); then the greatest is taken, or a
+temperature, min_p, top_k and top_p leave tokens to draw from (`filters`), in this order, which is
+vLLM's. Rows that need the same go together, and nothing is done for those that do not need it.
+
 A sampled token depends on its own logits and on (seed, choice, position in the answer) and on
 nothing else: neither the rest of the batch nor what was sampled before moves it. That is what lets
 another worker continue a request where the last one stopped.
@@ -9,113 +13,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.errors import InvalidRequest
 from shared.sampling import SamplingParams
+from workers.engine.adjustments import adjust, is_adjusted
+from workers.engine.filters import chunk_size, draw, keep_probable, weigh
+from workers.engine.pieces import in_pieces
 from workers.engine.sequence import Sequence
 
-# The most probable tokens that are ranked first; the whole vocabulary is sorted only when these
-# do not hold `top_p` of the mass, which is rare, and 152,000 entries take milliseconds to sort.
-NUM_RANKED_FIRST = 1024
+GREEDY_BELOW = 1e-5
+"""Temperatures below it would only overflow."""
+RESOLUTION = 2.0**-52
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """`logits` [num_sequences, vocab_size].
+    """`logits` [num_sequences, vocab_size], of any floating type; they are left as they are.
 
-    Raises ArithmeticError when there is no choosing among them, as after an overflow.
+    Raises ArithmeticError when there is no choosing among them, as after an overflow, and
+    InvalidRequest when a request has banned every token.
     """
-    if bool(logits.sum(dim=-1).isnan().any()):
-        raise ArithmeticError("a sequence's logits are not numbers")
-    best: list[int] = logits.argmax(dim=-1).tolist()
-    return [
-        token_id if _is_argmax(sequence.request.sampling) else _sample_one(row, sequence)
-        for token_id, row, sequence in zip(best, logits, sequences, strict=True)
-    ]
+    greedy: list[int] = []
+    others: list[int] = []
+    for row, sequence in enumerate(sequences):
+        plain = _is_greedy(sequence) and not is_adjusted(sequence)
+        (greedy if plain else others).append(row)
+    if not others:
+        return _best(logits)
+    token_ids = [0] * len(sequences)
+    if greedy:
+        for row, token_id in zip(greedy, _best(logits[greedy]), strict=True):
+            token_ids[row] = token_id
+    # What needs the same things comes together, and so into the same pieces.
+    others.sort(key=lambda row: (_is_greedy(sequences[row]), _is_filtered(sequences[row])))
+    for piece in in_pieces(others, logits):
+        chosen = _sample_piece(logits[piece].float(), [sequences[row] for row in piece])
+        for row, token_id in zip(piece, chosen, strict=True):
+            token_ids[row] = token_id
+    return token_ids
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """In [0, 1), from a counter and not from a state: Philox is a function of key and counter."""
     bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
-    # 52 bits: with 53, point * mass could be rounded up to the whole mass, where no token is.
-    return (bits >> 12) * 2.0**-52
+    return (bits >> 12) * RESOLUTION
 
 
-def _is_argmax(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not _has_penalties(params)
+def _is_greedy(sequence: Sequence) -> bool:
+    return sequence.request.sampling.temperature < GREEDY_BELOW
 
 
-def _has_penalties(params: SamplingParams) -> bool:
-    return (
-        params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or params.repetition_penalty != 1
-    )
-
-
-def _sample_one(logits: Tensor, sequence: Sequence) -> int:
+def _is_filtered(sequence: Sequence) -> bool:
     params = sequence.request.sampling
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    if _has_penalties(params):
-        logits = penalize(logits, sequence)
-    if params.temperature == 0:
-        return int(logits.argmax())
-    # The greatest logit becomes 0 first, so that no temperature however small overflows.
-    probs = torch.softmax((logits - logits.max()).double() / params.temperature, dim=-1)
-    token_ids, probs = keep_probable(probs, params)
-    point = uniform(sequence.seed, sequence.choice, sequence.num_output_tokens)
-    return _invert(token_ids, probs, point)
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
-def penalize(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Repetition over prompt and answer, as in transformers; presence and frequency: the answer."""
-    params = sequence.request.sampling
-    token_ids = torch.tensor(sequence.token_ids, device=logits.device)
-    seen = torch.unique(token_ids)
-    scores = logits[seen]
-    factor = params.repetition_penalty
-    logits = logits.index_copy(0, seen, torch.where(scores < 0, scores * factor, scores / factor))
-    answer = token_ids[sequence.num_prompt_tokens :]
-    counts = torch.bincount(answer, minlength=len(logits))
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+def _best(logits: Tensor) -> list[int]:
+    """The first of the greatest in each row. By chunks, for PyTorch finds a maximum several times
+    as fast as its place."""
+    size = chunk_size(logits.shape[1])
+    chunks = logits.reshape(len(logits), logits.shape[1] // size, size)
+    greatest, chunk = chunks.amax(-1).max(-1)
+    _check(greatest)
+    within = chunks[torch.arange(len(chunks), device=logits.device), chunk].argmax(-1)
+    token_ids: list[int] = (chunk * size + within).tolist()
+    return token_ids
 
 
-def keep_probable(probs: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
-    """Ids and probabilities of the tokens left by top_k, then top_p, then min_p.
-
-    The probabilities need not sum to one; ids are None where all tokens are left.
-    """
-    token_ids: Tensor | None = None
-    if params.top_k or params.top_p < 1:
-        probs, token_ids = _rank(probs, params)
-        # A token stays when those before it do not yet hold top_p of what top_k left.
-        before = probs.cumsum(0) - probs
-        kept = before < params.top_p * (probs.sum() if params.top_k else 1.0)
-        probs, token_ids = probs[kept], token_ids[kept]
-    if params.min_p:
-        probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
-    return token_ids, probs
+def _check(greatest: Tensor) -> None:
+    """A NaN anywhere in a row is its maximum."""
+    if not bool(greatest.isfinite().all()):
+        raise ArithmeticError("a sequence's logits are not numbers")
 
 
-def _rank(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The most probable tokens first, at least as many as the filters can leave."""
-    if params.top_k:
-        return torch.topk(probs, min(params.top_k, len(probs)))
-    ranked = torch.topk(probs, min(NUM_RANKED_FIRST, len(probs)))
-    if ranked.values.sum() >= params.top_p:
-        return ranked
-    return torch.sort(probs, descending=True)
+def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    """`logits` are float32 and our own."""
+    if any(is_adjusted(sequence) for sequence in sequences):
+        _check(logits.amax(-1))
+        adjust(logits, sequences)
+        if bool(logits.amax(-1).isneginf().any()):
+            raise InvalidRequest(
+                "the sampling parameters leave no token to choose", field="sampling_params"
+            )
+    # Those that draw come first.
+    num_drawn = sum(not _is_greedy(sequence) for sequence in sequences)
+    drawn = _draw(logits[:num_drawn], sequences[:num_drawn]) if num_drawn else []
+    return drawn + (_best(logits[num_drawn:]) if num_drawn < len(sequences) else [])
 
 
-def _invert(token_ids: Tensor | None, probs: Tensor, point: float) -> int:
-    """The token in whose share of the mass `point` falls, the shares laid out by token id.
+def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    params = [sequence.request.sampling for sequence in sequences]
+    _check(logits.amax(-1))
+    weights = weigh(logits, _column([p.temperature for p in params], logits).float())
+    if any(_is_filtered(sequence) for sequence in sequences):
+        weights = keep_probable(
+            weights,
+            _column([p.min_p for p in params], logits),
+            _column([_num_kept(p, logits.shape[1]) for p in params], logits).long(),
+            _column([p.top_p for p in params], logits),
+        )
+    points = [uniform(s.seed, s.choice, s.num_output_tokens) for s in sequences]
+    token_ids: list[int] = draw(weights, _column(points, logits)[:, 0]).tolist()
+    return token_ids
 
-    By id and not by rank: two nearly equal logits may change ranks with the rounding of another
-    batch, and with them all shares between.
-    """
-    if token_ids is not None:
-        token_ids, order = token_ids.sort()
-        probs = probs[order]
-    mass = probs.cumsum(0)
-    if not bool(mass[-1].isfinite()):
-        raise ArithmeticError("the penalties leave no probabilities")
-    index = int(torch.searchsorted(mass, point * mass[-1], right=True))
-    return index if token_ids is None else int(token_ids[index])
+
+def _num_kept(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k or vocab_size, vocab_size)
+
+
+def _column(values: list[float] | list[int], logits: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]

@@ -6,10 +6,13 @@ This module knows neither torch nor blocks' contents: token ids and counts only.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.errors import PagemillError
-from shared.messages import ChoiceDelta, Usage
+from shared.messages import ChoiceDelta, TokenLogprobs, Usage
 from shared.multimodal import PlaceholderRange
 from shared.sampling import SamplingParams
 
@@ -65,6 +68,24 @@ class EngineRequest:
         return [i for i, r in enumerate(ranges) if r.offset < stop and start < r.offset + r.length]
 
 
+class TokenMask(Protocol):
+    """Which tokens may follow in a choice, as a grammar has it; a function of its tokens so far."""
+
+    def allowed(self) -> NDArray[np.int32] | None:
+        """Token 32 * i + j may follow if bit j, from the lowest, of word i is set:
+        [ceil(vocab_size / 32)]. None where all may. It is not changed before the next `advance`."""
+
+    def advance(self, token_id: int) -> None:
+        """The choice goes on with this token, sampled now or found in its log. Raises nothing:
+        whatever is wrong shows in `allowed`, where only the one request fails by it."""
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """If the request asks for them."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of one request."""
@@ -75,6 +96,13 @@ class Sequence:
     token_ids: list[int]
     """Prompt and answer so far."""
     max_tokens: int
+    end_token_ids: tuple[int, ...] = ()
+    """What may not be chosen before `min_tokens`: the model's own ends and the stop tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """As token ids."""
+    token_mask: TokenMask | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] | None = None
+    """By place in the prompt, as far as runs have come; None where nobody wants to know."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     block_table: list[int] = field(default_factory=list)
@@ -109,6 +137,12 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """What is found is not computed, and yields no log probabilities of the prompt."""
+        skips = self.request.sampling.skip_reading_prefix_cache
+        return not skips and self.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +186,5 @@ class RequestOutput:
     kv_blocks: int = 0
     """The most blocks that the request held at one time; with `usage`."""
     error: PagemillError | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Once, with the first tokens."""

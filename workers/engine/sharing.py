@@ -48,7 +48,7 @@ class Sharing:
     def find(self, sequence: Sequence) -> Found:
         """All but its last token may be shared: that one has to yield logits."""
         found = Found([], 0)
-        if self._prefix_caching:
+        if self._looks_up(sequence):
             block_size = self._pool.block_size
             hashes = block_hashes(sequence, (sequence.num_tokens - 1) // block_size, block_size)
             blocks = self._pool.find(hashes)
@@ -67,6 +67,8 @@ class Sharing:
 
     def _find_forked(self, sequence: Sequence) -> Found:
         """Of the prompt, what one of the request's other choices holds."""
+        if sequence.prompt_logprobs is not None:
+            return Found([], 0)
         other = max(self._others(sequence), key=lambda s: s.num_sound_tokens, default=None)
         if other is None:
             return Found([], 0)
@@ -78,11 +80,14 @@ class Sharing:
     def _computing(self, sequence: Sequence, index: int) -> Sequence | None:
         """Who computes its block `index`, if it is one that it could share."""
         block_size = self._pool.block_size
-        if self._prefix_caching and index < (sequence.num_tokens - 1) // block_size:
+        if self._looks_up(sequence) and index < (sequence.num_tokens - 1) // block_size:
             return self._underway.get(sequence.block_hashes[index])
-        if index < _num_common(sequence) // block_size:
+        if sequence.prompt_logprobs is None and index < _num_common(sequence) // block_size:
             return next(iter(self._others(sequence)), None)
         return None
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and sequence.reads_prefix_cache
 
     def _others(self, sequence: Sequence) -> list[Sequence]:
         return self._choices.get(sequence.request_id, [])

@@ -22,7 +22,7 @@ from workers.engine.core import Core, Stats
 from workers.engine.kvevents import encode_batches
 from workers.engine.meters import Meters, Timing
 from workers.engine.opening import Opener
-from workers.engine.outputs import logged_choices, merge_deltas
+from workers.engine.outputs import logged_choices, merge_deltas, num_for_record
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.steps import StepLoop
 
@@ -330,12 +330,15 @@ class EngineWorker:
         """Append what the steps have put out meanwhile; returns whether that ends the request."""
         await flow.changed.wait()
         flow.changed.clear()
-        outputs, flow.pending = flow.pending, []
+        num_outputs = num_for_record(flow.pending)
+        outputs, flow.pending = flow.pending[:num_outputs], flow.pending[num_outputs:]
         if flow.stopped or not outputs:
             return False
+        if flow.pending:
+            flow.changed.set()
         choices = merge_deltas(outputs)
         if choices:
-            await flow.log.tokens(choices)
+            await flow.log.tokens(choices, outputs[0].prompt_logprobs)
             # Whatever killed the workers before us, it is not this request.
             flow.job.suspect = False
         last = outputs[-1]
