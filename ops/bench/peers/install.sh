@@ -40,8 +40,9 @@ if not torchvision.extension._has_ops():\
 
 install_openvino() {
     "$PYTHON" -m venv "$FOLDER/openvino"
-    "$FOLDER/openvino/bin/pip" install --quiet \
-        openvino-genai==2026.4.1.0 optimum-intel==2.2.0 gguf accelerate pillow
+    # The export of a Qwen2-VL refuses later transformers.
+    "$FOLDER/openvino/bin/pip" install --quiet openvino-genai==2026.4.1.0 optimum-intel==2.2.0 \
+        "transformers==5.0.*" gguf accelerate pillow
 }
 
 export_openvino() { # NAME TASK
