@@ -96,8 +96,12 @@ def _draw_limits(axis: Axes, machine: Machine) -> None:
     xs = [INTENSITIES[0], corner, max(INTENSITIES[1], 2 * corner)]
     ys = [xs[0] * limits.read_bytes_s, peak, peak]
     axis.plot(xs, [y / 1e9 for y in ys], color="black", linewidth=1)
-    axis.annotate(f"{limits.read_bytes_s / 1e9:.1f} GB/s", (xs[0], ys[0] / 1e9), fontsize=8)
-    axis.annotate(f"{peak / 1e9:,.0f} GFLOP/s", (corner, peak / 1e9), fontsize=8)
+    reading, arithmetic = f"{limits.read_bytes_s / 1e9:.1f} GB/s", f"{peak / 1e9:,.0f} GFLOP/s"
+    for text, x, y, offset in (
+        (reading, xs[0], ys[0], (12, 0)),
+        (arithmetic, corner, peak, (8, 4)),
+    ):
+        axis.annotate(text, (x, y / 1e9), offset, textcoords="offset points", fontsize=8)
 
 
 def _keys(colours: dict[str, str], rows: list[Row]) -> list[Line2D]:
