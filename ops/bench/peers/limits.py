@@ -1,0 +1,64 @@
+"""What the machine can do at this moment, in a process of its own: prints Limits as JSON.
+
+python -m ops.bench.peers.limits THREADS
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from ops.bench.peers import protocol
+from ops.bench.peers.floors import Limits
+
+# Far beyond any cache.
+READ_BYTES = 2 * 2**30
+# Weights that a core's cache holds: the rates are of arithmetic alone. The shapes of small models'
+# matrices, and one that is large.
+MATRICES = ((576, 1536), (896, 4864), (2048, 2048))
+ROWS = (16, 32, 256, 2048)
+NUM_TRIES = 5
+TRY_FLOPS = 4e9
+"""Enough products in a try for the call's own cost not to count."""
+
+
+def measure() -> Limits:
+    return Limits(read_bytes_s(), {rows: gemm_flops_s(rows) for rows in ROWS})
+
+
+def read_bytes_s() -> float:
+    memory = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / _best_s(memory.sum)
+
+
+@torch.inference_mode()
+def gemm_flops_s(num_rows: int) -> float:
+    return max(_product_flops_s(num_rows, *matrix) for matrix in MATRICES)
+
+
+def _product_flops_s(num_rows: int, width_in: int, width_out: int) -> float:
+    rows = torch.randn(num_rows, width_in, dtype=torch.bfloat16)
+    weight = torch.randn(width_out, width_in, dtype=torch.bfloat16)
+    flops = 2 * num_rows * width_in * width_out
+    count = max(1, int(TRY_FLOPS / flops))
+
+    def multiply() -> None:
+        for _ in range(count):
+            torch.nn.functional.linear(rows, weight)
+
+    return count * flops / _best_s(multiply)
+
+
+def _best_s(call: Callable[[], object]) -> float:
+    took_s = []
+    for _ in range(NUM_TRIES + 1):  # The first fills caches.
+        began_s = time.perf_counter()
+        call()
+        took_s.append(time.perf_counter() - began_s)
+    return min(took_s[1:])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[1]))
+    sys.stdout.write(protocol.write(measure()))

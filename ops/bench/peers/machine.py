@@ -1,0 +1,85 @@
+"""What /proc tells of this machine and of a process with all that it has started. Linux."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Raises SystemExit while another benchmark of this kind runs."""
+    with (Path(tempfile.gettempdir()) / "pagemill-bench-peers.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit("another run is under way on this machine") from None
+        yield
+
+
+def cpu_model() -> str:
+    for line in (PROC / "cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def available_bytes() -> int:
+    return _kib(PROC / "meminfo", "MemAvailable")
+
+
+def busy_s() -> float:
+    """Processor seconds that all processes have used, and what other machines have stolen."""
+    ticks = [int(n) for n in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
+    idle, iowait = ticks[3], ticks[4]
+    return (sum(ticks) - idle - iowait) / TICKS_S
+
+
+def used_s(pid: int) -> float:
+    """Processor seconds of a process, of all below it, and of those that have ended."""
+    total = 0
+    for each in _tree(pid):
+        with contextlib.suppress(OSError):
+            # utime, stime and both of the children that were waited for: 14 to 17 of proc(5).
+            total += sum(int(n) for n in _stat(each)[11:15])
+    return total / TICKS_S
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that each has had resident, added up over a process and all below it."""
+    total = 0
+    for each in _tree(pid):
+        with contextlib.suppress(OSError):
+            total += _kib(PROC / str(each) / "status", "VmHWM")
+    return total
+
+
+def _tree(pid: int) -> list[int]:
+    children = defaultdict(list)
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                children[int(_stat(int(folder.name))[1])].append(int(folder.name))
+    tree = [pid]
+    for each in tree:
+        tree += children[each]
+    return tree
+
+
+def _stat(pid: int) -> list[str]:
+    """From field 3 on, behind the name, which may hold anything."""
+    return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+def _kib(file: Path, key: str) -> int:
+    """In bytes; 0 where it is not told, as of a process that has ended."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    return 0

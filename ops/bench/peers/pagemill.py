@@ -1,0 +1,144 @@
+"""Our engine, called in its process."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ops.bench.peers.child import serve
+from ops.bench.peers.protocol import Answer, Request, Setup
+from ops.bench.peers.stopwatch import Stopwatch
+from shared.client import new_request_id
+from shared.config import EngineConfig, ModelConfig
+from shared.messages import ImagePart, ImageURL, Message, TextPart
+from shared.sampling import SamplingParams
+from shared.tensors import to_torch
+from workers.engine import runner
+from workers.engine.core import Core
+from workers.engine.main import build_core
+from workers.engine.sequence import EngineRequest, Item
+from workers.renderer.images import LoadedImage, hash_source
+from workers.renderer.processor import Processor, Rendered
+
+
+class Pagemill:
+    def load(self, setup: Setup) -> None:
+        torch.set_num_threads(setup.threads)
+        model = model_config(setup)
+        self._core = build_core(model, engine_config(setup))
+        self._processor = Processor(model)
+        self._stopwatch = Stopwatch()
+        if setup.profile:
+            watch(self._core, self._stopwatch)
+
+    def prepare(self, requests: list[Request]) -> list[tuple[Request, LoadedImage | None]]:
+        self._stopwatch.total_s.clear()
+        return [(request, request.picture and _load(request.picture)) for request in requests]
+
+    def run(self, work: list[tuple[Request, LoadedImage | None]], began_s: float) -> list[Answer]:
+        answers = {}
+        for request, picture in work:
+            rendered = self._render(request, picture)
+            engine_request = _engine_request(request, rendered)
+            self._core.add(engine_request)
+            answers[engine_request.request_id] = Tally(len(rendered.prompt_token_ids))
+        while self._core.has_work:
+            outputs = self._core.step()
+            now_s = time.perf_counter() - began_s
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                for choice in output.choices:
+                    answers[output.request_id].take(choice.token_ids, now_s)
+        return [tally.answer() for tally in answers.values()]
+
+    def phases(self) -> dict[str, float]:
+        return dict(self._stopwatch.total_s)
+
+    def _render(self, request: Request, picture: LoadedImage | None) -> Rendered:
+        if picture is None:
+            return Rendered(request.token_ids, [], [])
+        # The picture is at hand; what its URL says is of no matter.
+        return self._processor.render([message(request, "data:")], [picture])
+
+
+class Tally:
+    """The tokens of a request as they come."""
+
+    def __init__(self, num_prompt_tokens: int | None = None) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self._token_ids: list[int] = []
+        self._times_s: list[float] = []
+
+    def take(self, token_ids: list[int], now_s: float) -> None:
+        if token_ids:
+            self._token_ids += token_ids
+            self._times_s.append(now_s)
+
+    def answer(self) -> Answer:
+        return Answer(self._token_ids, self._times_s[0], self._times_s[-1], self.num_prompt_tokens)
+
+
+def model_config(setup: Setup) -> ModelConfig:
+    return ModelConfig(path=setup.model, dtype="bfloat16", max_model_len=setup.max_model_len)
+
+
+def engine_config(setup: Setup) -> EngineConfig:
+    return EngineConfig(
+        threads=setup.threads,
+        kv_cache_mib=1024 * setup.kv_cache_gib,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+    )
+
+
+def sampling(request: Request) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+
+
+def message(request: Request, url: str) -> Message:
+    return Message("user", [ImagePart(ImageURL(url)), TextPart(request.text)])
+
+
+def watch(core: Core, stopwatch: Stopwatch) -> None:
+    """From outside, for the engine has no clock of its own; a phase's name is that of a method."""
+    inside: Any = core
+    for owner, name, phase in (
+        (inside, "step", "rest of the step"),
+        (inside._scheduler, "schedule", "schedule"),
+        (inside, "_prepare", "prepare"),
+        (inside, "_settle", "settle"),
+        (inside, "_tell", "settle"),
+        (inside, "_decode", "detokenize"),
+        (inside._runner, "encode", "encode pictures"),
+        (inside._runner, "run", "rest of the run"),
+        (inside._runner, "_embed", "embed"),
+        (inside._runner._model, "plan", "plan"),
+        (inside._runner._model, "forward", "forward"),
+        (runner, "sample", "sample"),
+    ):
+        stopwatch.watch(owner, name, phase)
+
+
+def _load(picture: str) -> LoadedImage:
+    image = Image.open(picture).convert("RGB")
+    return LoadedImage(image, hash_source(Path(picture).read_bytes()))
+
+
+def _engine_request(request: Request, rendered: Rendered) -> EngineRequest:
+    items = [
+        Item(
+            item.modality,
+            item.mm_hash,
+            item.placeholder,
+            {name: to_torch(rendered.tensors[index]) for name, index in item.fields.items()},
+        )
+        for item in rendered.items
+    ]
+    return EngineRequest(new_request_id(), rendered.prompt_token_ids, items, sampling(request))
+
+
+if __name__ == "__main__":
+    serve(Pagemill())

@@ -1,0 +1,116 @@
+"""Our engine as it is deployed: client → NATS → engine worker → token log → client.
+
+Token ids go to the engine's queue, as a renderer would send them. What has a picture goes the whole
+way, through coordinator and renderer: it is the PNG file that the client sends.
+"""
+
+import asyncio
+import base64
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+
+from ops.bench.durability import MODEL, Site, cluster, publish_task
+from ops.bench.peers.child import serve
+from ops.bench.peers.pagemill import (
+    Tally,
+    engine_config,
+    message,
+    model_config,
+    sampling,
+)
+from ops.bench.peers.protocol import Answer, Request, Setup
+from shared import telemetry
+from shared.client import ask, follow, new_request_id
+from shared.messages import Failure, Finish, GenerateRequest, LogRecord, TokenChunk
+from workers import settings
+
+T = TypeVar("T")
+
+
+class PagemillBus:
+    """Lives in a thread beside the loop, which goes on between the runs, for heartbeats."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running = contextlib.AsyncExitStack()
+
+    def load(self, setup: Setup) -> None:
+        self._site: Site = self._wait_for(self._start(setup))
+
+    def prepare(self, requests: list[Request]) -> list[tuple[Request, str | None]]:
+        return [(request, request.picture and _data_url(request.picture)) for request in requests]
+
+    def run(self, work: list[tuple[Request, str | None]], began_s: float) -> list[Answer]:
+        return self._wait_for(self._run(work, began_s))
+
+    def phases(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        await self._running.aclose()
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self, setup: Setup) -> Site:
+        folder = self._running.enter_context(tempfile.TemporaryDirectory(prefix="pagemill-bench-"))
+        tree = {"models": {MODEL: model_config(setup)}, "engine": engine_config(setup)}
+        file = Path(folder) / "pagemill.yaml"
+        file.write_bytes(msgspec.json.encode(tree))
+        config = settings.load_config(file)
+        return await self._running.enter_async_context(cluster(config, file, "file"))
+
+    async def _run(self, work: list[tuple[Request, str | None]], began_s: float) -> list[Answer]:
+        return await asyncio.gather(*(self._answer(*each, began_s) for each in work))
+
+    async def _answer(self, request: Request, url: str | None, began_s: float) -> Answer:
+        tally = Tally()
+        async for record in self._records(request, url):
+            match record:
+                case TokenChunk():
+                    now_s = time.perf_counter() - began_s
+                    for choice in record.choices:
+                        tally.take(choice.token_ids, now_s)
+                case Finish():
+                    tally.num_prompt_tokens = record.usage.prompt_tokens
+                case Failure():
+                    raise RuntimeError(record.error.message)
+        return tally.answer()
+
+    async def _records(self, request: Request, url: str | None) -> AsyncIterator[LogRecord]:
+        bus, request_id = self._site.bus, new_request_id()
+        if url is not None:
+            asked = GenerateRequest(MODEL, [message(request, url)], sampling(request))
+            async for record in ask(bus, asked, request_id):
+                yield record
+            return
+        publishing = asyncio.create_task(
+            publish_task(bus, request_id, request.token_ids, sampling(request))
+        )
+        async for record in follow(bus, request_id):
+            yield record
+        await publishing
+
+
+def _data_url(picture: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+
+
+async def main() -> None:
+    telemetry.setup("warning", role="bench")
+    peer = PagemillBus(asyncio.get_running_loop())
+    try:
+        await asyncio.to_thread(serve, peer)
+    finally:
+        await peer.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,140 @@
+"""A run's rows as tables: ours against the best peer, everybody by himself, and what differs."""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from rich.table import Table
+
+from ops.bench.peers.floors import Limits
+from ops.bench.peers.records import Machine, Row
+from ops.bench.peers.roster import BUS, OURS
+
+
+def tables(machine: Machine, rows: Sequence[Row]) -> Iterator[Table]:
+    if any(row.peer == OURS for row in rows):
+        yield _ratios(rows, machine.limits)
+    yield _everybody(rows, machine.limits)
+    if any(r.phases for row in rows for r in row.repetitions):
+        yield _phases(rows)
+
+
+def describe(machine: Machine) -> str:
+    limits = machine.limits
+    rates = ", ".join(
+        f"{rate / 1e9:,.0f} at {rows} rows" for rows, rate in sorted(limits.gemm_flops_s.items())
+    )
+    return (
+        f"{machine.date}, {machine.cpu}, {machine.threads} threads."
+        f" Reads {limits.read_bytes_s / 1e9:.1f} GB/s; bf16 products, GFLOP/s: {rates}."
+    )
+
+
+def differences(rows: Sequence[Row]) -> list[str]:
+    """Where peers' first tokens part from ours; in bfloat16 two tokens may be a tie."""
+    lines = []
+    for (model, workload), found in by_workload(rows):
+        first, *others = found
+        for row in others:
+            lines += [
+                f"{model} {workload}: {row.peer} differs from {first.peer} in request {number}"
+                f" from token {place} on ({theirs} for {ours})"
+                for number, place, ours, theirs in _partings(first.first_tokens, row.first_tokens)
+            ]
+    return lines
+
+
+def by_workload(rows: Sequence[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
+    """In the order of the run, ours first in each."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.workload), []).append(row)
+    return [(key, sorted(found, key=lambda row: row.peer != OURS)) for key, found in groups.items()]
+
+
+def _partings(
+    ours: list[list[int]], theirs: list[list[int]]
+) -> Iterator[tuple[int, int, int | None, int | None]]:
+    """For each request that differs: its number, the first place, and both tokens there."""
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        for place, (a, b) in enumerate(zip_longest(*pair)):
+            if a != b:
+                yield number, place, a, b
+                break
+
+
+def _ratios(rows: Sequence[Row], limits: Limits) -> Table:
+    table = _table(
+        "ours against the best peer: tokens put out in a second",
+        ("model", "workload"),
+        ("ours", "over the bus", "best peer", "", "ratio", "of floor", "TTFT p50 s", "peer's"),
+    )
+    for (model, workload), found in by_workload(rows):
+        by_peer = {row.peer: row for row in found}
+        ours, bus = by_peer.pop(OURS, None), by_peer.pop(BUS, None)
+        if ours is None:
+            continue
+        best = min(by_peer.values(), key=lambda row: row.wall_s, default=None)
+        theirs = ("", "", "", "")
+        if best is not None:
+            ratio = f"{ours.speed_against(best):.2f}"
+            theirs = (f"{best.tokens_s:.1f}", best.peer, ratio, f"{best.ttft_s:.3f}")
+        table.add_row(
+            model,
+            workload,
+            f"{ours.tokens_s:.1f}",
+            f"{bus.tokens_s:.1f} ({bus.speed_against(ours):.2f})" if bus else "",
+            *theirs[:3],
+            f"{ours.share_of_floor(limits):.0%}",
+            f"{ours.ttft_s:.3f}",
+            theirs[3],
+        )
+    return table
+
+
+def _everybody(rows: Sequence[Row], limits: Limits) -> Table:
+    table = _table(
+        "everybody",
+        ("model", "workload", "peer"),
+        ("tokens/s", "wall s", "of floor", "TTFT p50 / max s", "start s", "peak MB", "other CPU"),
+    )
+    for _, found in by_workload(rows):
+        for row in sorted(found, key=lambda row: row.wall_s):
+            table.add_row(
+                row.model,
+                row.workload,
+                row.peer,
+                f"{row.tokens_s:.1f}",
+                " ".join(f"{r.wall_s:.2f}" for r in row.repetitions),
+                f"{row.share_of_floor(limits):.0%}",
+                f"{row.ttft_s:.3f} / {row.last_ttft_s:.3f}",
+                f"{row.start_s:.1f}",
+                f"{row.peak_bytes / 1e6:,.0f}",
+                f"{row.other_cpu:.0%}",
+            )
+        table.add_section()
+    return table
+
+
+def _phases(rows: Sequence[Row]) -> Table:
+    """Of the last repetition; what is left of its time is outside the steps."""
+    table = _table("where our time goes", ("model", "workload", "phase"), ("ms", "share"))
+    for row in rows:
+        last = row.repetitions[-1]
+        if not last.phases:
+            continue
+        outside = {"outside the steps": last.wall_s - sum(last.phases.values())}
+        phases = sorted((last.phases | outside).items(), key=lambda phase: -phase[1])
+        for phase, took_s in phases:
+            share = f"{took_s / last.wall_s:.1%}"
+            table.add_row(row.model, row.workload, phase, f"{1000 * took_s:.1f}", share)
+        table.add_section()
+    return table
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name)
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,77 @@
+"""Who is compared: where each has its interpreter, its model and its settings.
+
+A peer's environment is a folder of its name among the peers; where there is none it is not run.
+`install.sh` makes them. transformers is in our own environment, and so always there.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+OURS, BUS = "pagemill", "pagemill-bus"
+# What has no text without pictures is given the language model alone.
+TEXT_ALONE = {"mid-qwen2vl": "mid-qwen2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    name: str
+    module: tuple[str, ...]
+    """In this package, with arguments."""
+    home: str | None = None
+    """Its environment among the peers; None for our own."""
+    sees: bool = True
+    """It can be given pictures."""
+    exported: bool = False
+    """It has the models in a format of its own."""
+    compiles: bool = True
+    """A whole repetition is its warm-up; of the others' one, two requests do."""
+    extra_bytes: int = GIB
+    """About what it takes beyond three times the weights."""
+
+    def python(self, peers: Path) -> Path | None:
+        """None if it is not installed."""
+        if self.home is None:
+            return Path(sys.executable)
+        found = peers / self.home / "bin" / "python"
+        return found if found.exists() else None
+
+    def folder(self, models: Path, model: str, *, pictures: bool) -> Path | None:
+        """Of the model as this peer takes it; None if it cannot, or if it is not there."""
+        if pictures and not self.sees:
+            return None
+        if self.exported:
+            name = model if pictures else TEXT_ALONE.get(model, model)
+            models, model = models / "openvino", name
+        folder = models / model
+        return folder if folder.is_dir() else None
+
+
+ROSTER = (
+    Spec(OURS, ("pagemill",)),
+    Spec(BUS, ("pagemill_bus",), extra_bytes=2 * GIB),
+    Spec("vllm", ("vllm",), home="vllm", extra_bytes=4 * GIB),
+    Spec("openvino", ("openvino",), home="openvino", exported=True),
+    Spec("transformers", ("transformers", "padded"), compiles=False),
+    Spec("transformers-cb", ("transformers", "continuous"), sees=False, compiles=False),
+)
+
+
+def environment(spec: Spec, python: Path, threads: int, kv_cache_gib: int) -> dict[str, str]:
+    root = Path(__file__).parents[3]
+    variables = {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if spec.name == "vllm":
+        variables |= {
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        }
+        # Its own advice for CPUs.
+        libraries = [TCMALLOC, str(python.parents[1] / "lib" / "libiomp5.so")]
+        if all(Path(library).exists() for library in libraries):
+            variables["LD_PRELOAD"] = ":".join(libraries)
+    return os.environ | variables

@@ -1,0 +1,82 @@
+"""What is asked of every peer: four workloads, anew at each repetition: no cache is warm."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ops.bench.peers.protocol import Request
+
+# Below them stand control tokens in some vocabularies, and above the last ones in others.
+FIRST_ID, NUM_LAST_IDS = 300, 200
+PICTURE_SIDE = 448
+PICTURE_WORDS = 16
+WORDS = ("red", "blue", "cat", "dog", "tree", "house", "river", "stone")
+PREFIX_LEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Of one repetition's requests."""
+
+    rng: random.Random
+    vocab_size: int
+    folder: Path
+    """For pictures."""
+
+    def token_ids(self, length: int) -> list[int]:
+        last = self.vocab_size - NUM_LAST_IDS
+        return [self.rng.randrange(FIRST_ID, last) for _ in range(length)]
+
+    def picture(self) -> str:
+        """Smooth, for a picture of noise alone would be the worst case of PNG."""
+        seed = self.rng.randrange(2**31)
+        pixels = np.random.default_rng(seed).integers(0, 255, (28, 28, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels).resize((PICTURE_SIDE,) * 2, Image.Resampling.BICUBIC)
+        file = self.folder / f"{seed}.png"
+        image.save(file, compress_level=1)
+        return str(file)
+
+    def text(self) -> str:
+        return " ".join(self.rng.choice(WORDS) for _ in range(PICTURE_WORDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    make: Callable[[Maker], list[Request]]
+    shared_prefix_len: int = 0
+    """Tokens that all prompts begin with, and that need be computed only once."""
+    picture_side: int = 0
+
+    def requests(self, repetition: int, vocab_size: int, folder: Path) -> list[Request]:
+        # Prompts differ between repetitions, and between vocabularies.
+        return self.make(Maker(random.Random(1000 * repetition + 17), vocab_size, folder))
+
+
+def _single(maker: Maker) -> list[Request]:
+    return [Request(128, maker.token_ids(32))]
+
+
+def _batch32(maker: Maker) -> list[Request]:
+    return [Request(64, maker.token_ids(maker.rng.randint(64, 256))) for _ in range(32)]
+
+
+def _prefix16(maker: Maker) -> list[Request]:
+    prefix = maker.token_ids(PREFIX_LEN)
+    return [Request(32, prefix + maker.token_ids(32)) for _ in range(16)]
+
+
+def _mm16(maker: Maker) -> list[Request]:
+    return [Request(32, picture=maker.picture(), text=maker.text()) for _ in range(16)]
+
+
+WORKLOADS = (
+    Workload("single", _single),
+    Workload("batch32", _batch32),
+    Workload("prefix16", _prefix16, shared_prefix_len=PREFIX_LEN),
+    Workload("mm16", _mm16, picture_side=PICTURE_SIDE),
+)
