@@ -1,6 +1,8 @@
-"""The faster lane goes first through a whole worker, also when the engine is full."""
+"""A whole engine worker, whose steps are let go one by one: which lane goes first when it is full,
+and how many tokens share a record."""
 
 import asyncio
+import itertools
 import secrets
 import threading
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
+from shared.messages import TokenChunk
 from shared.runtime import Context
 from tests.engine.test_kvevents import put_task
 from tests.fakes import FakeRunner
@@ -36,9 +39,11 @@ class StepwiseRunner(FakeRunner):
         return super().run(batch)
 
 
-async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:
-    model, name = "lanes", f"engine-{secrets.token_hex(4)}"
-    config = Config({model: ModelConfig("nowhere")}, engine=EngineConfig(max_num_seqs=2))
+async def start_worker(
+    bus: Bus, model: str, engine: EngineConfig
+) -> tuple[EngineWorker, StepwiseRunner, Context]:
+    name = f"engine-{secrets.token_hex(4)}"
+    config = Config({model: ModelConfig("nowhere")}, engine=engine)
     context = Context("engine", name, model, config, bus, structlog.get_logger())
     runner = StepwiseRunner()
     core = Core(
@@ -46,7 +51,7 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
         lambda token_ids: "x" * len(token_ids),
         frozenset(),
         pool=BlockPool(256, 2),
-        max_num_seqs=2,
+        max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=512,
         max_model_len=512,
         vocab_size=50,
@@ -54,6 +59,40 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
     opener = Opener(Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data)
     worker = EngineWorker(context, model, core, opener)
     await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
+    return worker, runner, context
+
+
+async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
+    """The first goes at once, and so does the last; those between wait until a record may go."""
+    model, num_tokens = "gathered", 40
+    worker, runner, context = await start_worker(bus, model, EngineConfig(max_appends_per_s=1))
+    serving = asyncio.create_task(worker.serve())
+    request_id = f"gathered-{secrets.token_hex(8)}"
+    await put_task(bus, model, request_id, [1] * 8, max_tokens=num_tokens)
+    chunks = []
+    runner.go_on.release()
+    async with asyncio.timeout(20):
+        async for record in follow(bus, request_id):
+            if isinstance(record, TokenChunk):
+                (choice,) = record.choices
+                chunks.append(choice)
+                # Not before the first token is out.
+                runner.go_on.release(num_tokens)
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    assert len(chunks[0].token_ids) == 1
+    assert [chunk.position for chunk in chunks] == list(
+        itertools.accumulate((len(chunk.token_ids) for chunk in chunks[:-1]), initial=0)
+    )
+    assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
+    # Forty steps of the fake take a fraction of the second between two records.
+    assert len(chunks) < num_tokens / 4
+
+
+async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:
+    model = "lanes"
+    worker, runner, context = await start_worker(bus, model, EngineConfig(max_num_seqs=2))
     serving = asyncio.create_task(worker.serve())
     running, waiting, *late = (f"lanes-{secrets.token_hex(8)}" for _ in range(4))
 
