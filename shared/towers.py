@@ -23,9 +23,14 @@ from transformers import (
 )
 
 from shared.errors import ConfigError, InvalidRequest
+from shared.towerlayers import quicken
 from shared.weights import load_weights
 
 Fields = Mapping[str, Tensor]
+
+# How many embeddings are made at once on a CPU: those of one picture of 448 x 448 pixels. What lies
+# between two layers is then still in the cache; four such pictures at once took 1.1 times as long.
+CPU_RUN_LEN = 256
 
 # Of every model that transformers makes of a tower and a language model.
 LANGUAGE_MODULES = ("model.language_model", "lm_head")
@@ -65,6 +70,9 @@ class Vision:
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         """For each picture its embeddings, [count, width]."""
         raise NotImplementedError
+
+    def quicken(self, model: Any) -> None:
+        """Change the tower's layers for others that do the same sooner, if there are any."""
 
     def sample(self) -> Fields:
         """A small picture, to warm up with."""
@@ -115,6 +123,9 @@ class QwenVision(Vision):
         pixel_values = torch.cat([self.restore(fields) for fields in batch])
         grids = torch.stack([fields["image_grid_thw"] for fields in batch])
         return self._embed(model, pixel_values.to(model.device), grids.to(model.device))
+
+    def quicken(self, model: Any) -> None:
+        quicken(model.model.visual)
 
     def _embed(self, model: Any, pixel_values: Tensor, grids: Tensor) -> list[Tensor]:
         return list(model.get_image_features(pixel_values, grids).pooler_output)
@@ -223,10 +234,27 @@ class Tower:
 
         Raises InvalidRequest if those of a picture are not finite.
         """
-        embeddings = self.vision.encode(self.model, batch)
+        embeddings = []
+        for run in self._runs(batch):
+            embeddings += self.vision.encode(self.model, run)
         for embedding in embeddings:
             _check_finite(embedding)
         return embeddings
+
+    def _runs(self, batch: Sequence[Fields]) -> list[list[Fields]]:
+        """What goes through the tower at once, in the order of the batch."""
+        if self.model.device.type != "cpu":
+            return [list(batch)]
+        runs: list[list[Fields]] = []
+        room = 0
+        for fields in batch:
+            count = self.vision.count(fields)
+            if count > room:
+                runs.append([])
+                room = CPU_RUN_LEN
+            runs[-1].append(fields)
+            room -= count
+        return runs
 
 
 _FAMILIES: dict[str, tuple[type[Vision], Any]] = {
@@ -254,7 +282,9 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Tower:
             field="models.path",
         )
     vision, model_class = found
-    tower = Tower(vision, load_weights(model_class, folder, dtype, device, LANGUAGE_MODULES))
+    model = load_weights(model_class, folder, dtype, device, LANGUAGE_MODULES)
+    vision.quicken(model)
+    tower = Tower(vision, model)
     # What happens only once happens now, and a tower that cannot see says so.
     tower.encode([vision.sample()])
     return tower
