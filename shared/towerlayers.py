@@ -26,14 +26,15 @@ def quicken(visual: Any) -> None:
 
 
 class PatchEmbedding(nn.Module):
-    def __init__(self, convolution: nn.Conv3d) -> None:
+    def __init__(self, convolution: Any) -> None:
+        """Around the weights of an nn.Conv3d."""
         super().__init__()
-        weight = convolution.weight
+        weight: Tensor = convolution.weight
         assert convolution.kernel_size == convolution.stride, "patches would overlap"
         # `proj`, as the weights are called in the folder.
         self.proj = nn.Linear(weight[0].numel(), len(weight), bias=False, device="meta")
         self.proj.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
-        self.proj.register_parameter("bias", convolution.bias)
+        self.proj.bias = convolution.bias
 
     def forward(self, patches: Tensor) -> Tensor:
         """[num_patches, channels * frames * pixels] -> [num_patches, hidden_size]."""
