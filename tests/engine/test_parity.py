@@ -30,6 +30,10 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -106,6 +110,13 @@ def vision_config(family: str) -> Any:
         vision = {**VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
         return Qwen2VLConfig(text_config=text, vision_config=vision, **special)
     vision = {**VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+    if family.startswith("qwen3_vl"):
+        vision |= {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}
+        text |= {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+        if family == "qwen3_vl":
+            return Qwen3VLConfig(text_config=text, vision_config=vision, **special)
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **special)
     vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
 
@@ -120,16 +131,22 @@ def build(name: str) -> PreTrainedModel:
             return Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=24))
         case "qwen2_vl":
             return Qwen2VLForConditionalGeneration(vision_config(name))
+        case "qwen3_vl":
+            return Qwen3VLForConditionalGeneration(vision_config(name))
+        case "qwen3_vl_moe":
+            return Qwen3VLMoeForConditionalGeneration(vision_config(name))
         case _:
             return Qwen2_5_VLForConditionalGeneration(vision_config(name))
 
 
-def widen(model: PreTrainedModel) -> None:
+def widen(model: PreTrainedModel, seed: int = 5) -> None:
     """Random weights large enough for the answers to vary; the usual ones repeat one token."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            spread = 2.0 * parameter[0].numel() ** -0.5
+            # Experts are stacked.
+            num_inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+            spread = 2.0 * num_inputs**-0.5
             parameter.data.normal_(0, spread, generator=generator)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3, generator=generator)
@@ -144,7 +161,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl"])
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
 def twins(request: pytest.FixtureRequest) -> Twins:
     return make_twins(request.param)
 
@@ -781,11 +801,10 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
-        ({"model_type": "mistral", "sliding_window": 64, "layer_types": None}, "sliding"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
         ({"num_hidden_layers": 4, "layer_types": None}, "lacks weights"),
-        ({"model_type": "t5"}, "no family"),
+        ({"model_type": "gpt2"}, "no family"),
     ],
 )
 def test_models_that_would_answer_wrongly_are_refused(

@@ -12,10 +12,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shared.errors import InvalidRequest, UnsupportedContent
-from shared.towers import QwenVision, Vision, vision_of
+from shared.towers import Qwen3Vision, QwenVision, Vision, vision_of
 from workers.engine.sequence import EngineRequest, Item
 
 
@@ -63,6 +62,29 @@ class Family:
         """Of a prompt with items; None where every token stands at its index."""
         return None
 
+    def forward(
+        self,
+        embeddings: Tensor,  # [1, num_tokens, hidden_size]
+        positions: Tensor,  # [num_position_rows, num_tokens]
+        sampled_rows: Tensor,  # [num_sampled]
+        deepstack: Tensor | None,  # [num_levels, num_tokens, hidden_size]
+        **attention: Any,
+    ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
+        """Through the model's own head, for some families scale or bound their logits there.
+
+        `attention` is handed down to the attention of every layer.
+        """
+        assert deepstack is None, "this family has no further levels of features"
+        model: Any = self.model
+        logits: Tensor = model(
+            inputs_embeds=embeddings,
+            position_ids=positions if len(positions) == 1 else positions[:, None],
+            logits_to_keep=sampled_rows,
+            use_cache=False,
+            **attention,
+        ).logits
+        return logits
+
     def _check_placeholder(self, item: Item, count: int, prompt_token_ids: list[int]) -> None:
         start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
         if num_embeds != count:
@@ -100,6 +122,33 @@ class Qwen2VL(Family):
         return PromptPositions(positions[:, 0], int(delta))
 
 
+class Qwen3VL(Qwen2VL):
+    """The hidden states behind the first layers are given further features of the pictures."""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        sampled_rows: Tensor,
+        deepstack: Tensor | None,
+        **attention: Any,
+    ) -> Tensor:
+        if deepstack is None:
+            return super().forward(embeddings, positions, sampled_rows, None, **attention)
+        # The whole model would make these of pixels, and takes none that are made.
+        model: Any = self.model
+        hidden = model.model.language_model(
+            inputs_embeds=embeddings,
+            position_ids=positions[:, None],
+            visual_pos_masks=torch.ones(embeddings.shape[:2], dtype=torch.bool),
+            deepstack_visual_embeds=list(deepstack),
+            use_cache=False,
+            **attention,
+        ).last_hidden_state
+        logits: Tensor = model.lm_head(hidden[:, sampled_rows])
+        return logits
+
+
 def _in_order(items: Sequence[Item]) -> list[Item]:
     return sorted(items, key=lambda item: item.placeholder.offset)
 
@@ -119,19 +168,26 @@ def _refuse(message: str) -> NoReturn:
     raise InvalidRequest(message, field="items")
 
 
+# The narrower kinds first.
+_KINDS: tuple[tuple[type[Vision], type[Family]], ...] = (
+    (Qwen3Vision, Qwen3VL),
+    (QwenVision, Qwen2VL),
+)
+
+
 def family_of(model: PreTrainedModel) -> Family:
     """Around a model that may or may not have its tower."""
     found = vision_of(model.config)
     if found is None:
         return Family(model)
     vision, _ = found
-    kind = Qwen2VL if isinstance(vision, QwenVision) else Family
-    return kind(model, vision)
+    for seen, kind in _KINDS:
+        if isinstance(vision, seen):
+            return kind(model, vision)
+    return Family(model, vision)
 
 
-def class_of(config: PreTrainedConfig) -> Any | None:
-    """The transformers class that loads a model; None where there is none for it here."""
+def class_of(config: PreTrainedConfig) -> Any:
+    """The transformers class that loads a model."""
     found = vision_of(config)
-    if found is not None:
-        return found[1]
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    return AutoModelForCausalLM if found is None else found[1]

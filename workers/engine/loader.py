@@ -16,10 +16,7 @@ from workers.engine.families import Family, class_of, family_of
 from workers.engine.lora import Adapters, load_adapters
 from workers.engine.model import DecoderModel, FlatModel, kv_shape
 from workers.engine.native.decoder import NativeModel, why_not
-
-# Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
-# would depend on its neighbours.
-UNSUPPORTED_ROPE = ("dynamic", "longrope")
+from workers.engine.support import check_supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     _check_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
-    _check_supported(text_config, folder)
+    check_supported(config, folder)
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
     block_size = _block_size(engine)
@@ -118,38 +115,13 @@ def _check_files(folder: Path) -> None:
             raise ConfigError(f"models.path: {folder} has no {pattern}", field="models.path")
 
 
-def _check_supported(text_config: PreTrainedConfig, folder: Path) -> None:
-    layer_types = getattr(text_config, "layer_types", None) or []
-    other = set(layer_types) - {"full_attention"}
-    # Without `layer_types` a window holds for all layers, as in Mistral.
-    if other or (not layer_types and getattr(text_config, "sliding_window", None)):
-        kinds = ", ".join(sorted(other)) or "sliding_attention"
-        raise ConfigError(
-            f"models.path: {folder} uses {kinds}; the engine serves full attention only",
-            field="models.path",
-        )
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in UNSUPPORTED_ROPE:
-        raise ConfigError(
-            f"models.path: {folder} uses {rope['rope_type']} rotary positions, which depend on"
-            " the other requests of a batch",
-            field="models.path",
-        )
-
-
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> Family:
     """The language model alone."""
-    model_class = class_of(config)
-    if model_class is None:
-        raise ConfigError(
-            f"models.path: {folder}: the engine has no family for {config.model_type!r}",
-            field="models.path",
-        )
     found = vision_of(config)
     without = () if found is None else found[0].modules
-    return family_of(load_weights(model_class, folder, dtype, device, without))
+    return family_of(load_weights(class_of(config), folder, dtype, device, without))
 
 
 def _make_model(family: Family, block_size: int, native: bool) -> DecoderModel:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from workers.engine.attention import ATTENTION, KVCache, StepPlan, new_cache, plan_step
+from workers.engine.attention import ATTENTION, KVCache, new_cache
 from workers.engine.families import Family
+from workers.engine.plans import StepPlan, plan_step
+from workers.engine.support import layer_windows
 
 
 class DecoderModel(Protocol):
@@ -44,21 +46,23 @@ class DecoderModel(Protocol):
         plan: Any,
         kv_cache: KVCache,
         sampled_rows: Tensor,
+        deepstack: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, hidden_size] and positions [num_position_rows, num_tokens] to logits of the
-        sampled rows, [num_sampled, vocab_size]."""
+        sampled rows, [num_sampled, vocab_size]. What `deepstack` [num_levels, num_tokens,
+        hidden_size] holds is added behind the first layers."""
 
 
 class FlatModel:
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._model: Any = family.model
         self._embed_tokens: Any = family.model.get_input_embeddings()
         family.decoder.set_attn_implementation(ATTENTION)
         # transformers walks the parameters at each look; a step looks several times.
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.vocab_size = int(family.decoder.config.vocab_size)
+        self._windows = set(layer_windows(family.decoder.config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
@@ -79,6 +83,7 @@ class FlatModel:
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,
+            windows=self._windows,
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
@@ -92,18 +97,14 @@ class FlatModel:
         plan: StepPlan,
         kv_cache: KVCache,
         sampled_rows: Tensor,  # [num_sampled]
+        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
     ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """Through the model's own head, for some families scale or bound their logits there."""
-        output = self._model(
-            inputs_embeds=embeddings[None],
-            position_ids=positions if len(positions) == 1 else positions[:, None],
-            logits_to_keep=sampled_rows,
-            use_cache=False,
-            plan=plan,
-            kv_cache=kv_cache,
+        """`deepstack[i]` is added to the hidden states behind layer i: features of pictures in
+        their rows, zeros elsewhere; None for a batch that has no such rows."""
+        logits = self.family.forward(
+            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
         )
-        logits: Tensor = output.logits[0]
-        return logits
+        return logits[0]
 
 
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

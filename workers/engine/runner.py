@@ -28,7 +28,7 @@ from workers.engine.sequence import Batch, EngineRequest, Item, SampledToken, Sc
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
-    # Place in the prompt, [num_embeds, hidden_size]; only what a batch has needed.
+    # Place in the prompt, [num_embeds, width]; only what a batch has needed.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
 
 
@@ -99,7 +99,7 @@ class Runner:
             self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """Embeddings of the items, by mm_hash: [num_embeds, hidden_size] each."""
+        """Embeddings of the items, by mm_hash: [num_embeds, width] each."""
         assert self._tower is not None
         embeddings = self._tower.encode([item.fields for item in items])
         self.encoded_items += len(items)
@@ -147,12 +147,14 @@ class Runner:
         rows = [query_start_loc[i + 1] - 1 for i in sampling]
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + _num_prompt_rows(s))
+        embeddings, deepstack = self._embed(scheduled, query_start_loc)
         logits = self._model.forward(
-            self._embed(scheduled, query_start_loc),
+            embeddings,
             self._locate(scheduled),
             plan,
             self._kv_cache,
             self._to_device(rows),
+            deepstack,
         )
         sampled = _sample(logits[: len(sampling)], [scheduled[i] for i in sampling])
         if len(rows) > len(sampling):
@@ -162,12 +164,20 @@ class Runner:
             tokens[i].append(token)
         return tokens
 
-    def _embed(self, scheduled: list[ScheduledSequence], query_start_loc: list[int]) -> Tensor:
-        """Embeddings of tokens, and over them those of the items: [num_tokens, hidden_size]."""
+    def _embed(
+        self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embeddings of tokens, and over them those of the items: [num_tokens, hidden_size].
+
+        And what the items bring for the decoder's first layers, if any does:
+        [num_levels, num_tokens, hidden_size], zeros in all other rows.
+        """
         token_ids: list[int] = []
         for s in scheduled:
             token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _stop(s)]
         rows = self._model.embed(self._to_device(token_ids))
+        num_tokens, width = rows.shape
+        levels: Tensor | None = None
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             prepared = self._prepared.get(s.sequence.request_id)
             for placeholder, embedding in prepared.embeddings if prepared else []:
@@ -177,8 +187,16 @@ class Runner:
                 stop = min(offset + placeholder.length, _stop(s))
                 if start < stop:
                     row = first_row + start - s.sequence.num_computed_tokens
-                    _place(rows[row : row + stop - start], embedding, placeholder, start - offset)
-        return rows
+                    span = slice(row, row + stop - start)
+                    _place(rows[span], embedding[:, :width], placeholder, start - offset)
+                    if embedding.shape[1] == width:
+                        continue
+                    if levels is None:
+                        levels = rows.new_zeros(num_tokens, embedding.shape[1] - width)
+                    _place(levels[span], embedding[:, width:], placeholder, start - offset)
+        if levels is None:
+            return rows, None
+        return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
     def _locate(self, scheduled: list[ScheduledSequence]) -> Tensor:
         """Rotary positions: [num_position_rows, num_tokens]."""
