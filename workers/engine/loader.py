@@ -65,7 +65,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
-    flat_model = _load_weights(folder, config, dtype, engine.device)
+    flat_model = _load_weights(folder, config, dtype, engine, max_model_len)
     warm_up(flat_model, engine.block_size)
     return LoadedModel(
         model=flat_model,
@@ -124,7 +124,11 @@ def _check_supported(text_config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    engine: EngineConfig,
+    max_model_len: int,
 ) -> FlatModel:
     """The language model alone."""
     model_class = class_of(config)
@@ -135,7 +139,17 @@ def _load_weights(
         )
     found = vision_of(config)
     without = () if found is None else found[0].modules
-    return FlatModel(family_of(load_weights(model_class, folder, dtype, device, without)))
+    family = family_of(load_weights(model_class, folder, dtype, engine.device, without))
+    if torch.device(engine.device).type != "cuda":
+        return FlatModel(family)
+    try:
+        from workers.engine.gpu import GpuModel
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "engine.device: a GPU takes the extra `gpu`: pip install 'pagemill[gpu]'",
+            field="engine.device",
+        ) from error
+    return GpuModel(family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
 
 
 def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:

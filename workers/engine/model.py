@@ -30,6 +30,9 @@ class FlatModel:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return new_cache(num_layers, shape, self.dtype, self.device)
 
+    def capture(self, kv_cache: KVCache) -> None:
+        """Before the first step: make ready what steps over this cache replay; nothing, here."""
+
     def plan(
         self,
         block_tables: Sequence[Sequence[int]],

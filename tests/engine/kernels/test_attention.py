@@ -201,9 +201,10 @@ def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits
     case = Case([(40, 1), (7, 1)], num_splits=num_splits)
     step = make_step(case)
     plan = make_plan(step, case, device)
+    padding = torch.tensor([[2, 1, 0, 2], [3, 1, 0, 3]], dtype=torch.int32, device=device)
     padded = KernelPlan(
         torch.cat([plan.slots, torch.tensor([-1, -1], dtype=torch.int32, device=device)]),
-        torch.cat([plan.decodes, torch.zeros(2, 4, dtype=torch.int32, device=device)]),
+        torch.cat([plan.decodes, padding]),
         plan.chunks,
         torch.cat([plan.block_table, torch.zeros_like(plan.block_table)]),
         num_splits,

@@ -148,8 +148,6 @@ def _attend(
     num_queries = tl.load(tiles + tile * TILE + 1)
     first_position = tl.load(tiles + tile * TILE + 2)
     table = block_table + tl.load(tiles + tile * TILE + 3) * table_stride
-    if num_queries == 0:
-        return
 
     # Row r is query r // GROUP, by head r % GROUP of those that share the KV head.
     r = tl.arange(0, ROWS)
@@ -190,14 +188,15 @@ def _attend(
         SOFTCAP,
         INTERPRETED,
     )
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    # Without keys all is 0 but the maximum, -inf: such a part will weigh nothing.
+    total = tl.where(total == 0, 1.0, total)
+    acc = acc / total[:, None]
     if NUM_SPLITS == 1:
         out_at = output + (row[:, None] * (NUM_KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM
         tl.store(out_at + d[None, :], acc.to(output.dtype.element_ty), mask=is_query)
     else:
         at = (tile * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
         tl.store(part + at[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
-        # Of a program without keys -inf, which weighs nothing.
         tl.store(part_lse + at, maximum + tl.log2(total), mask=r < GROUP)
 
 
@@ -273,8 +272,6 @@ def _merge(
 ):
     """The parts of a decode and head, each weighed by the sum of its weights."""
     tile, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    if tl.load(tiles + tile * TILE + 1) == 0:
-        return
     split, d = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM_PAD)
     at = (tile * num_heads + head) * NUM_SPLITS + split
     lse = tl.load(part_lse + at)
