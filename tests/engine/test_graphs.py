@@ -9,6 +9,7 @@ from torch import Tensor
 from workers.engine.graphs import (
     LARGEST_BUCKET,
     Buffers,
+    CudaRecorder,
     DecodeGraphs,
     Replay,
     bucket_of,
@@ -116,3 +117,14 @@ def test_prefills_and_large_batches_have_no_graph(graphs: DecodeGraphs) -> None:
         device=CPU,
     )
     assert graphs.run(torch.rand(4, 2), torch.zeros(1, 4, dtype=torch.int64), mixed) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_recorded_graphs_compute_from_what_is_in_the_buffers_at_replay() -> None:
+    buffer = torch.ones(4, device="cuda")
+    record = CudaRecorder()
+    replays = [record(lambda factor=factor: buffer * factor) for factor in (2, 3)]  # type: ignore[misc]
+    buffer.fill_(5)
+    assert [replay().tolist() for replay in replays] == [[10.0] * 4, [15.0] * 4]
