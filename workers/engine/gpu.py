@@ -8,7 +8,7 @@ from torch import Tensor
 from workers.engine.attention import KVCache
 from workers.engine.families import Family
 from workers.engine.fused import ATTENTION, fuse
-from workers.engine.graphs import LARGEST_BUCKET, Buffers, CudaRecorder, DecodeGraphs, Replay
+from workers.engine.graphs import Buffers, CudaRecorder, DecodeGraphs, Replay, buckets_for
 from workers.engine.kernels.plan import BlockTables, KernelPlan, count_queries, plan_for_kernels
 from workers.engine.model import FlatModel, kv_shape
 
@@ -26,7 +26,7 @@ class GpuModel(FlatModel):
         super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
         self.is_fused = fuse(family.decoder, family.num_position_rows)
-        self._max_num_seqs = min(max_num_seqs, LARGEST_BUCKET)
+        self._num_rows = buckets_for(max_num_seqs)[-1]
         self._max_model_len = max_model_len
         self._record = record
         self._tables = BlockTables()
@@ -64,14 +64,14 @@ class GpuModel(FlatModel):
             record = CudaRecorder()
         config = self.family.decoder.config
         buffers = Buffers.allocate(
-            self._max_num_seqs,
+            self._num_rows,
             -(-self._max_model_len // kv_cache[0][0].shape[1]),
             self.family.num_position_rows,
             config.hidden_size,
             self.dtype,
             self.device,
         )
-        rows = torch.arange(self._max_num_seqs, device=self.device)
+        rows = torch.arange(self._num_rows, device=self.device)
 
         def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
             return self._run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])

@@ -160,7 +160,7 @@ def run_again(run: Replay) -> Replay:
 def serve(model: PreTrainedModel, device: torch.device) -> Served:
     family = family_of(copy.deepcopy(model).eval().requires_grad_(False).to(device))
     record = CudaRecorder() if device.type == "cuda" else run_again
-    return Served(GpuModel(family, max_num_seqs=4, max_model_len=MAX_LEN, record=record))
+    return Served(GpuModel(family, max_num_seqs=3, max_model_len=MAX_LEN, record=record))
 
 
 @pytest.mark.parametrize(
