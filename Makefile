@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= peers
 
-.PHONY: demo test check bench bench-durability bench-payload bench-peers bench-rendering chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering chaos-quick chaos-bugs chaos chaos-matrix docs clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,9 @@ check: .venv/installed
 bench: .venv/installed  ## engine against transformers, hand-over latency, KV waste
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
+
+bench-gpu: .venv/installed  ## kernels and models on a GPU, ten minutes; without one it says so
+	$(BIN)/python -m ops.bench.gpu
 
 bench-payload: .venv/installed  ## a tensor by every road, on one host and between two
 	$(BIN)/python -m ops.bench.payload

@@ -4,7 +4,9 @@ And a watch over every error that is made in any test: none that may reach a cli
 insides.
 """
 
+import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -13,6 +15,11 @@ from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
+
+# Before anything imports Triton, and transformers does. Without a GPU our kernels run in its
+# interpreter.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 INSIDES = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
 

@@ -74,8 +74,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
     family = _load_weights(folder, config, dtype, engine.device)
     adapters = load_adapters(family, model.adapters)
-    # Adapters hang on the modules of transformers, which the kernels replace.
-    decoder = _make_model(family, block_size, native=engine.native and not adapters)
+    decoder = _make_model(family, engine, block_size, max_model_len, adapted=bool(adapters))
     warm_up(decoder, block_size)
     return LoadedModel(
         model=decoder,
@@ -124,15 +123,35 @@ def _load_weights(
     return family_of(load_weights(class_of(config), folder, dtype, device, without))
 
 
-def _make_model(family: Family, block_size: int, native: bool) -> DecoderModel:
-    """On the C++ kernels where they can run it, else on torch."""
-    if not native:
+def _make_model(
+    family: Family, engine: EngineConfig, block_size: int, max_model_len: int, adapted: bool
+) -> DecoderModel:
+    """On the kernels of its device where there are any for it, else on torch."""
+    # Adapters hang on modules of transformers, which kernels go past.
+    if torch.device(engine.device).type == "cuda":
+        return _make_gpu_model(family, engine, max_model_len, adapted)
+    if not engine.native or adapted:
         return FlatModel(family)
     reason = why_not(family, block_size)
     if reason is None:
         return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
+
+
+def _make_gpu_model(
+    family: Family, engine: EngineConfig, max_model_len: int, adapted: bool
+) -> DecoderModel:
+    try:
+        from workers.engine.gpu import GpuModel
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "engine.device: a GPU takes the extra `gpu`: pip install 'pagemill[gpu]'",
+            field="engine.device",
+        ) from error
+    return GpuModel(
+        family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
+    )
 
 
 def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:

@@ -27,6 +27,9 @@ class DecoderModel(Protocol):
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Of each layer two tensors, whose first dimension is that of the blocks."""
 
+    def capture(self, kv_cache: KVCache) -> None:
+        """Before the first step: make ready what steps over this cache replay."""
+
     def plan(
         self,
         block_tables: Sequence[Sequence[int]],
@@ -68,6 +71,9 @@ class FlatModel:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return new_cache(num_layers, shape, self.dtype, self.device)
+
+    def capture(self, kv_cache: KVCache) -> None:
+        pass
 
     def plan(
         self,

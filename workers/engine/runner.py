@@ -51,6 +51,7 @@ class Runner:
         self._on_encoded = on_encoded
         self._adapters = adapters or Adapters()
         self._kv_cache = model.new_cache(num_blocks, block_size)
+        model.capture(self._kv_cache)
         self._prepared: dict[str, _Prepared] = {}
         # By mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)

@@ -166,6 +166,9 @@ class NativeModel:
         values = (*heads, block_size // unit, value_dim, unit)
         return [(self._zeros(keys), self._zeros(values)) for _ in range(shape.num_layers)]
 
+    def capture(self, kv_cache: KVCache) -> None:
+        pass
+
     def plan(
         self,
         block_tables: Sequence[Sequence[int]],

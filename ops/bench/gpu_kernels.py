@@ -1,0 +1,166 @@
+"""Our kernels, torch's, and the memory's own speed, on the same data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from ops.bench.gpu_timing import time_call
+from workers.engine.kernels.activation import silu_mul
+from workers.engine.kernels.attention import paged_attention
+from workers.engine.kernels.norm import add_rms_norm
+from workers.engine.kernels.plan import count_queries, plan_for_kernels
+
+BLOCK_SIZE = 16
+# What torch's paged attention takes on every chip.
+PAGE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Seconds of ours and of others; a text in place of a number that could not be had."""
+
+    name: str
+    ours_s: float
+    others_s: dict[str, float | str]
+    num_bytes: int
+    num_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sequences of a step: so many, of so many cached tokens, with so many new ones each."""
+
+    num_seqs: int
+    past: int
+    new: int
+
+
+def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy within the device's memory."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / time_call(lambda: target.copy_(source), device)
+
+
+def measure_attention(
+    heads: Heads, span: Span, dtype: torch.dtype, device: torch.device, *, peers: bool
+) -> Figure:
+    torch.manual_seed(0)
+    seq_len = span.past + span.new
+    num_blocks = -(-seq_len // BLOCK_SIZE)
+    order = torch.randperm(span.num_seqs * num_blocks).view(span.num_seqs, num_blocks).tolist()
+    shape = (span.num_seqs * num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+    caches = [torch.randn(shape, device=device).to(dtype) for _ in range(2)]
+    num_tokens = span.num_seqs * span.new
+    query = torch.randn(num_tokens, heads.num_heads, heads.head_dim, device=device).to(dtype)
+    plan = plan_for_kernels(
+        order,
+        list(range(0, num_tokens + 1, span.new)),
+        [seq_len] * span.num_seqs,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=heads.num_kv_heads,
+        queries_per_tile=count_queries(
+            heads.num_heads // heads.num_kv_heads, heads.head_dim, dtype
+        ),
+        device=device,
+    )
+    scale = heads.head_dim**-0.5
+    row_bytes = heads.head_dim * dtype.itemsize
+    visible = span.num_seqs * sum(span.past + j + 1 for j in range(span.new))
+    return Figure(
+        f"{heads.name}: {span.num_seqs} x {span.new} after {span.past}",
+        time_call(lambda: paged_attention(query, *caches, plan, scale), device),
+        _peers(query, heads, span, dtype) if peers else {},
+        2 * span.num_seqs * seq_len * heads.num_kv_heads * row_bytes
+        + 2 * num_tokens * heads.num_heads * row_bytes,
+        4 * visible * heads.num_heads * heads.head_dim,
+    )
+
+
+def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[str, float | str]:
+    device, seq_len = query.device, span.past + span.new
+    row = (heads.num_kv_heads, heads.head_dim)
+    starts = span.new * torch.arange(span.num_seqs + 1, dtype=torch.int32, device=device)
+    seq_lens = torch.full((span.num_seqs,), seq_len, dtype=torch.int32, device=device)
+    num_pages = -(-seq_len // PAGE_SIZE)
+    pages = [
+        torch.randn(span.num_seqs * num_pages, PAGE_SIZE, *row, device=device).to(dtype)
+        for _ in range(2)
+    ]
+    table = torch.arange(span.num_seqs * num_pages, dtype=torch.int32, device=device)
+
+    def varlen() -> object:
+        return varlen_attn(
+            query,
+            *pages,
+            starts,
+            None,
+            span.new,
+            seq_len,
+            window_size=(-1, 0),
+            enable_gqa=True,
+            seqused_k=seq_lens,
+            block_table=table.view(span.num_seqs, num_pages),
+        )
+
+    # Without pages, and for a decode or a prompt only: its mask begins at the first key.
+    dense = [
+        torch.randn(span.num_seqs, seq_len, *row, device=device).to(dtype).transpose(1, 2)
+        for _ in range(2)
+    ]
+    queries = query.view(span.num_seqs, span.new, *query.shape[1:]).transpose(1, 2)
+
+    def sdpa() -> object:
+        return F.scaled_dot_product_attention(
+            queries, *dense, is_causal=span.new > 1, enable_gqa=True
+        )
+
+    others = {"varlen_attn, paged": _try(varlen, device)}
+    if span.new == 1 or span.past == 0:
+        others["SDPA, not paged"] = _try(sdpa, device)
+    return others
+
+
+def _try(call: Callable[[], object], device: torch.device) -> float | str:
+    """Not every build of torch has every kernel for every chip."""
+    try:
+        return time_call(call, device)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error).splitlines()[0][:60]
+
+
+def measure_elementwise(
+    num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> list[Figure]:
+    x, residual = (torch.randn(num_tokens, hidden_size, device=device).to(dtype) for _ in range(2))
+    weight = torch.ones(hidden_size, device=device, dtype=dtype)
+    gate_up = torch.randn(num_tokens, 4 * hidden_size, device=device).to(dtype)
+    gate, up = gate_up.chunk(2, dim=1)
+    return [
+        Figure(
+            f"add and RMSNorm, {num_tokens} x {hidden_size}",
+            time_call(lambda: add_rms_norm(x, residual, weight, 1e-6), device),
+            {"torch": time_call(lambda: F.rms_norm(x + residual, (hidden_size,), weight), device)},
+            4 * x.nbytes,
+        ),
+        Figure(
+            f"SiLU-mul, {num_tokens} x {2 * hidden_size}",
+            time_call(lambda: silu_mul(gate_up), device),
+            {"torch": time_call(lambda: F.silu(gate) * up, device)},
+            gate_up.nbytes * 3 // 2,
+        ),
+    ]

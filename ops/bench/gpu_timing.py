@@ -1,0 +1,63 @@
+"""How long something takes on a device, and how much of the time the device does nothing."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+NUM_WARM_UPS = 3
+# Calls in one recorded graph: what a launch takes does not count as what a kernel takes.
+NUM_CALLS = 10
+NUM_REPEATS = 15
+
+
+def time_call(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call; on CUDA within a graph, between events."""
+    if device.type != "cuda":
+        return _time_on_cpu(call)
+    for _ in range(NUM_WARM_UPS):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(NUM_CALLS):
+            call()
+    graph.replay()
+    seconds = []
+    for _ in range(NUM_REPEATS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        seconds.append(began.elapsed_time(ended) / 1e3 / NUM_CALLS)
+    return median(seconds)
+
+
+def _time_on_cpu(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
+
+
+def idle_share(busy: Sequence[tuple[float, float]]) -> float:
+    """Of the time from the first beginning to the last end, what no interval covers."""
+    if not busy:
+        return 1.0
+    ordered = sorted(busy)
+    first, reached = ordered[0][0], ordered[0][0]
+    idle = 0.0
+    for began, ended in ordered:
+        idle += max(0.0, began - reached)
+        reached = max(reached, ended)
+    return idle / (reached - first) if reached > first else 0.0
+
+
+def watch_device(run: Callable[[], object]) -> float:
+    """Idle share of the GPU while something runs, from the profiler's record of its kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return idle_share([(e.time_range.start, e.time_range.end) for e in kernels])
