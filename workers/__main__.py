@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from importlib.metadata import version
@@ -111,6 +112,9 @@ def worker(
     loaded = settings.load_config(settings.find_config_file(config))
     if model is None and len(loaded.models) == 1:
         model = next(iter(loaded.models))
+    # Threads of torch's that wait for work would keep the processors from those that do it: from
+    # the engine's own kernels, and from other workers. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     module = importlib.import_module(ROLE_MODULES[role])
     return runtime.run(role, module.main, loaded, nats or settings.nats_url(loaded), model)
 

@@ -243,6 +243,19 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     assert runner.holds_nothing
 
 
+def test_a_culprit_is_found_by_halves() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
+    core = make_core(runner, max_num_seqs=16)
+    names = [f"good-{i}" for i in range(15)]
+    for name in [*names[:9], "bad", *names[9:]]:
+        core.add(make_request(name, prompt=[1], max_tokens=1))
+    outputs = core.step()
+    assert {o.request_id for o in outputs if o.error is not None} == {"bad"}
+    assert {o.request_id for o in outputs if o.usage is not None} == set(names)
+    # The whole, and two halves at each of four levels.
+    assert len(runner.batches) == 1 + 2 * 4
+
+
 def test_blocks_are_copied_again_where_a_batch_has_failed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner)

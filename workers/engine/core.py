@@ -6,7 +6,7 @@ hold, and embeddings by their content, may be found again by later requests of t
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -247,8 +247,8 @@ class Core:
         self._note_blocks(batch)
         try:
             sampled = self._run(batch) if batch.scheduled else []
-        except Exception:
-            failures += self._run_apart(batch)
+        except Exception as error:
+            failures += self._run_apart(batch, error)
         else:
             self._settle(batch, sampled)
         return failures + self._tell()
@@ -430,27 +430,34 @@ class Core:
 
     # -- ends -------------------------------------------------------------------------------
 
-    def _run_apart(self, batch: Batch) -> list[RequestOutput]:
-        """After a batch has failed: each request by itself, so that only the culprit fails.
+    def _run_apart(self, batch: Batch, error: Exception) -> list[RequestOutput]:
+        """After a batch has failed: its halves, and so on down to the request that fails alone.
 
         A second run writes the same keys and values and draws the same random numbers.
         """
+        entries = self._entries_of(batch)
+        if len(entries) == 1:
+            return [self._fail_alone(entries[0], error)]
         failures = []
-        for entry in self._entries_of(batch):
-            request_id = entry.request.request_id
-            part = Batch([s for s in batch.scheduled if s.sequence.request_id == request_id])
+        for half in (entries[: len(entries) // 2], entries[len(entries) // 2 :]):
+            names = {entry.request.request_id for entry in half}
+            part = Batch([s for s in batch.scheduled if s.sequence.request_id in names])
             try:
                 sampled = self._run(part)
-            except Exception as error:
-                blocks = entry.blocks
-                self._pool.forget(blocks)
-                failures.append(self._fail(entry, _failure(error)))
-                # Those that others hold as well were registered before this run, which has not
-                # written them.
-                self._runner.scrub([b for b in blocks if self._pool.ref_count(b) == 0])
+            except Exception as error_of_half:
+                failures += self._run_apart(part, error_of_half)
             else:
                 self._settle(part, sampled)
         return failures
+
+    def _fail_alone(self, entry: Entry, error: Exception) -> RequestOutput:
+        blocks = entry.blocks
+        self._pool.forget(blocks)
+        failure = self._fail(entry, _failure(error))
+        # Those that others hold as well were registered before this run, which has not written
+        # them.
+        self._runner.scrub([block for block in blocks if self._pool.ref_count(block) == 0])
+        return failure
 
     def _fail(self, entry: Entry, error: PagemillError) -> RequestOutput:
         request_id = entry.request.request_id
@@ -469,7 +476,7 @@ class Core:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def _entries_of(self, batch: Batch) -> Iterable[Entry]:
+    def _entries_of(self, batch: Batch) -> list[Entry]:
         """Each request of the batch once, in its order."""
         request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
         return [self._entries[request_id] for request_id in request_ids]

@@ -63,6 +63,9 @@ ROSTER = (
 def environment(spec: Spec, python: Path, threads: int, kv_cache_gib: int) -> dict[str, str]:
     root = Path(__file__).parents[3]
     variables = {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if spec.name == OURS:
+        # As `pagemill worker` has it.
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if spec.name == "vllm":
         variables |= {
             "DO_NOT_TRACK": "1",
