@@ -72,10 +72,12 @@ def _best(logits: Tensor) -> list[int]:
         # NumPy, for PyTorch compares one by one, and wakes its threads for it.
         rows = logits.float().numpy()
         token_ids = rows.argmax(-1)
-        greatest = torch.from_numpy(rows[np.arange(len(rows)), token_ids])
+        finite = bool(np.isfinite(rows[np.arange(len(rows)), token_ids]).all())
     else:
         greatest, token_ids = logits.max(-1)
-    _check(greatest)
+        finite = bool(greatest.isfinite().all())
+    if not finite:
+        raise _no_numbers()
     found: list[int] = token_ids.tolist()
     return found
 
@@ -83,7 +85,11 @@ def _best(logits: Tensor) -> list[int]:
 def _check(greatest: Tensor) -> None:
     """A NaN anywhere in a row is its maximum."""
     if not bool(greatest.isfinite().all()):
-        raise ArithmeticError("a sequence's logits are not numbers")
+        raise _no_numbers()
+
+
+def _no_numbers() -> ArithmeticError:
+    return ArithmeticError("a sequence's logits are not numbers")
 
 
 def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:

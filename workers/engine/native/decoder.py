@@ -118,6 +118,9 @@ class NativeModel:
         self._rotary: Any = decoder.rotary_emb
         self._kept: list[Tensor] = []
         """Small weights that the kernels read where they are."""
+        self._cache: KVCache | None = None
+        self._addresses: tuple[Any, Any] = (None, None)
+        """Of the cache's tensors."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
         self.vocab_size = int(config.vocab_size)
@@ -229,12 +232,18 @@ class NativeModel:
             cos.data_ptr(),
             sin.data_ptr(),
             None if deepstack is None else deepstack.data_ptr(),
-            _addresses([keys for keys, _ in kv_cache]),
-            _addresses([values for _, values in kv_cache]),
+            *self._addresses_of(kv_cache),
             logits.data_ptr(),
         )
         self._library.pagemill_forward(self._decoder, ctypes.byref(step))
         return logits
+
+    def _addresses_of(self, kv_cache: KVCache) -> tuple[Any, Any]:
+        """Of keys and of values; a step is soon over, and a runner has one cache."""
+        if self._cache is not kv_cache:
+            keys, values = zip(*kv_cache, strict=True)
+            self._cache, self._addresses = kv_cache, (_addresses(keys), _addresses(values))
+        return self._addresses
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """In memory of its own, which is given back with the tensor."""
