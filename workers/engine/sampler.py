@@ -72,14 +72,14 @@ def _best(logits: Tensor) -> list[int]:
     size = chunk_size(logits.shape[1])
     chunks = logits.reshape(len(logits), logits.shape[1] // size, size)
     greatest, chunk = chunks.amax(-1).max(-1)
-    _check(greatest)
+    check_finite(greatest)
     within = chunks[torch.arange(len(chunks), device=logits.device), chunk].argmax(-1)
     token_ids: list[int] = (chunk * size + within).tolist()
     return token_ids
 
 
-def _check(greatest: Tensor) -> None:
-    """A NaN anywhere in a row is its maximum."""
+def check_finite(greatest: Tensor) -> None:
+    """Of each row; a NaN anywhere in it is its maximum. Raises ArithmeticError."""
     if not bool(greatest.isfinite().all()):
         raise ArithmeticError("a sequence's logits are not numbers")
 
@@ -87,7 +87,7 @@ def _check(greatest: Tensor) -> None:
 def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     """`logits` are float32 and our own."""
     if any(is_adjusted(sequence) for sequence in sequences):
-        _check(logits.amax(-1))
+        check_finite(logits.amax(-1))
         adjust(logits, sequences)
         if bool(logits.amax(-1).isneginf().any()):
             raise InvalidRequest(
@@ -101,7 +101,7 @@ def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.request.sampling for sequence in sequences]
-    _check(logits.amax(-1))
+    check_finite(logits.amax(-1))
     weights = weigh(logits, _column([p.temperature for p in params], logits).float())
     if any(_is_filtered(sequence) for sequence in sequences):
         weights = keep_probable(
