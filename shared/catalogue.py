@@ -131,6 +131,18 @@ _ALL = (
         "Cached KV blocks that were needed for something else.",
     ),
     Description(
+        "spec_decode_num_draft_tokens_total",
+        "counter",
+        ENGINE,
+        "Drafts of tokens that went through the model (`engine.speculative`).",
+    ),
+    Description(
+        "spec_decode_num_accepted_tokens_total",
+        "counter",
+        ENGINE,
+        "Those of them that have become part of an answer.",
+    ),
+    Description(
         "request_success_total",
         "counter",
         ENGINE,

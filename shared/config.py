@@ -124,6 +124,22 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Positive = 2
 
 
+class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Drafts of the next tokens, several of which the model checks in one step. Answers are the
+    same, and come sooner where they repeat their prompt or themselves."""
+
+    num_tokens: Annotated[int, Meta(ge=0)] = 0
+    """The most drafts of a sequence in a step; 0 for none, 8 where answers quote."""
+    min_ngram: Positive = 2
+    """So many tokens at least must have stood somewhere before, for what followed them there to be
+    the draft."""
+    max_ngram: Positive = 4
+    """The occurrence of the most tokens counts, up to this many."""
+    max_seqs: Positive = 4
+    """In a step of more sequences none has drafts: on a CPU a few more rows cost little beside
+    reading the weights, and then each costs its full time."""
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     threads: Annotated[int, Meta(ge=0)] = 0
@@ -151,6 +167,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: Seconds = 120.0
     """A step that takes longer is taken to hang for ever, and ends the process."""
     max_num_batched_tokens: Positive = 2048
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
 
 class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -223,6 +240,7 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(
             f"{source}: embeddings.path: storage 'directory' needs one", field="embeddings.path"
         )
+    _check_ngrams(config.engine.speculative, source)
     _check_times(config.delivery, source)
     _check_networks(config.renderer, source)
     return config
@@ -278,6 +296,15 @@ def _check_times(delivery: DeliveryConfig, source: str) -> None:
                 f"{source}: delivery.{name}: {value:g} is more than {limit_name}, {limit:g}",
                 field=f"delivery.{name}",
             )
+
+
+def _check_ngrams(speculative: SpeculativeConfig, source: str) -> None:
+    if speculative.min_ngram > speculative.max_ngram:
+        raise ConfigError(
+            f"{source}: engine.speculative.min_ngram: {speculative.min_ngram} is more than"
+            f" max_ngram, {speculative.max_ngram}",
+            field="engine.speculative.min_ngram",
+        )
 
 
 def _check_networks(renderer: RendererConfig, source: str) -> None:

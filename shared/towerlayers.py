@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# At a time. From 2**20 to 2**22 it took the same on two cores, 2**23 took 1.2 times as long; with each
-# piece threads wait for each other once more, which other processes draw out.
+# At a time. From 2**20 to 2**22 it took the same on two cores, 2**23 took 1.2 times as long; with
+# each piece threads wait for each other once more, which other processes draw out.
 MAX_SCORES = 2**22
 
 

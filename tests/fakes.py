@@ -1,7 +1,8 @@
 """Stand-ins for what needs a model; they check what they are given as they go."""
 
 import hashlib
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 
 from shared.errors import InvalidMedia
 from workers.engine.sequence import (
@@ -11,6 +12,36 @@ from workers.engine.sequence import (
     ScheduledSequence,
     Sequence,
 )
+
+
+class ShakyDrafter:
+    """Foretells, but each token rightly only so often; and anything at all where it cannot."""
+
+    def __init__(
+        self,
+        foretell: Callable[[list[int]], int | None],
+        rng: random.Random,
+        vocab_size: int,
+        share: float = 0.7,
+    ) -> None:
+        self._foretell = foretell
+        self._rng = rng
+        self._vocab_size = vocab_size
+        self._share = share
+        self.learnt: list[tuple[int, int]] = []
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(self._rng.randint(0, 6)):
+            token_id = self._foretell(token_ids + drafts)
+            if token_id is None or self._rng.random() > self._share:
+                token_id = self._rng.randrange(self._vocab_size)
+            drafts.append(token_id)
+        return drafts[: max(0, most)]
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+        self.learnt.append((num_drafts, num_accepted))
 
 
 class FakeRunner:
@@ -84,13 +115,18 @@ class FakeRunner:
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)
-        return [
-            [SampledToken(self.next_token(s.sequence))] if s.samples else []
-            for s in batch.scheduled
-        ]
+        return [self._sample(s) if s.samples else [] for s in batch.scheduled]
 
-    def next_token(self, sequence: Sequence) -> int:
-        seen = repr((sequence.seed, sequence.choice, sequence.token_ids)).encode()
+    def _sample(self, s: ScheduledSequence) -> list[SampledToken]:
+        sampled: list[int] = []
+        for draft in (*s.draft_token_ids, None):
+            sampled.append(self.next_token(s.sequence, sampled))
+            if sampled[-1] != draft:
+                break
+        return [SampledToken(token_id) for token_id in sampled]
+
+    def next_token(self, sequence: Sequence, behind: Iterable[int] = ()) -> int:
+        seen = repr((sequence.seed, sequence.choice, [*sequence.token_ids, *behind])).encode()
         return int.from_bytes(hashlib.sha256(seen).digest()[:8], "big") % self._vocab_size
 
     def _write(self, s: ScheduledSequence) -> None:
@@ -100,15 +136,17 @@ class FakeRunner:
         assert embedded.issuperset(request.items_within(start, stop)), "no embeddings"
         before = self._slots[self._slot(s.sequence, start - 1)] if start else _root(request)
         for position in range(start, stop):
-            before = _content(s.sequence, position, before)
+            before = _content(s, position, before)
             self._slots[self._slot(s.sequence, position)] = before
 
     def _verify(self, s: ScheduledSequence) -> None:
         assert s.num_new_tokens > 0
-        assert s.samples == (_stop(s) == s.sequence.num_tokens)
+        num_drafts = len(s.draft_token_ids)
+        assert s.samples == (_stop(s) - num_drafts == s.sequence.num_tokens)
+        assert s.samples or num_drafts == 0
         before = _root(s.sequence.request)
         for position in range(_stop(s)):
-            before = _content(s.sequence, position, before)
+            before = _content(s, position, before)
             found = self._slots[self._slot(s.sequence, position)]
             assert found == before, "a block holds what another sequence has written"
 
@@ -125,8 +163,11 @@ def _root(request: EngineRequest) -> bytes:
     return request.tenant.encode()
 
 
-def _content(sequence: Sequence, position: int, before: bytes) -> bytes:
-    request = sequence.request
+def _content(s: ScheduledSequence, position: int, before: bytes) -> bytes:
+    request = s.sequence.request
+    num_tokens, known = s.sequence.num_tokens, s.sequence.token_ids
+    drafts = s.draft_token_ids
+    token_id = known[position] if position < num_tokens else drafts[position - num_tokens]
     items = [request.items[i] for i in request.items_within(position, position + 1)]
     filled = [(item.mm_hash, position - item.placeholder.offset) for item in items]
-    return hashlib.sha256(before + repr((sequence.token_ids[position], filled)).encode()).digest()
+    return hashlib.sha256(before + repr((token_id, filled)).encode()).digest()

@@ -185,12 +185,6 @@ def test_tokens_behind_the_end_are_dropped(stride: int, params: dict[str, Any]):
         for output in core.step():
             assert output.error is None
             deltas += output.choices
-        for choice in core._entries["r"].choices if core._entries else []:
-            # A real runner of several tokens has computed all of them but the last.
-            sequence = choice.sequence
-            sequence.num_computed_tokens = min(
-                sequence.num_computed_tokens, sequence.num_tokens - 1
-            )
     assert merge_deltas([RequestOutput("r", deltas)]) == one
     logprobs = one[0].logprobs
     assert (logprobs is None) == ("logprobs" not in params)

@@ -21,15 +21,14 @@ def make_sequence(
 
 
 def advance(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
-    """Settle, sample, and remove what is finished; returns that."""
+    """Sample, settle, and remove what is finished; returns that."""
+    sampled = [s.sequence for s in batch.scheduled if s.samples]
+    for sequence in sampled:
+        sequence.token_ids.append(0)
     scheduler.settle(batch)
-    finished = []
-    for s in batch.scheduled:
-        if s.samples:
-            s.sequence.token_ids.append(0)
-            if s.sequence.num_output_tokens == s.sequence.max_tokens:
-                scheduler.remove(s.sequence)
-                finished.append(s.sequence)
+    finished = [s for s in sampled if s.num_output_tokens == s.max_tokens]
+    for sequence in finished:
+        scheduler.remove(sequence)
     return finished
 
 

@@ -1,5 +1,6 @@
 """Everybody's turn comes: a model in which time is counted in steps, and anything may arrive."""
 
+import random
 from typing import Any
 
 from hypothesis import settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shared.sampling import SamplingParams
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, ShakyDrafter
 from workers.engine.blocks import BlockPool
 from workers.engine.scheduler import PATIENCE, Scheduler
 from workers.engine.sequence import EngineRequest, Sequence, Status
@@ -23,18 +24,31 @@ def full_len(sequence: Sequence) -> int:
 
 class TurnsMachine(RuleBasedStateMachine):
     """The runner verifies, before it samples, that blocks hold what they must: so whatever has been
-    preempted, shared or copied, each answer is the one that it would be without."""
+    preempted, shared, copied or drafted, each answer is the one that it would be without."""
 
     @initialize(
         num_blocks=st.integers(8, 20),
         max_seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         prefix_caching=st.booleans(),
+        drafting=st.integers(0, 5),
+        seed=st.integers(0, 99),
     )
-    def begin(self, num_blocks: int, max_seqs: int, budget: int, prefix_caching: bool) -> None:
+    def begin(
+        self,
+        num_blocks: int,
+        max_seqs: int,
+        budget: int,
+        prefix_caching: bool,
+        drafting: int,
+        seed: int,
+    ) -> None:
         self.runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching)
+        self.scheduler = Scheduler(
+            self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching, drafting
+        )
+        self.rng = random.Random(seed)
         self.max_seqs, self.budget = max_seqs, budget
         self.alive: list[Sequence] = []
         self.num_requests = self.num_steps = 0
@@ -56,8 +70,15 @@ class TurnsMachine(RuleBasedStateMachine):
         self.runner.prepare(request)
         for choice in range(n):
             sequence = Sequence(request, choice, 0, list(prompt), max_tokens)
+            sequence.drafter = self.drafter_of(sequence)
             self.scheduler.add(sequence)
             self.alive.append(sequence)
+
+    def drafter_of(self, sequence: Sequence) -> ShakyDrafter:
+        def foretell(token_ids: list[int]) -> int:
+            return self.runner.next_token(sequence, token_ids[sequence.num_tokens :])
+
+        return ShakyDrafter(foretell, self.rng, VOCAB_SIZE)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -78,18 +99,23 @@ class TurnsMachine(RuleBasedStateMachine):
         batch = self.scheduler.schedule()
         self.num_steps += 1
         assert 0 < batch.num_tokens <= self.budget
+        if len(batch.scheduled) > self.scheduler._max_drafting_seqs:
+            assert not any(s.draft_token_ids for s in batch.scheduled)
         assert self.scheduler.num_running <= self.max_seqs
         self.check_blocks(batch.scheduled)
         if batch.copies:
             self.runner.copy_blocks(batch.copies)
         tokens = self.runner.run(batch)
-        self.scheduler.settle(batch)
         for s, sampled in zip(batch.scheduled, tokens, strict=True):
-            for token in sampled:
-                s.sequence.token_ids.append(token.token_id)
-                if s.sequence.num_output_tokens == s.sequence.max_tokens:
-                    self.alive.remove(s.sequence)
-                    self.scheduler.remove(s.sequence)
+            s.sequence.token_ids += [token.token_id for token in sampled]
+        self.scheduler.settle(batch)
+        for sequence in self.alive:
+            num_held = len(sequence.block_table)
+            assert num_held == -(-sequence.num_computed_tokens // BLOCK_SIZE)
+        for s in batch.scheduled:
+            if s.sequence.num_output_tokens == s.sequence.max_tokens:
+                self.alive.remove(s.sequence)
+                self.scheduler.remove(s.sequence)
 
     def crown(self) -> None:
         """Who is before all others ends in time, unless somebody comes in before it."""
@@ -162,10 +188,10 @@ def test_the_last_of_the_slower_lane_is_preempted() -> None:
     for wanted in (3, 2):
         batch = scheduler.schedule()
         assert len(batch.scheduled) == wanted
-        scheduler.settle(batch)
         for s in batch.scheduled:
             if s.samples:
                 s.sequence.token_ids.append(0)
+        scheduler.settle(batch)
     # The fifth token of each would have needed a ninth block.
     assert [s.status for s in sequences] == [Status.RUNNING, Status.WAITING, Status.RUNNING]
     assert scheduler.num_preemptions == 1

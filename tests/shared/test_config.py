@@ -44,6 +44,11 @@ def test_the_environment_overrides_any_field() -> None:
         ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
+        (
+            GOOD + "\nengine: {speculative: {min_ngram: 5}}",
+            {},
+            ["pagemill.yaml", "engine.speculative.min_ngram", "max_ngram, 4"],
+        ),
         (GOOD + "\nembeddings: {storage: directory}", {}, ["embeddings.path", "directory"]),
         (
             GOOD + "\nrenderer: {media_networks: [10.0.0.0/8, 10.0.0.0/99]}",

@@ -27,6 +27,7 @@ from workers.engine.kvevents import KVEvents
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import (
     Batch,
+    Drafter,
     EngineRequest,
     LoggedChoice,
     RequestOutput,
@@ -88,6 +89,9 @@ class Stats:
     prefix_evictions: int
     """Blocks that could have been found and were needed for something else."""
     num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Drafts that have become part of an answer."""
     kv_waste: float
     """Share of the slots in blocks that were held which had no token, over all steps."""
     encoded_items: int
@@ -165,17 +169,26 @@ class Core:
         prefix_caching: bool = True,
         encode: Callable[[str], list[int]] = lambda text: [],
         new_token_mask: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
+        new_drafter: Callable[[], Drafter | None] = lambda: None,
+        max_drafting_seqs: int = 0,
     ) -> None:
         """`encode` adds no special tokens. `new_token_mask` is called for each choice when its
-        request is added, and raises what is wrong with its grammar."""
+        request is added, and raises what is wrong with its grammar; `new_drafter` for each choice
+        without a mask, for a mask knows only what may follow the tokens that are certain."""
         self._runner = runner
         self._decode = tokenizer_decode
         self._encode = encode
         self._new_token_mask = new_token_mask
+        self._new_drafter = new_drafter
         self._eos_token_ids = eos_token_ids
         self._pool = pool
         self._scheduler = Scheduler(
-            pool, max_num_seqs, max_num_batched_tokens, max_model_len, prefix_caching
+            pool,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            prefix_caching,
+            max_drafting_seqs,
         )
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -207,6 +220,8 @@ class Core:
             prefix_hit_tokens=self._scheduler.sharing.hit_tokens,
             prefix_evictions=self._pool.num_evictions,
             num_preemptions=self._scheduler.num_preemptions,
+            num_draft_tokens=self._scheduler.num_draft_tokens,
+            num_accepted_tokens=self._scheduler.num_accepted_tokens,
             kv_waste=self._scheduler.num_unused_slots / max(1, self._scheduler.num_slots),
             encoded_items=self._runner.encoded_items,
             mm_cache_queries=self._runner.mm_cache_queries,
@@ -296,11 +311,15 @@ class Core:
         return self._runner.run(batch)
 
     def _settle(self, batch: Batch, sampled: list[list[SampledToken]]) -> None:
-        self._scheduler.settle(batch)
-        for s, tokens in zip(batch.scheduled, sampled, strict=True):
+        choices = [self._choice_of(s) for s in batch.scheduled]
+        for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
             assert s.samples == bool(tokens)
             if tokens:
-                self._extend(self._choice_of(s), tokens)
+                self._extend(choice, tokens)
+        self._scheduler.settle(batch)
+        for choice in choices:
+            if choice.finished:
+                self._scheduler.remove(choice.sequence)
 
     def _extend(self, choice: Choice, tokens: list[SampledToken]) -> None:
         """What follows the token that ends the choice is dropped."""
@@ -312,7 +331,6 @@ class Core:
             piece, ending = self._push(choice, token.token_id)
             text += piece
             if ending is not None:
-                self._scheduler.remove(choice.sequence)
                 break
         self._report(choice, position, taken, text, ending)
 
@@ -360,6 +378,9 @@ class Core:
             )
             for index in range(params.n)
         ]
+        for sequence in sequences:
+            if sequence.token_mask is None:
+                sequence.drafter = self._new_drafter()
         return [Choice(sequence, self._new_detokenizer(params)) for sequence in sequences]
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:

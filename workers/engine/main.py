@@ -6,13 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.embeddings import Embeddings
 from shared.errors import ConfigError
 from shared.runtime import Context
 from shared.tensors import to_torch
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
+from workers.engine.drafts import NgramDrafter
 from workers.engine.kvevents import KVEvents
 from workers.engine.loader import load
 from workers.engine.opening import Opener
@@ -68,4 +69,12 @@ def build_core(
         vocab_size=loaded.vocab_size,
         prefix_caching=engine.prefix_caching,
         encode=loaded.encode_part,
+        new_drafter=lambda: _new_drafter(engine.speculative),
+        max_drafting_seqs=engine.speculative.max_seqs,
     )
+
+
+def _new_drafter(config: SpeculativeConfig) -> NgramDrafter | None:
+    if config.num_tokens == 0:
+        return None
+    return NgramDrafter(config.num_tokens, config.min_ngram, config.max_ngram)

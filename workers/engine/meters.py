@@ -66,6 +66,8 @@ class Meters:
             ),
             ("kv_waste", lambda: self._stats.kv_waste),
             ("num_preemptions_total", lambda: self._stats.num_preemptions),
+            ("spec_decode_num_draft_tokens_total", lambda: self._stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens_total", lambda: self._stats.num_accepted_tokens),
             ("prefix_cache_queries_total", lambda: self._stats.prefix_query_tokens),
             ("prefix_cache_hits_total", lambda: self._stats.prefix_hit_tokens),
             ("prefix_cache_evictions_total", lambda: self._stats.prefix_evictions),

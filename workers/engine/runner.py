@@ -21,8 +21,8 @@ from shared.towers import Tower
 from workers.engine.logprobs import logprobs_of
 from workers.engine.lora import Adapters
 from workers.engine.model import DecoderModel
-from workers.engine.sampler import sample
 from workers.engine.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
+from workers.engine.verifier import sample_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,11 @@ class Runner:
         )
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples]
-        rows = [query_start_loc[i + 1] - 1 for i in sampling]
+        rows: list[int] = []
+        for i in sampling:
+            stop = query_start_loc[i + 1]
+            rows += range(stop - 1 - len(scheduled[i].draft_token_ids), stop)
+        num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + _num_prompt_rows(s))
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
@@ -157,12 +161,12 @@ class Runner:
             self._to_device(rows),
             deepstack,
         )
-        sampled = _sample(logits[: len(sampling)], [scheduled[i] for i in sampling])
-        if len(rows) > len(sampling):
-            _note_prompt_logprobs(logits[len(sampling) :], scheduled)
+        sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
+        if len(rows) > num_sampled:
+            _note_prompt_logprobs(logits[num_sampled:], scheduled)
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
-        for i, token in zip(sampling, sampled, strict=True):
-            tokens[i].append(token)
+        for i, found in zip(sampling, sampled, strict=True):
+            tokens[i] = found
         return tokens
 
     def _embed(
@@ -176,6 +180,7 @@ class Runner:
         token_ids: list[int] = []
         for s in scheduled:
             token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _stop(s)]
+            token_ids += s.draft_token_ids
         rows = self._model.embed(self._to_device(token_ids))
         num_tokens, width = rows.shape
         levels: Tensor | None = None
@@ -227,21 +232,6 @@ def _place(rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start
     last = bisect.bisect_left(indexes, start + len(rows))
     places = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
     rows[places] = embedding[first:last]
-
-
-def _sample(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[SampledToken]:
-    sequences = [s.sequence for s in scheduled]
-    token_ids = sample(logits, sequences)
-    tokens = [SampledToken(token_id) for token_id in token_ids]
-    asked = [
-        (i, k) for i, s in enumerate(sequences) if (k := s.request.sampling.logprobs) is not None
-    ]
-    if asked:
-        rows, num_tops = map(list, zip(*asked, strict=True))
-        logprobs = logprobs_of(logits, rows, [token_ids[row] for row in rows], num_tops)
-        for row, found in zip(rows, logprobs, strict=True):
-            tokens[row] = SampledToken(token_ids[row], found)
-    return tokens
 
 
 def _num_prompt_rows(s: ScheduledSequence) -> int:

@@ -82,8 +82,8 @@ def _best(logits: Tensor) -> list[int]:
     return found
 
 
-def _check(greatest: Tensor) -> None:
-    """A NaN anywhere in a row is its maximum."""
+def check_finite(greatest: Tensor) -> None:
+    """Of each row; a NaN anywhere in it is its maximum. Raises ArithmeticError."""
     if not bool(greatest.isfinite().all()):
         raise _no_numbers()
 
@@ -95,7 +95,7 @@ def _no_numbers() -> ArithmeticError:
 def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     """`logits` are float32 and our own."""
     if any(is_adjusted(sequence) for sequence in sequences):
-        _check(logits.amax(-1))
+        check_finite(logits.amax(-1))
         adjust(logits, sequences)
         if bool(logits.amax(-1).isneginf().any()):
             raise InvalidRequest(
@@ -109,7 +109,7 @@ def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.request.sampling for sequence in sequences]
-    _check(logits.amax(-1))
+    check_finite(logits.amax(-1))
     weights = weigh(logits, _column([p.temperature for p in params], logits).float())
     if any(_is_filtered(sequence) for sequence in sequences):
         weights = keep_probable(

@@ -14,7 +14,7 @@ the budget has tokens, so that decodes leave it one.
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Batch, ScheduledSequence, Sequence, Status
@@ -39,6 +39,13 @@ class _Step:
         if (s := self.taken.pop(sequence, None)) is not None:
             self.budget += s.num_new_tokens
 
+    def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
+        s = self.taken[sequence]
+        num_new_tokens = s.num_new_tokens + len(draft_token_ids)
+        drafts = tuple(draft_token_ids)
+        self.taken[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
+        self.budget -= len(drafts)
+
 
 class Scheduler:
     def __init__(
@@ -48,11 +55,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        max_drafting_seqs: int = 0,
     ) -> None:
+        """In a step of more than `max_drafting_seqs` sequences none has drafts."""
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self.sharing = Sharing(pool, prefix_caching)
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.num_slots = 0
         """In the blocks held, at each step so far."""
         self.num_unused_slots = 0
@@ -60,6 +71,7 @@ class Scheduler:
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_drafting_seqs = max_drafting_seqs
         self._num_steps = 0
         self._num_added = 0
         # Both in order.
@@ -114,15 +126,34 @@ class Scheduler:
         # Blocks are short after a preemption: whoever came in now would be the next to go.
         if self._waiting and len(self._running) == num_running:
             self._admit(step)
+        if len(step.taken) <= self._max_drafting_seqs:
+            self._add_drafts(step)
         return Batch(list(step.taken.values()))
 
     def settle(self, batch: Batch) -> None:
-        """The batch has been through the model."""
+        """The batch has been through the model, and what was sampled is in `token_ids`."""
         for s in batch.scheduled:
-            s.sequence.num_computed_tokens += s.num_new_tokens
+            if s.draft_token_ids:
+                self._settle_drafts(s)
+            # What has been through it and holds; the last token has only come out of it.
+            stop = s.sequence.num_computed_tokens + s.num_new_tokens
+            s.sequence.num_computed_tokens = min(stop, s.sequence.num_tokens - 1)
             if s.samples:
                 self.sharing.sampled(s.sequence)
         self._count_slots()
+
+    def _settle_drafts(self, s: ScheduledSequence) -> None:
+        """Blocks that only rejected ones have needed go back: they are to cost others none."""
+        num_drafts, sequence = len(s.draft_token_ids), s.sequence
+        # Of what is uncomputed, one token was known before and one is sampled behind the drafts.
+        num_accepted = sequence.num_uncomputed_tokens - 2
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        if sequence.drafter is not None:
+            sequence.drafter.learn(num_drafts, num_accepted)
+        num_blocks = self._num_blocks(sequence.num_tokens - 1)
+        self._pool.release(sequence.block_table[num_blocks:])
+        del sequence.block_table[num_blocks:]
 
     def _count_slots(self) -> None:
         """What is shared is full and counts once; the rest of a table is its sequence's own."""
@@ -177,6 +208,25 @@ class Scheduler:
         step.take(
             ScheduledSequence(sequence, num_new_tokens, num_new_tokens == num_uncomputed, copy)
         )
+
+    def _add_drafts(self, step: _Step) -> None:
+        """For decodes, from what is left of the step's budget and of the pool."""
+        for sequence, s in list(step.taken.items()):
+            if sequence.drafter is None or not s.samples or s.num_new_tokens > 1:
+                continue
+            num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
+            most = min(
+                step.budget,
+                num_slots - sequence.num_tokens,
+                # Behind the drafts one more token is sampled.
+                sequence.max_tokens - sequence.num_output_tokens - 1,
+            )
+            draft_token_ids = sequence.drafter.propose(sequence.token_ids, most)
+            if draft_token_ids:
+                num_tokens = sequence.num_tokens + len(draft_token_ids)
+                num_missing = self._num_blocks(num_tokens) - len(sequence.block_table)
+                sequence.block_table += self._pool.allocate(num_missing)
+                step.add_drafts(sequence, draft_token_ids)
 
     def _preempt_last(self, step: _Step) -> Sequence:
         self.num_preemptions += 1

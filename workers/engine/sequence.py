@@ -80,6 +80,16 @@ class TokenMask(Protocol):
         whatever is wrong shows in `allowed`, where only the one request fails by it."""
 
 
+class Drafter(Protocol):
+    """Drafts how one sequence goes on. What it says never changes an answer, only its speed."""
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        """Up to so many tokens that may follow these; `token_ids` only grow from call to call."""
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """What has become of those that went through the model."""
+
+
 class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -101,6 +111,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """As token ids."""
     token_mask: TokenMask | None = None
+    drafter: Drafter | None = None
     prompt_logprobs: dict[int, TokenLogprobs] | None = None
     """By place in the prompt, as far as runs have come; None where nobody wants to know."""
     num_computed_tokens: int = 0
@@ -150,7 +161,8 @@ class ScheduledSequence:
     """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) go through the model.
 
     `samples` is true when they reach the last known token, so that a new one follows; a chunk of a
-    prefill that stops short of it yields none.
+    prefill that stops short of it yields none. The last of them may be drafts behind that token:
+    those that hold are part of the answer, as if each had been sampled in a step of its own.
     """
 
     sequence: Sequence
@@ -158,6 +170,7 @@ class ScheduledSequence:
     samples: bool
     copy: tuple[int, int] | None = None
     """A block, and one of its table that must hold the same before it is written."""
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
