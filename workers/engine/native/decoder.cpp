@@ -90,6 +90,9 @@ class Decoder : public DecoderBase {
     queries_.resize(rows * q_size());
     attended_.resize(rows * q_size());
     gated_.resize(rows * config_.intermediate_size);
+    const size_t sampled = padded(step.num_sampled, kRowPadding);
+    sampled_hidden_.resize(sampled * config_.hidden_size);
+    sampled_attended_.resize(sampled * q_size());
     slots_.resize(step.num_tokens);
     items_.clear();
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
@@ -122,7 +125,8 @@ class Decoder : public DecoderBase {
     });
     for (int layer = 0; layer < config_.num_layers; ++layer) {
       attend(step, layer, member);
-      feed_forward(layer, num_tokens, member);
+      if (layer == config_.num_layers - 1 && layer >= step.num_deepstack) break;
+      mix(layer, num_tokens, attended_.data(), hidden_.data(), member);
       if (layer < step.num_deepstack) {
         const auto* level = static_cast<const T*>(step.deepstack) + size_t(layer) * num_tokens * hidden_size;
         for_rows(num_tokens, member, [&](int row) {
@@ -131,10 +135,17 @@ class Decoder : public DecoderBase {
         team_.barrier();
       }
     }
+    // Behind the last attention nobody looks at other rows than those that are sampled.
     for_rows(step.num_sampled, member, [&](int i) {
-      norm_row(&hidden_[size_t(step.sampled_rows[i]) * hidden_size], final_norm_, &normed_[size_t(i) * hidden_size]);
+      const size_t row = step.sampled_rows[i];
+      std::copy_n(&hidden_[row * hidden_size], hidden_size, &sampled_hidden_[size_t(i) * hidden_size]);
+      std::copy_n(&attended_[row * q_size()], q_size(), &sampled_attended_[size_t(i) * q_size()]);
     });
     team_.barrier();
+    if (config_.num_layers > step.num_deepstack) {
+      mix(config_.num_layers - 1, step.num_sampled, sampled_attended_.data(), sampled_hidden_.data(), member);
+    }
+    norm_rows(final_norm_, step.num_sampled, sampled_hidden_.data(), member);
     multiply(team_, member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.vocab_size - first;
       float* to = step.logits + size_t(row) * config_.vocab_size + first;
@@ -147,7 +158,7 @@ class Decoder : public DecoderBase {
   void attend(const Step& step, int layer, int member) {
     const LayerWeights& weights = layers_[layer];
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
-    norm_rows(weights.input_norm, num_tokens, member);
+    norm_rows(weights.input_norm, num_tokens, hidden_.data(), member);
     const Linear qkv = linear(weights.qkv, hidden_size, qkv_width());
     multiply(team_, member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
       float* to = &qkv_[size_t(row) * qkv_width() + panel * kPanel];
@@ -164,7 +175,6 @@ class Decoder : public DecoderBase {
     team_.barrier();
     for (int item; (item = team_.take()) < int(items_.size());) attend_item(step, items_[item], weights.window, cache, member);
     team_.barrier();
-    add_product(attended_.data(), num_tokens, linear(weights.out, q_size(), hidden_size), weights.out_bias, member);
   }
 
   void attend_item(const Step& step, const AttentionItem& item, int window, const Cache<T>& cache, int member) {
@@ -179,12 +189,15 @@ class Decoder : public DecoderBase {
     }
   }
 
-  void feed_forward(int layer, int num_tokens, int member) {
+  // The rest of a layer, for some rows: what attention has found, and the MLP.
+  void mix(int layer, int num_rows, const T* attended, float* hidden, int member) {
     const LayerWeights& weights = layers_[layer];
     const int inner = config_.intermediate_size;
-    norm_rows(weights.post_norm, num_tokens, member);
+    const Linear out = linear(weights.out, q_size(), config_.hidden_size);
+    add_product(attended, num_rows, out, weights.out_bias, hidden, member);
+    norm_rows(weights.post_norm, num_rows, hidden, member);
     const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner);
-    multiply(team_, member, normed_.data(), num_tokens, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
+    multiply(team_, member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
       const __m512 one = _mm512_set1_ps(1.0f);
       // exp16 is for what is not positive: e^-|x| serves both signs of the sigmoid.
       const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
@@ -195,16 +208,16 @@ class Decoder : public DecoderBase {
       store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
     });
     team_.barrier();
-    add_product(gated_.data(), num_tokens, linear(weights.down, inner, config_.hidden_size), nullptr, member);
+    add_product(gated_.data(), num_rows, linear(weights.down, inner, config_.hidden_size), nullptr, hidden, member);
   }
 
   // hidden += x W^T + bias
-  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, int member) {
+  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, float* hidden, int member) {
     multiply(team_, member, x, num_rows, weights, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.hidden_size - first;
       const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
       const auto low_mask = __mmask16(mask), high_mask = __mmask16(mask >> kLanes);
-      float* to = &hidden_[size_t(row) * config_.hidden_size + first];
+      float* to = &hidden[size_t(row) * config_.hidden_size + first];
       if (bias != nullptr) {
         low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, bias + first));
         high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, bias + first + kLanes));
@@ -273,9 +286,9 @@ class Decoder : public DecoderBase {
     }
   }
 
-  void norm_rows(const float* weights, int num_rows, int member) {
+  void norm_rows(const float* weights, int num_rows, const float* hidden, int member) {
     const size_t size = config_.hidden_size;
-    for_rows(num_rows, member, [&](int row) { norm_row(&hidden_[row * size], weights, &normed_[row * size]); });
+    for_rows(num_rows, member, [&](int row) { norm_row(&hidden[row * size], weights, &normed_[row * size]); });
     team_.barrier();
   }
 
@@ -303,8 +316,8 @@ class Decoder : public DecoderBase {
   const Linear head_;
   Team team_;
   std::vector<Scratch<T>> scratch_;
-  std::vector<float> hidden_, qkv_;
-  std::vector<T> normed_, queries_, attended_, gated_;
+  std::vector<float> hidden_, qkv_, sampled_hidden_;
+  std::vector<T> normed_, queries_, attended_, gated_, sampled_attended_;
   std::vector<Slot> slots_;
   std::vector<AttentionItem> items_;
 };
