@@ -20,6 +20,8 @@ from shared.errors import ConfigError, PagemillError
 # interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# As for workers: before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 INSIDES = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
 

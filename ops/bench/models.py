@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2VLConfig,
@@ -87,7 +89,32 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = dequantized.generation_config
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    _mend_tokenizer(AutoTokenizer.from_pretrained(**source), config.vocab_size).save_pretrained(
+        folder
+    )
+
+
+def _mend_tokenizer(converted: Any, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Of GGUF's Llama kind transformers makes CodeLlama's tokenizer, with tokens of its own and a
+    first one before every text; SmolLM2's is GPT-2's, but for single digits."""
+    state = json.loads(converted.backend_tokenizer.to_str())
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
+    state["normalizer"] = None
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level["use_regex"] = True
+    digits = {"type": "Digits", "individual_digits": True}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
+    state["post_processor"] = None
+    state["decoder"] = byte_level
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        chat_template=converted.chat_template,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 # -- random weights, with pictures -----------------------------------------------------------------
