@@ -65,18 +65,24 @@ class Decoder : public DecoderBase {
         layers_(layers, layers + config.num_layers),
         final_norm_(final_norm),
         head_(linear(head, config.hidden_size, config.vocab_size)),
-        team_(num_threads),
-        scratch_(num_threads) {}
+        scratch_(num_threads),
+        go_([this](Member member) { run(step_, member); }),
+        team_(num_threads) {}
 
   void forward(const Step& step) override {
+    team_.settle();
     prepare(step);
-    team_.run([&](int member) { run(step, member); });
+    step_ = step;
+    team_.run(num_phases(), go_);
   }
 
  private:
   static Linear linear(const uint32_t* panels, int num_inputs, int num_outputs) {
     return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs};
   }
+
+  // Nine for a layer, and four around them.
+  int num_phases() const { return 9 * config_.num_layers + 4; }
 
   int q_size() const { return config_.num_heads * config_.head_dim; }
   int kv_size() const { return config_.num_kv_heads * config_.head_dim; }
@@ -116,11 +122,11 @@ class Decoder : public DecoderBase {
     return step.block_tables + size_t(sequence) * step.max_blocks;
   }
 
-  void run(const Step& step, int member) {
+  void run(const Step& step, Member member) {
     const TileScope tiles;
     const int hidden_size = config_.hidden_size, num_tokens = step.num_tokens;
     const auto* embeddings = static_cast<const T*>(step.embeddings);
-    for_rows(num_tokens, member, [&](int row) {
+    for_rows(member, num_tokens, [&](int row) {
       add_row(embeddings + size_t(row) * hidden_size, &hidden_[size_t(row) * hidden_size], true);
     });
     for (int layer = 0; layer < config_.num_layers; ++layer) {
@@ -129,24 +135,22 @@ class Decoder : public DecoderBase {
       mix(layer, num_tokens, attended_.data(), hidden_.data(), member);
       if (layer < step.num_deepstack) {
         const auto* level = static_cast<const T*>(step.deepstack) + size_t(layer) * num_tokens * hidden_size;
-        for_rows(num_tokens, member, [&](int row) {
+        for_rows(member, num_tokens, [&](int row) {
           add_row(level + size_t(row) * hidden_size, &hidden_[size_t(row) * hidden_size], false);
         });
-        team_.barrier();
-      }
+          }
     }
     // Behind the last attention nobody looks at other rows than those that are sampled.
-    for_rows(step.num_sampled, member, [&](int i) {
+    for_rows(member, step.num_sampled, [&](int i) {
       const size_t row = step.sampled_rows[i];
       std::copy_n(&hidden_[row * hidden_size], hidden_size, &sampled_hidden_[size_t(i) * hidden_size]);
       std::copy_n(&attended_[row * q_size()], q_size(), &sampled_attended_[size_t(i) * q_size()]);
     });
-    team_.barrier();
     if (config_.num_layers > step.num_deepstack) {
       mix(config_.num_layers - 1, step.num_sampled, sampled_attended_.data(), sampled_hidden_.data(), member);
     }
     norm_rows(final_norm_, step.num_sampled, sampled_hidden_.data(), member);
-    multiply(team_, member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
+    multiply(member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.vocab_size - first;
       float* to = step.logits + size_t(row) * config_.vocab_size + first;
       const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
@@ -155,12 +159,12 @@ class Decoder : public DecoderBase {
     });
   }
 
-  void attend(const Step& step, int layer, int member) {
+  void attend(const Step& step, int layer, Member& member) {
     const LayerWeights& weights = layers_[layer];
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
     norm_rows(weights.input_norm, num_tokens, hidden_.data(), member);
     const Linear qkv = linear(weights.qkv, hidden_size, qkv_width());
-    multiply(team_, member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
+    multiply(member, normed_.data(), num_tokens, qkv, [&](int row, int panel, __m512 low, __m512 high) {
       float* to = &qkv_[size_t(row) * qkv_width() + panel * kPanel];
       if (weights.qkv_bias != nullptr) {
         low = _mm512_add_ps(low, load16(weights.qkv_bias + panel * kPanel));
@@ -169,15 +173,14 @@ class Decoder : public DecoderBase {
       store16(to, low);
       store16(to + kLanes, high);
     });
-    team_.barrier();
     Cache<T> cache{static_cast<T*>(step.keys[layer]), static_cast<T*>(step.values[layer]), shape(step)};
-    for_rows(num_tokens, member, [&](int row) { place_row(step, weights, row, cache); });
-    team_.barrier();
-    for (int item; (item = team_.take()) < int(items_.size());) attend_item(step, items_[item], weights.window, cache, member);
-    team_.barrier();
+    for_rows(member, num_tokens, [&](int row) { place_row(step, weights, row, cache); });
+    member.each(int(items_.size()), [&](int item) {
+      attend_item(step, items_[item], weights.window, cache, scratch_[member.index()]);
+    });
   }
 
-  void attend_item(const Step& step, const AttentionItem& item, int window, const Cache<T>& cache, int member) {
+  void attend_item(const Step& step, const AttentionItem& item, int window, const Cache<T>& cache, Scratch<T>& scratch) {
     const int start = step.query_start_loc[item.sequence];
     const int past = step.seq_lens[item.sequence] - (step.query_start_loc[item.sequence + 1] - start);
     const size_t first = size_t(start) * q_size();
@@ -185,19 +188,19 @@ class Decoder : public DecoderBase {
     for (int tile = 0; tile < num_tiles; ++tile) {
       const int row = item.num_rows * tile / num_tiles, stop = item.num_rows * (tile + 1) / num_tiles;
       attend_rows<T>(stop - row, cache, &queries_[first], &attended_[first], table(step, item.sequence), item.head, past,
-                     item.first_row + row, window, config_.scale, scratch_[member]);
+                     item.first_row + row, window, config_.scale, scratch);
     }
   }
 
   // The rest of a layer, for some rows: what attention has found, and the MLP.
-  void mix(int layer, int num_rows, const T* attended, float* hidden, int member) {
+  void mix(int layer, int num_rows, const T* attended, float* hidden, Member& member) {
     const LayerWeights& weights = layers_[layer];
     const int inner = config_.intermediate_size;
     const Linear out = linear(weights.out, q_size(), config_.hidden_size);
     add_product(attended, num_rows, out, weights.out_bias, hidden, member);
     norm_rows(weights.post_norm, num_rows, hidden, member);
     const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner);
-    multiply(team_, member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
+    multiply(member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
       const __m512 one = _mm512_set1_ps(1.0f);
       // exp16 is for what is not positive: e^-|x| serves both signs of the sigmoid.
       const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
@@ -207,13 +210,12 @@ class Decoder : public DecoderBase {
       const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up);
       store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
     });
-    team_.barrier();
     add_product(gated_.data(), num_rows, linear(weights.down, inner, config_.hidden_size), nullptr, hidden, member);
   }
 
   // hidden += x W^T + bias
-  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, float* hidden, int member) {
-    multiply(team_, member, x, num_rows, weights, [&](int row, int panel, __m512 low, __m512 high) {
+  void add_product(const T* x, int num_rows, const Linear& weights, const float* bias, float* hidden, Member& member) {
+    multiply(member, x, num_rows, weights, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.hidden_size - first;
       const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
       const auto low_mask = __mmask16(mask), high_mask = __mmask16(mask >> kLanes);
@@ -225,7 +227,6 @@ class Decoder : public DecoderBase {
       _mm512_mask_storeu_ps(to, low_mask, _mm512_add_ps(low, _mm512_maskz_loadu_ps(low_mask, to)));
       _mm512_mask_storeu_ps(to + kLanes, high_mask, _mm512_add_ps(high, _mm512_maskz_loadu_ps(high_mask, to + kLanes)));
     });
-    team_.barrier();
   }
 
   // Norm of the heads where the model has it, rotation, and keys and values into the cache.
@@ -286,10 +287,9 @@ class Decoder : public DecoderBase {
     }
   }
 
-  void norm_rows(const float* weights, int num_rows, const float* hidden, int member) {
+  void norm_rows(const float* weights, int num_rows, const float* hidden, Member& member) {
     const size_t size = config_.hidden_size;
-    for_rows(num_rows, member, [&](int row) { norm_row(&hidden[row * size], weights, &normed_[row * size]); });
-    team_.barrier();
+    for_rows(member, num_rows, [&](int row) { norm_row(&hidden[row * size], weights, &normed_[row * size]); });
   }
 
   void add_row(const T* from, float* to, bool first) const {
@@ -299,11 +299,11 @@ class Decoder : public DecoderBase {
     }
   }
 
-  // The member's share of the rows.
   template <class Work>
-  void for_rows(int num_rows, int member, Work&& work) {
-    const int stop = int(int64_t(num_rows) * (member + 1) / team_.size());
-    for (int row = int(int64_t(num_rows) * member / team_.size()); row < stop; ++row) work(row);
+  static void for_rows(Member& member, int num_rows, Work&& work) {
+    member.ranges(num_rows, [&](int first, int stop) {
+      for (int row = first; row < stop; ++row) work(row);
+    });
   }
 
   Shape shape(const Step& step) const {
@@ -314,12 +314,14 @@ class Decoder : public DecoderBase {
   const std::vector<LayerWeights> layers_;
   const float* const final_norm_;
   const Linear head_;
-  Team team_;
+  Step step_;
   std::vector<Scratch<T>> scratch_;
   std::vector<float> hidden_, qkv_, sampled_hidden_;
   std::vector<T> normed_, queries_, attended_, gated_, sampled_attended_;
   std::vector<Slot> slots_;
   std::vector<AttentionItem> items_;
+  const std::function<void(Member)> go_;
+  Team team_;
 };
 
 template <class T>

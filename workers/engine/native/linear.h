@@ -108,15 +108,15 @@ void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, b
   }
 }
 
-// All members call it; each has panels of its own. `take(row, panel, low, high)`.
+// `take(row, panel, low, high)`.
 template <class T, class Take>
-void multiply(Team& team, int member, const T* x, int num_rows, const Linear& linear, Take&& take) {
-  const int first = int(int64_t(linear.num_panels) * member / team.size());
-  const int stop = int(int64_t(linear.num_panels) * (member + 1) / team.size());
-  for (int panel = first; panel < stop; ++panel) {
-    multiply_panel(x, num_rows, linear, panel, panel + 1 < stop,
-                   [&](int row, __m512 low, __m512 high) { take(row, panel, low, high); });
-  }
+void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
+  member.ranges(linear.num_panels, [&](int first, int stop) {
+    for (int panel = first; panel < stop; ++panel) {
+      multiply_panel(x, num_rows, linear, panel, panel + 1 < stop,
+                     [&](int row, __m512 low, __m512 high) { take(row, panel, low, high); });
+    }
+  });
 }
 
 }  // namespace pagemill
