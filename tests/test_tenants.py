@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
 # Where something is kept for a later request, one line each.
 KEEPS = re.compile(r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(")
-NOT_OF_REQUESTS = ["shared/codec.py"]  # decoders, by type
+NOT_OF_REQUESTS = [
+    "shared/codec.py",  # decoders, by type
+    # Where segments begin, by their lengths alone.
+    *("shared/towerlayers.py", "shared/towerlayers.py"),
+    # This machine and its library.
+    *("workers/engine/native/library.py", "workers/engine/native/library.py"),
+]
 
 
 class Fetched:

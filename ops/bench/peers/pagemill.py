@@ -117,7 +117,7 @@ def watch(core: Core, stopwatch: Stopwatch) -> None:
         (inside._runner, "_embed", "embed"),
         (inside._runner._model, "plan", "plan"),
         (inside._runner._model, "forward", "forward"),
-        (runner, "sample", "sample"),
+        (runner, "sample_batch", "sample"),
     ):
         stopwatch.watch(owner, name, phase)
 

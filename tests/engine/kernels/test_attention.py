@@ -12,6 +12,7 @@ from workers.engine import attention as reference
 from workers.engine.kernels.attention import paged_attention
 from workers.engine.kernels.plan import KernelPlan, count_queries, plan_for_kernels
 from workers.engine.kernels.rotary import write_cache
+from workers.engine.plans import plan_step
 
 SCALE = 0.3
 
@@ -178,7 +179,7 @@ def test_the_kernels_and_the_torch_version_agree(
     case = Case(spans, num_splits=2)
     step = make_step(case)
     kernels = run_kernels(step, case, device)
-    plan = reference.plan_step(
+    plan = plan_step(
         step.tables,
         step.starts,
         step.seq_lens,
