@@ -135,9 +135,10 @@ class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     the draft."""
     max_ngram: Positive = 4
     """The occurrence of the most tokens counts, up to this many."""
-    max_seqs: Positive = 4
-    """In a step of more sequences none has drafts: on a CPU a few more rows cost little beside
-    reading the weights, and then each costs its full time."""
+    max_step_tokens: Positive = 12
+    """Drafts fill a step up to so many tokens of all sequences together, and one that has as many
+    already has none. On a CPU a dozen cost little more than one, for all of them the weights are
+    read once; beyond it each costs its full time. A GPU has room for more."""
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):

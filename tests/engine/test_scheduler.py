@@ -327,3 +327,70 @@ def test_waste_of_many_at_once_is_under_three_per_cent(block_size: int, is_enoug
     while scheduler.has_work:
         advance(scheduler, scheduler.schedule())
     assert (scheduler.num_unused_slots < 0.03 * scheduler.num_slots) == is_enough
+
+
+# -- drafts ---------------------------------------------------------------------------------------
+
+
+class Eager:
+    """Drafts as much as it may; nothing of it holds."""
+
+    def __init__(self) -> None:
+        self.learnt: list[tuple[int, int]] = []
+
+    def propose(self, token_ids: list[int], most: int) -> list[int]:
+        return [1] * most
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        self.learnt.append((num_drafts, num_accepted))
+
+
+def drafting(prompt_len: int, first: int, max_tokens: int = 8) -> Sequence:
+    sequence = make_sequence(prompt_len, max_tokens, first)
+    sequence.drafter = Eager()
+    return sequence
+
+
+def num_drafts(scheduler: Scheduler) -> dict[Sequence, int]:
+    """Of the next step, which is taken."""
+    batch = scheduler.schedule()
+    advance(scheduler, batch)
+    return {s.sequence: len(s.draft_token_ids) for s in batch.scheduled}
+
+
+def test_decodes_share_what_is_left_among_their_drafts() -> None:
+    pool = BlockPool(32, BLOCK_SIZE)
+    scheduler = Scheduler(pool, 4, 12, MAX_MODEL_LEN, max_drafting_tokens=7)
+    first, second, third = drafting(3, 1), drafting(3, 2), drafting(6, 3)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert num_drafts(scheduler) == {first: 0, second: 0}, "prompts come first"
+    assert num_drafts(scheduler) == {first: 3, second: 2}
+    assert [len(s.block_table) for s in (first, second)] == [2, 2], "what was rejected holds none"
+    assert first.drafter.learnt == [(3, 0)]
+    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (5, 0)
+    scheduler.add(third)
+    assert num_drafts(scheduler) == {first: 0, second: 0, third: 0}, "eight tokens without any"
+    assert num_drafts(scheduler) == {first: 2, second: 1, third: 1}
+
+
+def test_nobody_loses_anything_to_a_draft() -> None:
+    scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 12, MAX_MODEL_LEN, max_drafting_tokens=99)
+    first, second = drafting(5, 1), drafting(6, 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    num_drafts(scheduler)
+    # Three blocks and four: what is free has room for two, and who comes first has them.
+    assert num_drafts(scheduler) == {first: 2, second: 1}
+    assert scheduler.num_preemptions == 0
+    small = Scheduler(BlockPool(8, BLOCK_SIZE), 2, 3, MAX_MODEL_LEN, max_drafting_tokens=99)
+    third, long = drafting(1, 3), make_sequence(9)
+    small.add(third)
+    num_drafts(small)
+    assert num_drafts(small) == {third: 2}, "up to the budget"
+    small.add(long)
+    assert num_drafts(small) == {third: 0, long: 0}, "which a prompt takes before them"
+    last = drafting(1, 4, max_tokens=3)
+    alone = Scheduler(BlockPool(8, BLOCK_SIZE), 2, 9, MAX_MODEL_LEN, max_drafting_tokens=99)
+    alone.add(last)
+    assert [num_drafts(alone)[last] for _ in range(3)] == [2, 1, 0], "none behind the end"

@@ -66,7 +66,7 @@ def drafting_core(
     new_drafter: NewDrafter,
     num_blocks: int = 64,
     budget: int = 64,
-    max_drafting_seqs: int = 8,
+    max_drafting_tokens: int = 64,
     runner: FakeRunner | None = None,
 ) -> Core:
     return Core(
@@ -79,7 +79,7 @@ def drafting_core(
         max_model_len=test_core.MAX_MODEL_LEN,
         vocab_size=test_core.VOCAB_SIZE,
         new_drafter=new_drafter,
-        max_drafting_seqs=max_drafting_seqs,
+        max_drafting_tokens=max_drafting_tokens,
     )
 
 
@@ -101,13 +101,13 @@ def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[
     test_core.many, st.integers(6, 15), st.integers(1, 20), st.integers(0, 8), st.integers(0, 99)
 )
 def test_no_draft_changes_an_answer(
-    wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_seqs: int, seed: int
+    wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
 ) -> None:
     """The runner verifies what blocks hold, those that were found in the cache among them."""
     alone = {request.request_id: run_alone(request) for request in wanted}
     answers = [a for r in wanted for a in whole_answers(r, alone[r.request_id])]
     core = drafting_core(
-        shaky(answers, test_core.VOCAB_SIZE, seed), 2 * half_blocks, budget, max_drafting_seqs
+        shaky(answers, test_core.VOCAB_SIZE, seed), 2 * half_blocks, budget, max_drafting_tokens
     )
     for _ in range(2):
         for request in wanted:
@@ -118,7 +118,7 @@ def test_no_draft_changes_an_answer(
             assert answers_of(outputs, request) == expected
     stats = core.stats()
     assert 0 <= stats.num_accepted_tokens <= stats.num_draft_tokens
-    assert stats.num_draft_tokens == 0 or max_drafting_seqs > 0
+    assert stats.num_draft_tokens == 0 or max_drafting_tokens > 0
     assert 0 <= stats.kv_waste < 1
 
 
@@ -299,7 +299,7 @@ class Engine:
             vocab_size=self.model.vocab_size,
             encode=lambda text: [int(part) for part in text.split()],
             new_drafter=new_drafter,
-            max_drafting_seqs=8,
+            max_drafting_tokens=64,
         )
 
     def requests(self) -> list[EngineRequest]:

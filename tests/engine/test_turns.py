@@ -31,7 +31,7 @@ class TurnsMachine(RuleBasedStateMachine):
         max_seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         prefix_caching=st.booleans(),
-        drafting=st.integers(0, 5),
+        drafting=st.integers(0, 14),
         seed=st.integers(0, 99),
     )
     def begin(
@@ -99,8 +99,8 @@ class TurnsMachine(RuleBasedStateMachine):
         batch = self.scheduler.schedule()
         self.num_steps += 1
         assert 0 < batch.num_tokens <= self.budget
-        if len(batch.scheduled) > self.scheduler._max_drafting_seqs:
-            assert not any(s.draft_token_ids for s in batch.scheduled)
+        if any(s.draft_token_ids for s in batch.scheduled):
+            assert batch.num_tokens <= self.scheduler._max_drafting_tokens
         assert self.scheduler.num_running <= self.max_seqs
         self.check_blocks(batch.scheduled)
         if batch.copies:

@@ -170,7 +170,7 @@ class Core:
         encode: Callable[[str], list[int]] = lambda text: [],
         new_token_mask: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
         new_drafter: Callable[[], Drafter | None] = lambda: None,
-        max_drafting_seqs: int = 0,
+        max_drafting_tokens: int = 0,
     ) -> None:
         """`encode` adds no special tokens. `new_token_mask` is called for each choice when its
         request is added, and raises what is wrong with its grammar; `new_drafter` for each choice
@@ -188,7 +188,7 @@ class Core:
             max_num_batched_tokens,
             max_model_len,
             prefix_caching,
-            max_drafting_seqs,
+            max_drafting_tokens,
         )
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size

@@ -70,7 +70,7 @@ def build_core(
         prefix_caching=engine.prefix_caching,
         encode=loaded.encode_part,
         new_drafter=lambda: _new_drafter(engine.speculative),
-        max_drafting_seqs=engine.speculative.max_seqs,
+        max_drafting_tokens=engine.speculative.max_step_tokens,
     )
 
 

@@ -55,9 +55,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool = True,
-        max_drafting_seqs: int = 0,
+        max_drafting_tokens: int = 0,
     ) -> None:
-        """In a step of more than `max_drafting_seqs` sequences none has drafts."""
+        """Drafts fill a step up to `max_drafting_tokens`."""
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
         self.sharing = Sharing(pool, prefix_caching)
@@ -71,7 +71,7 @@ class Scheduler:
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_drafting_seqs = max_drafting_seqs
+        self._max_drafting_tokens = max_drafting_tokens
         self._num_steps = 0
         self._num_added = 0
         # Both in order.
@@ -126,8 +126,7 @@ class Scheduler:
         # Blocks are short after a preemption: whoever came in now would be the next to go.
         if self._waiting and len(self._running) == num_running:
             self._admit(step)
-        if len(step.taken) <= self._max_drafting_seqs:
-            self._add_drafts(step)
+        self._add_drafts(step)
         return Batch(list(step.taken.values()))
 
     def settle(self, batch: Batch) -> None:
@@ -210,23 +209,28 @@ class Scheduler:
         )
 
     def _add_drafts(self, step: _Step) -> None:
-        """For decodes, from what is left of the step's budget and of the pool."""
-        for sequence, s in list(step.taken.items()):
-            if sequence.drafter is None or not s.samples or s.num_new_tokens > 1:
-                continue
+        """For decodes, from what is left of the step's budget and of the pool, in equal shares:
+        the further a draft is ahead, the less likely it holds."""
+        decodes = [s for s in step.taken.values() if s.samples and s.num_new_tokens == 1]
+        num_taken = self._max_num_batched_tokens - step.budget
+        room = min(step.budget, self._max_drafting_tokens - num_taken)
+        for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
+            sequence = s.sequence
             num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
             most = min(
-                step.budget,
+                -(-room // num_left),
                 num_slots - sequence.num_tokens,
                 # Behind the drafts one more token is sampled.
                 sequence.max_tokens - sequence.num_output_tokens - 1,
             )
+            if sequence.drafter is None or most <= 0:
+                continue
             draft_token_ids = sequence.drafter.propose(sequence.token_ids, most)
-            if draft_token_ids:
-                num_tokens = sequence.num_tokens + len(draft_token_ids)
-                num_missing = self._num_blocks(num_tokens) - len(sequence.block_table)
-                sequence.block_table += self._pool.allocate(num_missing)
-                step.add_drafts(sequence, draft_token_ids)
+            num_tokens = sequence.num_tokens + len(draft_token_ids)
+            num_missing = self._num_blocks(num_tokens) - len(sequence.block_table)
+            sequence.block_table += self._pool.allocate(num_missing)
+            step.add_drafts(sequence, draft_token_ids)
+            room -= len(draft_token_ids)
 
     def _preempt_last(self, step: _Step) -> Sequence:
         self.num_preemptions += 1

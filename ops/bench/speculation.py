@@ -1,0 +1,167 @@
+"""What drafts gain: the same engine with and without them, taking turns at every repetition.
+
+Two kinds of answers, so many at once: those that quote their prompt, which is asked to be repeated,
+and those that do not. Tokens a second as a ratio of the two, each at its best, for whatever else
+the machine does only takes time; the share of drafts that were accepted, and how many tokens of an
+answer a step brought.
+
+    python -m ops.bench.models smollm2 FOLDER
+    python -m ops.bench.speculation FOLDER
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
+from shared.sampling import SamplingParams
+from workers.engine.core import Core
+from workers.engine.main import build_core
+from workers.engine.sequence import EngineRequest
+
+NUM_STREAMS = (1, 2, 4, 8)
+NUM_REPEATS = 5
+# As many as the passages have.
+NUM_TOKENS = 64
+PASSAGES = (
+    "The harbour of the old town lies behind two walls of grey stone. In the morning the boats"
+    " come in with herring and mackerel, and the women of the quay sort the fish into baskets. By"
+    " noon the market is empty, the gulls have taken what was left, and the nets hang in the sun"
+    " to dry.",
+    "A pump moves water from the well to a tank on the roof. A float in the tank opens a switch"
+    " when the tank is full, and closes it again when a third of the water is gone. If the well"
+    " runs dry, a second switch stops the pump, and a red lamp above the door tells whoever passes"
+    " by.",
+)
+KINDS = {
+    "repeating": [f"Repeat the following text word for word.\n\n{text}" for text in PASSAGES],
+    "other": [
+        "Write a short story about a girl who finds a key on the beach.",
+        "Why is the sky blue, and why is it red in the evening?",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    answers: list[list[int]]
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Of several runs together."""
+
+    num_drafts: int
+    num_accepted: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, core: Core) -> "Drafts":
+        stats = core.stats()
+        return cls(stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps)
+
+
+def serve(core: Core, prompts: list[list[int]]) -> Run:
+    """Greedy answers; prompts that have been there before are found in the prefix cache."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        core.add(EngineRequest(str(i), prompt, [], params))
+    answers: list[list[int]] = [[] for _ in prompts]
+    num_steps, start_s = core.stats().num_steps, time.perf_counter()
+    while core.has_work:
+        for output in core.step():
+            for delta in output.choices:
+                answers[int(output.request_id)] += delta.token_ids
+    seconds = time.perf_counter() - start_s
+    return Run(seconds, answers, core.stats().num_steps - num_steps)
+
+
+def compare(without: Core, drafting: Core, prompts: list[list[int]]) -> tuple[str, ...]:
+    for core in (without, drafting):
+        serve(core, prompts)
+    before = Drafts.of(drafting)
+    turns, same = [], True
+    for _ in range(NUM_REPEATS):
+        plain, drafted = serve(without, prompts), serve(drafting, prompts)
+        turns.append((plain.seconds, drafted.seconds))
+        same &= plain.answers == drafted.answers
+    after = Drafts.of(drafting)
+    best_plain, best_drafted = map(min, zip(*turns, strict=True))
+    num_drafts = after.num_drafts - before.num_drafts
+    share = (after.num_accepted - before.num_accepted) / max(1, num_drafts)
+    num_steps = (after.num_steps - before.num_steps) / NUM_REPEATS
+    return (
+        f"{best_plain / best_drafted:.2f}",
+        f"{median(plain / drafted for plain, drafted in turns):.2f}",
+        f"{100 * share:.0f} %",
+        f"{NUM_TOKENS / num_steps:.1f}",
+        "yes" if same else "no",
+    )
+
+
+def tokenize(model: Path, questions: list[str]) -> list[list[int]]:
+    """By the model's chat template. The tokenizer's own file and not its class splits the words,
+    for what is converted from GGUF may name another class."""
+    chat, tokenizer = (
+        AutoTokenizer.from_pretrained(model),
+        Tokenizer.from_file(str(model / "tokenizer.json")),
+    )
+    texts = [
+        chat.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        for question in questions
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a folder, of a model that follows instructions")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--torch", action="store_true", help="without the C++ kernels")
+    parser.add_argument("--num-tokens", type=int, default=8)
+    parser.add_argument("--min-ngram", type=int, default=SpeculativeConfig().min_ngram)
+    parser.add_argument("--max-ngram", type=int, default=SpeculativeConfig().max_ngram)
+    parser.add_argument("--max-step-tokens", type=int, default=SpeculativeConfig().max_step_tokens)
+    given = parser.parse_args()
+    model = ModelConfig(path=str(given.model), dtype=given.dtype, max_model_len=1024)
+    drafts = SpeculativeConfig(
+        num_tokens=given.num_tokens,
+        min_ngram=given.min_ngram,
+        max_ngram=given.max_ngram,
+        max_step_tokens=given.max_step_tokens,
+    )
+    plain = EngineConfig(native=not given.torch, kv_cache_mib=512)
+    without = build_core(model, plain)
+    drafting = build_core(
+        model, EngineConfig(native=plain.native, kv_cache_mib=512, speculative=drafts)
+    )
+    prompts_of = {kind: tokenize(given.model, questions) for kind, questions in KINDS.items()}
+    table = Table(
+        "answers",
+        "at once",
+        "ratio",
+        "median of turns",
+        "accepted",
+        "tokens a step",
+        "same answers",
+    )
+    for kind, questions in KINDS.items():
+        for num_streams in NUM_STREAMS:
+            prompts = [prompts_of[kind][i % len(questions)] for i in range(num_streams)]
+            table.add_row(kind, str(num_streams), *compare(without, drafting, prompts))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
