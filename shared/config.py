@@ -163,8 +163,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Of pictures' embeddings, for those that come again in another prompt; 0 keeps none."""
     max_num_seqs: Positive = 64
     max_appends_per_s: Positive = 200
-    """To token logs, all requests together. A first token goes at once; with many requests in hand
-    later ones are gathered, so that several share a record and the log costs the model little."""
+    """To token logs, all requests together, and 25 to that of each. A first token and the end go at
+    once; those between are gathered, so that several share a record and the log costs the model
+    little."""
     step_timeout_s: Seconds = 120.0
     """A step that takes longer is taken to hang for ever, and ends the process."""
     max_num_batched_tokens: Positive = 2048

@@ -26,6 +26,8 @@ from workers.engine.outputs import logged_choices, merge_deltas, num_for_record
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.steps import StepLoop
 
+# A text that grows so often is seen to flow. An append is a synced write, and work for four processes.
+MAX_APPENDS_OF_REQUEST_PER_S = 25
 # How long an append that is under way may take when its request is to be given up.
 LAST_APPEND_S = 1.0
 WATCH_S = 0.5
@@ -285,7 +287,8 @@ class EngineWorker:
         """Let outputs go to the logs no more often than they can take it, all at one time: the more
         requests there are, the more tokens of each share a record."""
         loop = asyncio.get_running_loop()
-        wait_s = self._released_s + len(self._flows) / self._appends_per_s - loop.time()
+        period_s = max(len(self._flows) / self._appends_per_s, 1 / MAX_APPENDS_OF_REQUEST_PER_S)
+        wait_s = self._released_s + period_s - loop.time()
         if wait_s <= 0:
             self._release()
         elif self._release_timer is None:

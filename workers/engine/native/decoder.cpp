@@ -90,15 +90,15 @@ class Decoder : public DecoderBase {
 
   void prepare(const Step& step) {
     const size_t rows = padded(step.num_tokens, kRowPadding);
-    hidden_.resize(rows * config_.hidden_size);
-    normed_.resize(rows * config_.hidden_size);
-    qkv_.resize(rows * qkv_width());
-    queries_.resize(rows * q_size());
-    attended_.resize(rows * q_size());
-    gated_.resize(rows * config_.intermediate_size);
+    grow(hidden_, rows * config_.hidden_size);
+    grow(normed_, rows * config_.hidden_size);
+    grow(qkv_, rows * qkv_width());
+    grow(queries_, rows * q_size());
+    grow(attended_, rows * q_size());
+    grow(gated_, rows * config_.intermediate_size);
     const size_t sampled = padded(step.num_sampled, kRowPadding);
-    sampled_hidden_.resize(sampled * config_.hidden_size);
-    sampled_attended_.resize(sampled * q_size());
+    grow(sampled_hidden_, sampled * config_.hidden_size);
+    grow(sampled_attended_, sampled * q_size());
     slots_.resize(step.num_tokens);
     items_.clear();
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
@@ -116,6 +116,12 @@ class Decoder : public DecoderBase {
         }
       }
     }
+  }
+
+  // To shrink and grow again would write zeros, megabytes of them after every decode.
+  template <class Number>
+  static void grow(std::vector<Number>& numbers, size_t size) {
+    if (numbers.size() < size) numbers.resize(size);
   }
 
   const int* table(const Step& step, int sequence) const {
