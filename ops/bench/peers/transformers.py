@@ -50,9 +50,12 @@ class Padded:
         prompts, more = self._prompts(work)
         longest = max(map(len, prompts))
         padded = [[self._pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+        token_ids = torch.tensor(padded)
+        if "image_grid_thw" in more:
+            more["mm_token_type_ids"] = (token_ids == self.model.config.image_token_id).int()
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         sequences = self.model.generate(
-            input_ids=torch.tensor(padded),
+            input_ids=token_ids,
             attention_mask=torch.tensor(mask),
             max_new_tokens=work[0][0].max_tokens,
             do_sample=False,
@@ -83,14 +86,11 @@ class Padded:
             place = ids.index(token)
             num_tokens = int(grid.prod()) // merged
             prompts.append(ids[:place] + [token] * num_tokens + ids[place + 1 :])
-        # All prompts are of one length, so that no padding shifts the types.
-        types = (torch.tensor(prompts) == token).int()
         pixels = pictures["pixel_values"].to(torch.bfloat16)
         grids = pictures["image_grid_thw"]
         return prompts, {
             "pixel_values": pixels,
             "image_grid_thw": grids,
-            "mm_token_type_ids": types,
         }
 
 
