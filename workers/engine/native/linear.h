@@ -108,13 +108,24 @@ void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, b
   }
 }
 
+// Rows that stay in the second cache while one panel after the other is multiplied with them.
+constexpr int kBlockBytes = 384 * 1024;
+
 // `take(row, panel, low, high)`.
 template <class T, class Take>
 void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
-  member.ranges(linear.num_panels, [&](int first, int stop) {
+  const int row_bytes = linear.units * int(sizeof(uint32_t));
+  const int whole_block = std::max(kBlockBytes / row_bytes / kRowPadding, 1) * kRowPadding;
+  const int num_blocks = (num_rows + whole_block - 1) / whole_block;
+  const int panels_at_once = std::max(linear.num_panels / (kItemsPerMember * member.team_size()), 1);
+  const int num_ranges = (linear.num_panels + panels_at_once - 1) / panels_at_once;
+  member.each(num_blocks * num_ranges, [&](int item) {
+    const int start = item / num_ranges * whole_block, first = item % num_ranges * panels_at_once;
+    const int count = std::min(whole_block, num_rows - start);
+    const int stop = std::min(first + panels_at_once, linear.num_panels);
     for (int panel = first; panel < stop; ++panel) {
-      multiply_panel(x, num_rows, linear, panel, panel + 1 < stop,
-                     [&](int row, __m512 low, __m512 high) { take(row, panel, low, high); });
+      multiply_panel(x + size_t(start) * linear.units * Unit<T>::kSize, count, linear, panel, panel + 1 < stop,
+                     [&](int row, __m512 low, __m512 high) { take(start + row, panel, low, high); });
     }
   });
 }

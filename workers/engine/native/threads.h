@@ -41,6 +41,7 @@ class Member {
   Member(int index, int team_size, Phase* phases) : index_(index), team_size_(team_size), phase_(phases) {}
 
   int index() const { return index_; }
+  int team_size() const { return team_size_; }
 
   // The next phase: `work(i)` once for every i below `num_items`. All members come to the same phases.
   template <class Work>
