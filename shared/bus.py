@@ -420,8 +420,10 @@ class Bus:
             subject = f"$JS.API.STREAM.INFO.{stream}"
             answer = await self._nc.request(subject, b"", timeout=ANSWER_TIMEOUT_S)
             state = json.loads(answer.data)["state"]
-        except (NatsError, KeyError) as error:
+        except NatsError as error:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
+        except KeyError as error:
+            raise Unavailable(f"the broker has no stream {stream}: nobody serves there") from error
         first_ms = 1000 * datetime.fromisoformat(state["first_ts"]).timestamp()
         return state["messages"], first_ms if state["messages"] else None
 

@@ -90,7 +90,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_key_decoder = msgspec.msgpack.Decoder(str)
+_key_decoder: msgspec.msgpack.Decoder[str | int] = msgspec.msgpack.Decoder(str | int)
 _header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
@@ -271,13 +271,13 @@ _RUN_OF_SCALARS = re.compile(
 
 def _check_nesting(data: bytes) -> None:
     """Raise unless `data` is whole msgpack of bounded depth and number of values, and the keys of
-    each map are strings that differ: of two values under one key, msgspec would take the last.
+    each map are strings or whole numbers that differ: of two values under one key, msgspec would take the last.
 
     Raises DecodeError or ValueError.
     """
     offset = num_nodes = 0
     pending = [1]  # values still to come, per open container
-    keys: list[set[str] | None] = [None]  # those so far, per open container that is a map
+    keys: list[set[str | int] | None] = [None]  # those so far, per open container that is a map
     while pending:
         if not pending[-1]:
             pending.pop()
@@ -303,7 +303,7 @@ def _check_nesting(data: bytes) -> None:
             )
 
 
-def _add_key(seen: set[str], packed: bytes) -> None:
+def _add_key(seen: set[str | int], packed: bytes) -> None:
     key = _key_decoder.decode(packed)
     if key in seen:
         raise DecodeError("the header has the same key twice")

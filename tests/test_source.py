@@ -40,6 +40,7 @@ ALLOWED = {
     "workers.asking": {".read_bytes"},
     "workers.operating": {".read_bytes"},
     "workers.local": {".open"},
+    "workers.__main__": {"os.open"},  # /dev/null
     "workers.engine.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
     "workers.engine.peftfolder": {".read_bytes"},
 }

@@ -361,6 +361,10 @@ def main() -> None:
     except PagemillError as error:
         errors.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
         code = 1
+    except BrokenPipeError:
+        # Whoever read has seen enough; what Python would still flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     sys.exit(code)
 
 

@@ -112,6 +112,37 @@ async def test_several_choices(client: Bus) -> None:
     assert all(tokens_of(records, choice) for choice in range(3))
 
 
+async def test_all_that_steers_sampling_arrives(client: Bus) -> None:
+    """In JSON the ids of tokens are strings, for all keys are."""
+    sampling = {
+        "temperature": 0.0,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "logit_bias": {"65": 100.0},
+        "bad_words": ["red"],
+        "min_tokens": 2,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+    }
+    request = body("What can you do?", sampling_params=sampling)
+    records, _ = await publish(client, json.dumps(request).encode())
+    assert tokens_of(records) == [65] * 4
+    first = records[0]
+    assert isinstance(first, TokenChunk)
+    assert first.prompt_logprobs
+    assert first.choices[0].logprobs
+
+
+async def test_a_bias_for_a_token_that_is_none_is_told(client: Bus) -> None:
+    sampling = {"logit_bias": {"9999999": 1.0}}
+    request = body("What can you do?", sampling_params=sampling)
+    records, _ = await publish(client, json.dumps(request).encode())
+    (failure,) = records
+    assert isinstance(failure, Failure)
+    assert failure.error.code == "invalid_request"
+    assert failure.error.field == "sampling_params.logit_bias"
+
+
 async def test_the_same_id_again_reads_the_same_answer(client: Bus) -> None:
     request_id = new_request_id()
     request = request_text("What can you do?", temperature=1.0, seed=3)

@@ -163,6 +163,14 @@ def test_no_field_of_a_task_comes_twice(field: str) -> None:
             decode(envelope(b"\x92\x90" + doubled), EngineTask)
 
 
+def test_token_ids_may_be_keys_and_come_once() -> None:
+    params = SamplingParams(logit_bias={5: 1.0, 200_000: -2.5})
+    biased = msgspec.structs.replace(task(), sampling_params=params)
+    assert decode(encode(biased, []), EngineTask)[0] == biased
+    with pytest.raises(DecodeError, match="twice"):
+        decode(envelope(b"\x92\x90" + a_map((b"\5", b"\0"), (b"\xcc\5", b"\0"))), EngineTask)
+
+
 def test_no_name_of_a_tensor_comes_twice() -> None:
     contents = b"\x82\xa6fields\x82\xa1a\0\xa1a\1\xaanum_tokens\1"
     with pytest.raises(DecodeError, match="twice"):

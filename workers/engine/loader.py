@@ -146,7 +146,7 @@ def _make_gpu_model(
         from workers.engine.gpu import GpuModel
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "engine.device: a GPU takes the extra `gpu`: pip install 'pagemill[gpu]'",
+            "engine.device: a GPU takes the extra `gpu`: pip install '.[gpu]' in a checkout",
             field="engine.device",
         ) from error
     return GpuModel(

@@ -26,7 +26,8 @@ from workers.engine.outputs import logged_choices, merge_deltas, num_for_record
 from workers.engine.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.steps import StepLoop
 
-# A text that grows so often is seen to flow. An append is a synced write, and work for four processes.
+# A text that grows so often is seen to flow. An append is a synced write, and work for four
+# processes.
 MAX_APPENDS_OF_REQUEST_PER_S = 25
 # How long an append that is under way may take when its request is to be given up.
 LAST_APPEND_S = 1.0

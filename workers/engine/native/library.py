@@ -33,10 +33,23 @@ def load() -> ctypes.CDLL | None:
         log.warning("native_kernels_unavailable", reason="there is no C++ compiler")
         return None
     try:
-        return _declare(ctypes.CDLL(str(_compiled(compiler))))
-    except (OSError, subprocess.SubprocessError) as error:
+        return _declare(_open(compiler))
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        log.warning("native_kernels_unavailable", reason=said[-1] if said else str(error))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("native_kernels_unavailable", reason=str(error))
-        return None
+    return None
+
+
+def _open(compiler: str) -> ctypes.CDLL:
+    target = _compiled(compiler)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError:
+        # Cut short, by a power cut or a full disk.
+        target.unlink()
+        return ctypes.CDLL(str(_compiled(compiler)))
 
 
 def has_bf16() -> bool:
