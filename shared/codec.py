@@ -271,7 +271,8 @@ _RUN_OF_SCALARS = re.compile(
 
 def _check_nesting(data: bytes) -> None:
     """Raise unless `data` is whole msgpack of bounded depth and number of values, and the keys of
-    each map are strings or whole numbers that differ: of two values under one key, msgspec would take the last.
+    each map are strings or whole numbers that differ: of two values under one key, msgspec would
+    take the last.
 
     Raises DecodeError or ValueError.
     """
