@@ -243,6 +243,35 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     assert runner.holds_nothing
 
 
+def test_what_nothing_was_sampled_behind_is_overwritten_for_the_next() -> None:
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+    core = make_core(runner, max_num_batched_tokens=4)
+    core.add(make_request("gone", prompt=[1] * 10))
+    core.step()
+    held = {0, 1}  # as the pool gives them out
+    core.cancel("gone")
+    good = make_request("good", prompt=[2] * 3, max_tokens=2)
+    core.add(good)
+    core.step()
+    assert set(runner.scrubbed) == held
+    # Behind what is left now, tokens have been sampled.
+    finish_all(core)
+    assert set(runner.scrubbed) == held
+
+
+def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
+    def fails(token_ids: list[int], **kwargs: object) -> str:
+        raise RuntimeError("no text for these")
+
+    core = make_core()
+    core._decode = fails
+    bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
+    with pytest.raises(RuntimeError):
+        core.add(bad)
+    assert not core.has_work
+    core.cancel("bad")
+
+
 def test_a_culprit_is_found_by_halves() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner, max_num_seqs=16)

@@ -40,6 +40,7 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("qwen3_5_text", {}, "linear_attention"),
         ("lfm2", {"layer_types": ["conv"] * 32}, "conv"),
         ("llama4_text", {}, "chunked_attention"),
+        ("llama", {"sliding_window": 4}, "sliding window"),
         ("bloom", {}, "ALiBi"),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mpt", {}, "ALiBi"),

@@ -242,9 +242,10 @@ class Core:
         logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
         assert len(logged) == request.sampling.n
         entry = Entry(request, self._new_choices(request, max_tokens))
+        endings = [self._replay(*each) for each in zip(entry.choices, logged, strict=True)]
         self._entries[request.request_id] = entry
-        for choice, log in zip(entry.choices, logged, strict=True):
-            self._resume(choice, log)
+        for choice, log, ending in zip(entry.choices, logged, endings, strict=True):
+            self._resume(choice, log, ending)
         if entry.finished:
             self._news.setdefault(request.request_id, [])
 
@@ -306,6 +307,8 @@ class Core:
             entry.kv_blocks = max(entry.kv_blocks, num_blocks)
 
     def _run(self, batch: Batch) -> list[list[SampledToken]]:
+        if unsound := self._scheduler.sharing.take_unsound():
+            self._runner.scrub(unsound)
         if batch.copies:
             self._runner.copy_blocks(batch.copies)
         return self._runner.run(batch)
@@ -391,11 +394,15 @@ class Core:
             decode = partial(self._decode, skip_special_tokens=False)
         return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
 
-    def _resume(self, choice: Choice, logged: LoggedChoice) -> None:
-        """Replay what is in the log, and let what is left to do wait for its turn."""
+    def _replay(self, choice: Choice, logged: LoggedChoice) -> Ending | None:
+        """What is in the log, and how the choice has ended by it, if it has."""
         ending = None
         for token_id in logged.token_ids:
             _, ending = self._push(choice, token_id)
+        return ending
+
+    def _resume(self, choice: Choice, logged: LoggedChoice, ending: Ending | None) -> None:
+        """Let what is left to do wait for its turn."""
         if logged.finished:
             choice.finished = True
         elif ending is not None:

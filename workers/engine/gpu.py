@@ -95,15 +95,13 @@ class GpuModel(FlatModel):
         sampled_rows: Tensor,
         deepstack: Tensor | None = None,
     ) -> Tensor:
-        """`kv_cache` is that of `capture`, once there has been one. `sampled_rows` ascend."""
+        """`kv_cache` is that of `capture`, once there has been one."""
         logits = None
         if self._graphs is not None and deepstack is None:
             logits = self._graphs.run(embeddings, positions, plan)
         if logits is None:
             return self._run(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
-        if len(sampled_rows) < len(logits):
-            return logits.index_select(0, sampled_rows)
-        return logits
+        return logits.index_select(0, sampled_rows)
 
     def _run(
         self,

@@ -142,8 +142,9 @@ def _plan_decodes(batch: _Batch, group: list[int], whole: bool, window: Window) 
     longest = max(lens)
     num_blocks = -(-longest // batch.block_size)
     tables = [batch.blocks(i, first) for i, first in zip(group, firsts, strict=True)]
-    # Short tables are padded with block 0: what is read there is finite, and masked.
-    padded = [[*table, *[0] * (num_blocks - len(table))] for table in tables]
+    # Short tables are padded with a block of their own: it is masked, and what spoils a request by
+    # not being a number even so is its own.
+    padded = [[*table, *[table[-1]] * (num_blocks - len(table))] for table in tables]
     mask = None
     if min(lens) < longest or any(starts):
         key = torch.arange(longest)

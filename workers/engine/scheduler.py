@@ -22,6 +22,9 @@ from workers.engine.sharing import Found, Sharing
 
 PATIENCE = {"interactive": 0, "batch": 1000}
 """Steps, by lane: half a minute on a CPU that is busy, a few seconds on a GPU."""
+MAX_PROMPT_LOGITS = 256
+"""Tokens of a step whose logits are asked for beside those that are sampled; a row of 152,000 in
+float32 has 0.6 MB, and takes a millisecond to look at."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,12 @@ class _Step:
 
     budget: int
     taken: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+
+    def room_for(self, sequence: Sequence) -> int:
+        if sequence.prompt_logprobs is None:
+            return self.budget
+        others = (s for s in self.taken.values() if s.sequence.prompt_logprobs is not None)
+        return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in others))
 
     def take(self, s: ScheduledSequence) -> None:
         self.taken[s.sequence] = s
@@ -193,7 +202,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, step: _Step, copy: tuple[int, int] | None = None) -> None:
         """Blocks for its next tokens, at the cost of the last in order, which may be itself."""
         num_uncomputed = sequence.num_uncomputed_tokens
-        num_new_tokens = min(num_uncomputed, step.budget)
+        num_new_tokens = min(num_uncomputed, step.room_for(sequence))
         if num_new_tokens == 0:
             return
         num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)

@@ -40,6 +40,7 @@ class Sharing:
         self._prefix_caching = prefix_caching
         self._underway: dict[str, Sequence] = {}
         """Who computes the block of this hash just now."""
+        self._unsound: list[int] = []
         self._choices: dict[str, list[Sequence]] = {}
         """Those that run, by request; of requests with several."""
 
@@ -125,9 +126,19 @@ class Sharing:
             choices.remove(sequence)
             if not choices:
                 del self._choices[sequence.request_id]
+        if sequence.num_sound_tokens < sequence.num_computed_tokens:
+            first = sequence.num_sound_tokens // self._pool.block_size
+            self._unsound += sequence.block_table[first:]
         self._pool.release(reversed(sequence.block_table))
         sequence.block_table.clear()
         sequence.num_computed_tokens = sequence.num_sound_tokens = 0
+
+    def take_unsound(self) -> list[int]:
+        """Blocks of sequences that ended, or lost them, before a token was sampled behind what they
+        hold: to be overwritten before the next run, for whoever gets them masks it, and a number
+        that is none would come through."""
+        unsound, self._unsound = self._unsound, []
+        return unsound
 
     def _count(self, sequence: Sequence) -> None:
         if sequence.num_cached_tokens is not None:

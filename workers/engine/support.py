@@ -32,6 +32,9 @@ TEXT_FAMILIES = frozenset(
     }
 )
 
+# Their one window is that of every layer.
+ONE_WINDOW = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
+
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 # Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
@@ -78,6 +81,14 @@ def _layer_kinds(config: Any, text: Any) -> str | None:
     other = set(getattr(text, "layer_types", None) or []) - LAYER_KINDS
     if other:
         return f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    return None
+
+
+def _stray_window(config: Any, text: Any) -> str | None:
+    kinds, window = (getattr(text, name, None) for name in ("layer_types", "sliding_window"))
+    if window and not kinds and text.model_type not in ONE_WINDOW:
+        # transformers' layers ignore it, and its cache does not.
+        return f"names a sliding window, which a model of type {text.model_type!r} does not have"
     return None
 
 
@@ -132,6 +143,7 @@ _REFUSALS: tuple[_Refusal, ...] = (
     _cross_attention,
     _recurrence,
     _layer_kinds,
+    _stray_window,
     _alibi,
     _sinks,
     _latent_attention,

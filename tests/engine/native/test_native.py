@@ -6,6 +6,7 @@ import ctypes
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,18 @@ from workers.engine.native import decoder, library
 from workers.engine.native.decoder import NativeModel, why_not
 
 NUM_BLOCKS = 64
+PART_OF_A_HEAD = {
+    "rope_type": "linear",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "partial_rotary_factor": 0.5,
+}
+ROOT = Path(__file__).parents[3]
 needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
-needs_bf16 = pytest.mark.skipif(not library.has_bf16(), reason="no AVX-512 for bfloat16")
+needs_bf16 = pytest.mark.skipif(
+    (loaded := library.load()) is None or not loaded.pagemill_has_bf16(),
+    reason="no AVX-512 for bfloat16",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -276,6 +287,36 @@ def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.Mo
         torch.testing.assert_close(logits_of(size), expected, rtol=0.02, atol=0.02)
 
 
+LEAVES_IN_THE_MIDDLE = """
+import threading, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from workers.engine.families import family_of
+from workers.engine.native.decoder import NativeModel
+
+config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+native = NativeModel(family_of(LlamaForCausalLM(config).requires_grad_(False)), 2)
+cache = native.new_cache(256, 8)
+positions = torch.arange(2048)
+plan = native.plan([range(256)], [0, 2048], [2048], cache)
+embeddings = torch.randn(2048, 512)
+
+def step():
+    with torch.inference_mode():
+        while True:
+            native.forward(embeddings, positions[None], plan, cache, positions[:1])
+
+threading.Thread(target=step, daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@needs_kernels
+def test_a_process_may_end_in_the_middle_of_a_step():
+    command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE]
+    assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
+
+
 # -- where there are none -------------------------------------------------------------------------
 
 
@@ -290,6 +331,11 @@ def _with(**changes: Any) -> PreTrainedModel:
         (lambda: _with(mlp_bias=True), 8, "its MLP is of another kind"),
         (lambda: _with(hidden_size=72), 8, "its sizes are not multiples of 16"),
         (lambda: _with(head_dim=12), 8, "its heads have 12 dimensions"),
+        (
+            lambda: _with(rope_parameters=PART_OF_A_HEAD),
+            8,
+            "its rotary positions turn a part of each head",
+        ),
         (lambda: _with(), 4, "blocks of 4 tokens are not multiples of 8"),
         (lambda: _with().half(), 8, "its weights are torch.float16"),
     ],

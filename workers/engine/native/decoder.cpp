@@ -341,6 +341,15 @@ using pagemill::BF16;
 
 extern "C" {
 
+// Whether the compiler knew the processor's instructions for them.
+int pagemill_has_bf16() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 // Memory for packed weights, zeroed, in huge pages where the system has them: a step reads all of it.
 void* pagemill_allocate(size_t num_bytes) {
   void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

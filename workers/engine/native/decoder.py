@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from workers.engine.attention import KVCache
 from workers.engine.families import Family
 from workers.engine.native import library
+from workers.engine.support import layer_windows
 
 PANEL = 32
 """Outputs that are packed together."""
@@ -96,10 +97,13 @@ def why_not(family: Family, block_size: int) -> str | None:
         return "its sizes are not multiples of 16"
     if layer.self_attn.head_dim % 8 or layer.self_attn.head_dim > MAX_HEAD_DIM:
         return f"its heads have {layer.self_attn.head_dim} dimensions"
+    if 2 * len(decoder.rotary_emb.inv_freq) != layer.self_attn.head_dim:
+        return "its rotary positions turn a part of each head"
     if block_size % TOKEN_GROUP:
         return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
-    if library.load() is None or (dtype == torch.bfloat16 and not library.has_bf16()):
-        return "this machine has no kernels for it"
+    loaded = library.load()
+    if loaded is None or (dtype == torch.bfloat16 and not loaded.pagemill_has_bf16()):
+        return "there are no kernels on this machine"
     return None
 
 
@@ -131,9 +135,10 @@ class NativeModel:
             int(attention.head_dim),
         )
         layers = (_Layer * config.num_hidden_layers)()
+        windows = layer_windows(config)
         for index in range(config.num_hidden_layers):
             self._take_layer(decoder.layers[index], layers[index])
-            layers[index].window = _window(config, index)
+            layers[index].window = windows[index] or 0
             decoder.layers[index] = torch.nn.Identity()
         self._layers = layers
         head = self._pack([model.get_output_embeddings().weight])
@@ -155,7 +160,7 @@ class NativeModel:
             ctypes.byref(self._config), layers, self._keep(decoder.norm.weight), head, num_threads
         )
         assert self._decoder
-        weakref.finalize(self, loaded.pagemill_delete, self._decoder)
+        _finally(self, loaded.pagemill_delete, self._decoder)
 
     # -- what a runner asks for -------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class NativeModel:
         """In memory of its own, which is given back with the tensor."""
         num_bytes = math.prod(shape) * self.dtype.itemsize
         memory = (ctypes.c_byte * num_bytes).from_address(self._allocate(num_bytes))
-        weakref.finalize(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
+        _finally(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _allocate(self, num_bytes: int) -> int:
@@ -288,7 +293,7 @@ class NativeModel:
         num_outputs = sum(len(weight) for weight in weights)
         num_bytes = -(-num_outputs // PANEL) * PANEL * num_inputs * self.dtype.itemsize
         memory = self._allocate(num_bytes)
-        weakref.finalize(self, self._library.pagemill_free, memory, num_bytes)
+        _finally(self, self._library.pagemill_free, memory, num_bytes)
         first = 0
         for weight in weights:
             source = weight.detach().contiguous()
@@ -313,15 +318,9 @@ class _Shape:
     head_dim: int
 
 
-def _window(config: Any, layer: int) -> int:
-    """How many tokens the layer's attention looks back, its own among them; 0 for all.
-
-    Without `layer_types` a window holds for all layers, as in Mistral.
-    """
-    types = getattr(config, "layer_types", None)
-    if types is not None and types[layer] != "sliding_attention":
-        return 0
-    return getattr(config, "sliding_window", None) or 0
+def _finally(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
+    """When the owner is collected; not when the process ends, for a step may be under way then."""
+    weakref.finalize(owner, function, *arguments).atexit = False
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:

@@ -37,7 +37,7 @@ def load() -> ctypes.CDLL | None:
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
         log.warning("native_kernels_unavailable", reason=said[-1] if said else str(error))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         log.warning("native_kernels_unavailable", reason=str(error))
     return None
 
@@ -50,10 +50,6 @@ def _open(compiler: str) -> ctypes.CDLL:
         # Cut short, by a power cut or a full disk.
         target.unlink()
         return ctypes.CDLL(str(_compiled(compiler)))
-
-
-def has_bf16() -> bool:
-    return "avx512_bf16" in _processor_flags()
 
 
 def _compiled(compiler: str) -> Path:
@@ -103,6 +99,7 @@ def _processor_flags() -> frozenset[str]:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     signatures = {
+        "pagemill_has_bf16": (integer, []),
         "pagemill_allocate": (pointer, [size]),
         "pagemill_free": (None, [pointer, size]),
         "pagemill_pack": (None, [integer, pointer, integer, integer, integer, integer, pointer]),
