@@ -194,3 +194,17 @@ def test_a_write_touches_its_slots_only():
     plan = make_plan([[3, 0]], [0, 2], [3], 2)
     write_cache(cache, plan.slots, torch.ones(2, 1, HEAD_DIM))
     assert cache[..., 0].nonzero()[:, :2].tolist() == [[0, 0], [3, 1]]
+
+
+def test_a_short_sequence_is_padded_with_its_own_blocks() -> None:
+    """What another's hold may be no numbers, and that comes through a mask."""
+    plan = plan_step(
+        [[3], [5, 7]],
+        [0, 1, 2],
+        [2, 7],
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    (decodes,) = plan.reads[None].decodes
+    assert decodes.blocks.view(2, -1).tolist() == [[3, 3], [5, 7]]

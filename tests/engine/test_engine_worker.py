@@ -69,15 +69,22 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     serving = asyncio.create_task(worker.serve())
     request_id = f"gathered-{secrets.token_hex(8)}"
     await put_task(bus, model, request_id, [1] * 8, max_tokens=num_tokens)
-    chunks = []
-    runner.go_on.release()
+
+    async def step_by_step() -> None:
+        """No step before the last one's tokens are in the log, or wait to be gathered."""
+        for num_steps in range(1, num_tokens + 1):
+            runner.go_on.release()
+            while worker._stats.num_steps < num_steps:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            flow = worker._flows.get(request_id)
+            while flow and flow.pending and worker._release_timer is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
     async with asyncio.timeout(20):
-        async for record in follow(bus, request_id):
-            if isinstance(record, TokenChunk):
-                (choice,) = record.choices
-                chunks.append(choice)
-                # Not before the first token is out.
-                runner.go_on.release(num_tokens)
+        stepping = asyncio.create_task(step_by_step())
+        records = [record async for record in follow(bus, request_id)]
+        await stepping
+    chunks = [record.choices[0] for record in records if isinstance(record, TokenChunk)]
     context.shutdown.asked.set()
     await serving
     await context.close()
@@ -86,7 +93,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
         itertools.accumulate((len(chunk.token_ids) for chunk in chunks[:-1]), initial=0)
     )
     assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
-    # Forty steps of the fake take a fraction of the second between two records.
+    # Forty steps take a fraction of the second between two records.
     assert len(chunks) < num_tokens / 4
 
 

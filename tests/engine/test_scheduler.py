@@ -4,7 +4,7 @@ import pytest
 
 from shared.sampling import SamplingParams
 from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler import MAX_PROMPT_LOGITS, Scheduler
 from workers.engine.sequence import Batch, EngineRequest, Sequence, Status
 
 MAX_MODEL_LEN = 16
@@ -394,3 +394,14 @@ def test_nobody_loses_anything_to_a_draft() -> None:
     alone = Scheduler(BlockPool(8, BLOCK_SIZE), 2, 9, MAX_MODEL_LEN, max_drafting_tokens=99)
     alone.add(last)
     assert [num_drafts(alone)[last] for _ in range(3)] == [2, 1, 0], "none behind the end"
+
+
+def test_logits_of_prompts_are_asked_for_in_small_pieces() -> None:
+    """A row of them is large; all that ask share what a step may make, and others do not wait."""
+    num_tokens = MAX_PROMPT_LOGITS
+    scheduler = Scheduler(BlockPool(2048, BLOCK_SIZE), 4, 4 * num_tokens, 2 * num_tokens)
+    first, second, plain = (make_sequence(num_tokens - 10 * (i + 1), first=i) for i in range(3))
+    for sequence in (first, second, plain):
+        scheduler.add(sequence)
+    first.prompt_logprobs, second.prompt_logprobs = {}, {}
+    assert new_tokens(scheduler) == {first: num_tokens - 10, second: 10, plain: num_tokens - 30}

@@ -158,6 +158,8 @@ SHAPES = [
     (64, 13, 1, 40, 64),
     (128, 6, 2, 80, 208),
     (48, 4, 2, 256, 80),
+    # Rows so wide that some tens of them fill the cache, and go through a matrix by themselves.
+    (512, 8, 2, 64, 4096),
 ]
 
 
