@@ -3,7 +3,8 @@
 transformers embeds patches by a convolution whose kernel is a patch, attends to one picture or
 window after the other, and turns queries and keys in eight passes over memory. Here a patch is
 embedded by one matrix product, segments of equal length are attended to in one call, and the
-turning takes five passes. It knows the modules of one tower, and neither pictures nor batches.
+turning takes five passes. Where the C++ kernels can be had, they turn and attend in one call. It
+knows the modules of one tower, and neither pictures nor batches.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.native import towerkernels
+from shared.native.towerkernels import TowerKernels
+
 # At a time. From 2**20 to 2**22 it took the same on two cores, 2**23 took 1.2 times as long; with
 # each piece threads wait for each other once more, which other processes draw out.
 MAX_SCORES = 2**22
@@ -21,9 +25,10 @@ MAX_SCORES = 2**22
 
 def quicken(visual: Any) -> None:
     """Put these layers into a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, around its weights."""
+    kernels = towerkernels.find(visual.patch_embed.proj.weight)
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
-        block.attn = SegmentAttention(block.attn)
+        block.attn = SegmentAttention(block.attn, kernels)
 
 
 class PatchEmbedding(nn.Module):
@@ -46,9 +51,10 @@ class PatchEmbedding(nn.Module):
 class SegmentAttention(nn.Module):
     """Each patch sees those of its segment: of its picture, or of its window in the picture."""
 
-    def __init__(self, attention: Any) -> None:
-        """Around the weights of transformers' own module."""
+    def __init__(self, attention: Any, kernels: TowerKernels | None = None) -> None:
+        """Around the weights of transformers' own module; on torch without kernels."""
         super().__init__()
+        self._kernels = kernels
         self.qkv: nn.Linear = attention.qkv
         self.proj: nn.Linear = attention.proj
         self._num_heads: int = attention.num_heads
@@ -62,9 +68,14 @@ class SegmentAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:  # [num_patches, hidden_size]
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self._num_heads, -1)
-        query, key = rotate(qkv[:, :2], *position_embeddings).unbind(1)
-        lengths = cu_seqlens.diff().tolist()
-        output = attend_segments(query, key, qkv[:, 2], lengths, self._scale)
+        query, key, value = qkv.unbind(1)
+        if self._kernels is not None:
+            angles = position_embeddings
+            output = self._kernels.attend(query, key, value, angles, cu_seqlens, self._scale)
+        else:
+            query, key = rotate(qkv[:, :2], *position_embeddings).unbind(1)
+            lengths = cu_seqlens.diff().tolist()
+            output = attend_segments(query, key, value, lengths, self._scale)
         projected: Tensor = self.proj(output.flatten(1))
         return projected
 

@@ -41,7 +41,7 @@ ALLOWED = {
     "workers.operating": {".read_bytes"},
     "workers.local": {".open"},
     "workers.__main__": {"os.open"},  # /dev/null
-    "workers.engine.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
+    "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
     "workers.engine.peftfolder": {".read_bytes"},
 }
 

@@ -24,7 +24,7 @@ NOT_OF_REQUESTS = [
     # Where segments begin, by their lengths alone.
     *("shared/towerlayers.py", "shared/towerlayers.py"),
     # This machine and its library.
-    *("workers/engine/native/library.py", "workers/engine/native/library.py"),
+    *("shared/native/library.py", "shared/native/library.py", "shared/native/towerkernels.py"),
 ]
 
 

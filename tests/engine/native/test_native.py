@@ -3,10 +3,12 @@ torch path computes."""
 
 import copy
 import ctypes
+import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from shared.config import EngineConfig, ModelConfig
+from shared.native import library
 from shared.towers import Tower
 from tests.engine.test_parity import (
     DEMO_MODEL,
@@ -40,7 +43,7 @@ from tests.engine.test_parity import (
 from workers.engine.families import family_of
 from workers.engine.loader import load
 from workers.engine.model import DecoderModel, FlatModel
-from workers.engine.native import decoder, library
+from workers.engine.native import decoder
 from workers.engine.native.decoder import NativeModel, why_not
 
 NUM_BLOCKS = 64
@@ -264,7 +267,7 @@ def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.Mo
         [
             *(compiler, *library.FLAGS, "-O1", "-include", "software_tiles.h"),
             *("-I", str(Path(__file__).parent), "-I", str(sources)),
-            *(str(sources / library.SOURCES[0]), "-o", str(target)),
+            *(*(str(sources / name) for name in library.SOURCES), "-o", str(target)),
         ],
         check=True,
     )
@@ -387,3 +390,23 @@ def test_a_cache_that_others_can_write_is_not_executed(
     file.write_bytes(whole[:100])
     library.load.cache_clear()
     assert library.load() is not None
+
+
+@needs_kernels
+def test_what_a_killed_compiler_has_left_is_removed(
+    fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    folder = tmp_path / "pagemill"
+    folder.mkdir(mode=0o700)
+    stale, of_another, no_build = (folder / name for name in ("build-old", "build-new", "other"))
+    for left_over in (stale, of_another, no_build):
+        left_over.mkdir()
+        (left_over / "native.so").write_bytes(b"part")
+    long_ago = time.time() - library.STALE_AFTER_S - 1
+    for left_over in (stale, no_build):
+        os.utime(left_over, (long_ago, long_ago))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    assert library.load() is not None
+    left = {file.name for file in folder.iterdir() if file.suffix != ".so"}
+    assert left == {"build-new", "other"}

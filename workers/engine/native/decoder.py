@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.native import library
 from workers.engine.attention import KVCache
 from workers.engine.families import Family
-from workers.engine.native import library
 from workers.engine.support import layer_windows
 
 PANEL = 32

@@ -41,12 +41,8 @@ struct Step {
   float* logits;  // [num_sampled, vocab_size]
 };
 
-int padded(int size, int multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 // Rows of one item of a chunk's attention: enough to make taking it worth while.
 constexpr int kItemRows = 8 * kTileRows;
-
-constexpr int kMaxHeadDim = 512;
 
 struct AttentionItem {
   int sequence, head, first_row, num_rows;
@@ -258,16 +254,6 @@ class Decoder : public DecoderBase {
       convert(from, head_dim, key);
       convert(v + head * head_dim, head_dim, value);
       cache.write(slots_[row], head, key, value);
-    }
-  }
-
-  // Halves of a head are the two coordinates that turn, as in GPT-NeoX.
-  static void rotate(float* x, const float* cos, const float* sin, int head_dim) {
-    const int half = head_dim / 2;
-    for (int dim = 0; dim < half; ++dim) {
-      const float first = x[dim], second = x[dim + half];
-      x[dim] = first * cos[dim] - second * sin[dim];
-      x[dim + half] = second * cos[dim + half] + first * sin[dim + half];
     }
   }
 

@@ -12,20 +12,25 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import structlog
 
-SOURCES = ("decoder.cpp", "attention.h", "linear.h", "tiles.h", "units.h", "threads.h")
+SOURCES = ("decoder.cpp", "tower.cpp")
+HEADERS = ("attention.h", "segments.h", "linear.h", "tiles.h", "units.h", "threads.h")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 300.0
+BUILD_PREFIX = "build-"
+STALE_AFTER_S = 3600.0
+"""No compilation takes so long: what is older was left by one that was killed."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """None where it cannot be had; the reason is logged, once."""
     log = structlog.get_logger()
-    if "avx512f" not in _processor_flags():
+    if "avx512f" not in processor_flags():
         log.info("native_kernels_unavailable", reason="the processor has no AVX-512")
         return None
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -58,22 +63,31 @@ def _compiled(compiler: str) -> Path:
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
     ).stdout
-    digest = hashlib.sha256(" ".join([*FLAGS, *sorted(_processor_flags())]).encode() + version)
-    for name in SOURCES:
+    digest = hashlib.sha256(" ".join([*FLAGS, *sorted(processor_flags())]).encode() + version)
+    for name in (*SOURCES, *HEADERS):
         digest.update((folder / name).read_bytes())
     target = _cache_folder() / f"native-{digest.hexdigest()}.so"
     if not target.is_file():
+        _remove_stale_builds(target.parent)
         # Another process may be at the same: whoever is last replaces the file with its like.
-        with tempfile.TemporaryDirectory(dir=target.parent) as build:
+        with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as build:
             built = Path(build) / target.name
             subprocess.run(
-                [compiler, *FLAGS, str(folder / SOURCES[0]), "-o", str(built)],
+                [compiler, *FLAGS, *(str(folder / name) for name in SOURCES), "-o", str(built)],
                 check=True,
                 capture_output=True,
                 timeout=COMPILE_TIMEOUT_S,
             )
             built.replace(target)
     return target
+
+
+def _remove_stale_builds(cache: Path) -> None:
+    for build in cache.glob(f"{BUILD_PREFIX}*"):
+        # Another process may do the same.
+        with contextlib.suppress(FileNotFoundError):
+            if build.stat().st_mtime < time.time() - STALE_AFTER_S:
+                shutil.rmtree(build, ignore_errors=True)
 
 
 def _cache_folder() -> Path:
@@ -87,7 +101,7 @@ def _cache_folder() -> Path:
 
 
 @functools.cache
-def _processor_flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
     if platform.machine() == "x86_64":
         with contextlib.suppress(OSError):
             for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -106,6 +120,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "pagemill_decoder": (pointer, [pointer, pointer, pointer, pointer, integer]),
         "pagemill_forward": (None, [pointer, pointer]),
         "pagemill_delete": (None, [pointer]),
+        "pagemill_workshop": (pointer, [integer]),
+        "pagemill_attend": (None, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

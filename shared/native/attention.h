@@ -19,6 +19,7 @@
 namespace pagemill {
 
 constexpr int kGroup = 8;  // tokens
+constexpr int kMaxHeadDim = 512;
 
 struct Shape {
   int num_heads;
@@ -65,6 +66,16 @@ struct Cache {
     for (int dim = 0; dim < shape.value_dim; dim += kLanes) Unit<T>::place(to + dim, value + dim, in_unit);
   }
 };
+
+// Halves of a head are the two coordinates that turn, as in GPT-NeoX.
+inline void rotate(float* x, const float* cos, const float* sin, int head_dim) {
+  const int half = head_dim / 2;
+  for (int dim = 0; dim < half; ++dim) {
+    const float first = x[dim], second = x[dim + half];
+    x[dim] = first * cos[dim] - second * sin[dim];
+    x[dim + half] = second * cos[dim + half] + first * sin[dim + half];
+  }
+}
 
 // A thread's own memory, which grows with the longest context that it has seen.
 template <class T>

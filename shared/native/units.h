@@ -13,6 +13,8 @@ namespace pagemill {
 
 constexpr int kLanes = 16;
 
+inline int padded(int size, int multiple) { return (size + multiple - 1) / multiple * multiple; }
+
 struct BF16 {
   uint16_t bits;
 };

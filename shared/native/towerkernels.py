@@ -1,0 +1,100 @@
+"""What towers ask of the C++ kernels, on tensors: bfloat16 on a CPU."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from shared.native import library
+
+MAX_HEAD_DIM = 512
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class _Segments(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "keys", "values", "cos", "sin")),
+        *((name, _POINTER) for name in ("cu_seqlens", "output")),
+        *((name, _INT) for name in ("num_segments", "num_heads", "head_dim")),
+        *((name, _INT) for name in ("row_stride", "angle_stride")),
+        ("scale", _FLOAT),
+    )
+
+
+class TowerKernels:
+    """Made by `find`. Several threads may call; they work one after the other."""
+
+    def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
+        self._library = loaded
+        # Its threads sleep between calls, and end with the process.
+        self._workshop = loaded.pagemill_workshop(num_threads)
+
+    def __deepcopy__(self, memo: object) -> "TowerKernels":
+        return self
+
+    def attend(
+        self,
+        query: Tensor,  # [num_rows, num_heads, head_dim]; of any stride between rows
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor] | None,  # cos and sin, [num_rows, head_dim] of equal halves
+        cu_seqlens: Tensor,  # [num_segments + 1]
+        scale: float,
+    ) -> Tensor:  # [num_rows, num_heads, head_dim]
+        """Each row sees those of its segment; queries and keys turn by their angles before."""
+        num_rows, num_heads, head_dim = query.shape
+        assert head_dim % 2 == 0
+        assert head_dim <= MAX_HEAD_DIM
+        for tensor in (query, key, value):
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.shape == query.shape
+            assert tensor.stride() == (query.stride(0), head_dim, 1)
+        starts = cu_seqlens.to(torch.int32).contiguous()
+        lengths = starts.diff().tolist()
+        assert starts[0] == 0
+        assert sum(lengths) == num_rows
+        assert min(lengths) >= 0
+        output = torch.empty(num_rows, num_heads, head_dim, dtype=torch.bfloat16)
+        cos, sin = (None, None) if angles is None else (a.float().contiguous() for a in angles)
+        if cos is not None and sin is not None:
+            assert cos.shape == sin.shape == (num_rows, head_dim)
+        segments = _Segments(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            starts.data_ptr(),
+            output.data_ptr(),
+            len(lengths),
+            num_heads,
+            head_dim,
+            query.stride(0),
+            head_dim,
+            scale,
+        )
+        self._library.pagemill_attend(self._workshop, ctypes.byref(segments))
+        return output
+
+
+def find(weight: Tensor) -> TowerKernels | None:
+    """The kernels for a tower of such weights; None if it stays with torch.
+
+    So does bfloat16 on a processor with the matrix extension, which torch's own products use.
+    """
+    loaded = library.load()
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or loaded is None:
+        return None
+    if not loaded.pagemill_has_bf16() or "amx_tile" in library.processor_flags():
+        return None
+    return _make(torch.get_num_threads())
+
+
+@functools.cache
+def _make(num_threads: int) -> TowerKernels:
+    """One team of threads for all towers of a process."""
+    loaded = library.load()
+    assert loaded is not None
+    return TowerKernels(loaded, num_threads)

@@ -1,0 +1,119 @@
+"""The C++ kernels of towers against the same in torch, in float32 from the same rounded numbers."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.native import library, towerkernels
+from shared.native.towerkernels import TowerKernels
+from shared.towerlayers import rotate
+
+FOUND = towerkernels.find(torch.empty(0, dtype=torch.bfloat16))
+needs_kernels = pytest.mark.skipif(
+    FOUND is None, reason="no AVX-512 for bfloat16, no compiler, or a matrix extension"
+)
+# Those of the towers there are, one that fills no register, and one of an odd number of units.
+HEAD_DIMS = [8, 16, 54, 64, 72, 80, 128]
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def kernels(request: pytest.FixtureRequest) -> TowerKernels:
+    loaded = library.load()
+    assert loaded is not None
+    return TowerKernels(loaded, request.param)
+
+
+def attend(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, lengths: list[int], scale: float):
+    """[num_rows, 3, num_heads, head_dim] -> [num_rows, num_heads, head_dim], one segment a time."""
+    query, key, value = qkv.unbind(1)
+    if angles is not None:
+        query, key = rotate(query, *angles), rotate(key, *angles)
+    parts = (t.float().transpose(0, 1).split(lengths, 1) for t in (query, key, value))
+    segments = zip(*parts, strict=True)
+    attended = [(q @ k.transpose(1, 2) * scale).softmax(-1) @ v for q, k, v in segments]
+    return torch.cat(attended, 1).transpose(0, 1)
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Row for row: what is rounded to bfloat16 on the way is off by its 2**-9 at most."""
+    assert actual.dtype == torch.bfloat16
+    assert actual.shape == expected.shape
+    off = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert off.max() < 0.01
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 7, 12, 31, 32, 33, 64, 100]), min_size=1, max_size=9),
+    num_heads=st.integers(1, 3),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    turning=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@example(lengths=[1], num_heads=1, head_dim=64, turning=True, seed=0)
+@example(lengths=[1001, 0, 200], num_heads=2, head_dim=80, turning=True, seed=0)
+@example(lengths=[3] * 300, num_heads=2, head_dim=72, turning=False, seed=0)
+def test_attention(
+    kernels: TowerKernels,
+    lengths: list[int],
+    num_heads: int,
+    head_dim: int,
+    turning: bool,
+    seed: int,
+):
+    torch.manual_seed(seed)
+    num_rows = sum(lengths)
+    qkv = torch.randn(num_rows, 3, num_heads, head_dim).bfloat16()
+    radians = torch.randn(num_rows, head_dim // 2).repeat(1, 2) * 3
+    angles = (radians.cos(), radians.sin()) if turning else None
+    # Sharp enough for a row to look at few others.
+    scale = 2 * head_dim**-0.5
+    actual = kernels.attend(*qkv.unbind(1), angles, starts(lengths), scale)
+    assert_near(actual, attend(qkv, angles, lengths, scale))
+
+
+@needs_kernels
+def test_a_segment_keeps_what_is_no_number_to_itself(kernels: TowerKernels):
+    qkv = torch.randn(90, 3, 2, 64).bfloat16()
+    expected = attend(qkv, None, [40, 45, 5], 0.1)
+    qkv[50, 1:] = torch.nan
+    actual = kernels.attend(*qkv.unbind(1), None, starts([40, 45, 5]), 0.1)
+    assert_near(actual[:40], expected[:40])
+    assert_near(actual[85:], expected[85:])
+    assert actual[40:85].isnan().all()
+
+
+@needs_kernels
+def test_scores_beyond_what_e_can_be_raised_to(kernels: TowerKernels):
+    qkv = 30 * torch.randn(50, 3, 1, 32).bfloat16()
+    actual = kernels.attend(*qkv.unbind(1), None, starts([50]), 1.0)
+    assert_near(actual, attend(qkv, None, [50], 1.0))
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [[1, 10], [0, 9], [0, 7, 5, 10], [0, 11]])
+def test_segments_are_those_of_the_rows(kernels: TowerKernels, wrong: list[int]):
+    qkv = torch.randn(10, 3, 1, 8).bfloat16()
+    with pytest.raises(AssertionError):
+        kernels.attend(*qkv.unbind(1), None, torch.tensor(wrong), 1.0)
+
+
+def test_what_stays_with_torch(monkeypatch: pytest.MonkeyPatch):
+    rough = torch.empty(0, dtype=torch.bfloat16)
+    assert towerkernels.find(rough.float()) is None
+    assert towerkernels.find(rough.to("meta")) is None
+    flags = library.processor_flags()
+    monkeypatch.setattr(library, "processor_flags", lambda: flags | {"amx_tile"})
+    assert towerkernels.find(rough) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "load", lambda: None)
+    assert towerkernels.find(rough) is None
