@@ -771,7 +771,8 @@ def changed_copy(folder: Path, tmp_path: Path, **config: Any) -> Path:
 
 
 def test_loaded_model_says_what_it_is(folder: Path):
-    loaded = load(ModelConfig(path=str(folder), max_model_len=100), EngineConfig(kv_cache_mib=1))
+    engine = EngineConfig(kv_cache_mib=1, native=False)
+    loaded = load(ModelConfig(path=str(folder), max_model_len=100), engine)
     assert loaded.eos_token_ids == {7, 9}
     assert (loaded.max_model_len, loaded.vocab_size) == (100, 199)
     # 3 layers of keys and values, 2 heads of 16 floats, 8 tokens in a block.

@@ -14,7 +14,7 @@ from shared.towers import Tower, load_tower, vision_of
 from shared.weights import load_weights
 from workers.engine.families import Family, class_of, family_of
 from workers.engine.lora import Adapters, load_adapters
-from workers.engine.model import DecoderModel, FlatModel, kv_shape
+from workers.engine.model import DecoderModel, FlatModel
 from workers.engine.native.decoder import NativeModel, why_not
 from workers.engine.support import check_supported
 
@@ -71,10 +71,10 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
     block_size = _block_size(engine)
-    num_blocks = _num_blocks(text_config, dtype, max_model_len, engine)
     family = _load_weights(folder, config, dtype, engine.device)
     adapters = load_adapters(family, model.adapters)
     decoder = _make_model(family, engine, block_size, max_model_len, adapted=bool(adapters))
+    num_blocks = _num_blocks(decoder, block_size, max_model_len, engine)
     warm_up(decoder, block_size)
     return LoadedModel(
         model=decoder,
@@ -171,12 +171,11 @@ def _block_size(engine: EngineConfig) -> int:
 
 
 def _num_blocks(
-    text_config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, engine: EngineConfig
+    model: DecoderModel, block_size: int, max_model_len: int, engine: EngineConfig
 ) -> int:
-    num_layers, num_kv_heads, head_dim = kv_shape(text_config)
-    token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-    block_size = _block_size(engine)
-    block_bytes = token_bytes * block_size
+    # Of a cache as it is, for kernels round sizes up.
+    layers = model.new_cache(1, block_size)
+    block_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
     num_blocks = engine.num_blocks or engine.kv_cache_mib * 2**20 // block_bytes
     needed = -(-max_model_len // block_size)
     if num_blocks < needed:
