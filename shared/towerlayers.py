@@ -1,19 +1,21 @@
-"""Layers of the Qwen towers that do what transformers' own do, sooner: same weights, same numbers.
+"""Layers of towers that do what transformers' own do, sooner: same weights, same numbers.
 
 transformers embeds patches by a convolution whose kernel is a patch, attends to one picture or
 window after the other, and turns queries and keys in eight passes over memory. Here a patch is
 embedded by one matrix product, segments of equal length are attended to in one call, and the
-turning takes five passes. Where the C++ kernels can be had, they turn and attend in one call. It
-knows the modules of one tower, and neither pictures nor batches.
+turning takes five passes. Where the C++ kernels can be had, they turn and attend in one call, and
+linears run on them together with their activations, LLaVA's too. It knows the modules of one tower,
+and neither pictures nor batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.clip.modeling_clip import CLIPAttention
 
 from shared.native import towerkernels
 from shared.native.towerkernels import TowerKernels
@@ -22,6 +24,19 @@ from shared.native.towerkernels import TowerKernels
 # each piece threads wait for each other once more, which other processes draw out.
 MAX_SCORES = 2**22
 
+# What the modules of towers call a linear and the activation behind it.
+ACTIVATED = (
+    *(("fc1", "act"), ("linear_fc1", "act_fn"), ("gate_proj", "act_fn"), ("0", "1")),
+    *(("fc1", "activation_fn"), ("linear_1", "act")),
+)
+# As the kernels call them.
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
 
 def quicken(visual: Any) -> None:
     """Put these layers into a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, around its weights."""
@@ -29,6 +44,65 @@ def quicken(visual: Any) -> None:
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
         block.attn = SegmentAttention(block.attn, kernels)
+    if kernels is not None:
+        pack_linears(visual, kernels)
+
+
+def quicken_clip(tower: nn.Module, projector: nn.Module) -> None:
+    """The same for LLaVA's tower and projector; on torch they stay as they are."""
+    kernels = towerkernels.find(next(projector.parameters()))
+    if kernels is None:
+        return
+    for module in tower.modules():
+        if isinstance(getattr(module, "self_attn", None), CLIPAttention):
+            module.self_attn = ClipAttention(module.self_attn, kernels)
+    pack_linears(tower, kernels)
+    pack_linears(projector, kernels)
+
+
+def pack_linears(module: nn.Module, kernels: TowerKernels) -> None:
+    """Change all linears in a module, and the activations behind them, for `PackedLinear`; the
+    weights of one are given up before the next one is packed."""
+    for linear_name, activation_name in ACTIVATED:
+        linear, follower = (getattr(module, name, None) for name in (linear_name, activation_name))
+        if isinstance(linear, nn.Linear) and isinstance(follower, nn.Module):
+            activation = _name_of(follower)
+            if activation is not None:
+                setattr(module, linear_name, PackedLinear(linear, kernels, activation))
+                setattr(module, activation_name, nn.Identity())
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child, kernels))
+        else:
+            pack_linears(child, kernels)
+
+
+def _name_of(activation: nn.Module) -> str | None:
+    """By what it does, for a function goes by several classes; None for one that is not known."""
+    x = torch.linspace(-6, 6, 101)
+    for name, function in _FUNCTIONS.items():
+        if torch.allclose(activation(x), function(x), atol=1e-6):
+            return name
+    return None
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear, kernels: TowerKernels, activation: str = "none") -> None:
+        """With the weights of a linear, of an even number of inputs."""
+        super().__init__()
+        num_outputs = linear.out_features
+        bias = torch.zeros(num_outputs) if linear.bias is None else linear.bias.detach().float()
+        self._kernels = kernels
+        self._activation = activation
+        self._num_outputs = num_outputs
+        # transformers asks for the type and the device of a `weight`.
+        self.weight = towerkernels.pack(linear.weight)
+        self._bias = F.pad(bias, (0, -num_outputs % towerkernels.PANEL))
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., num_inputs] -> [..., num_outputs]
+        return self._kernels.multiply(
+            x, self.weight, self._bias, self._num_outputs, self._activation
+        )
 
 
 class PatchEmbedding(nn.Module):
@@ -78,6 +152,35 @@ class SegmentAttention(nn.Module):
             output = attend_segments(query, key, value, lengths, self._scale)
         projected: Tensor = self.proj(output.flatten(1))
         return projected
+
+
+class ClipAttention(nn.Module):
+    """Each patch of a square sees all of it."""
+
+    def __init__(self, attention: Any, kernels: TowerKernels) -> None:
+        """Around the weights of a CLIPAttention."""
+        super().__init__()
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv = nn.Linear(parts[0].in_features, 3 * parts[0].out_features, device="meta")
+        qkv.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        qkv.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        self.qkv = PackedLinear(qkv, kernels)
+        self.out_proj: nn.Module = attention.out_proj
+        self._kernels = kernels
+        self._num_heads: int = attention.num_heads
+        self._scale: float = attention.scale
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [num_squares, num_patches, hidden_size]
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # [num_squares, num_patches, hidden_size], and no weights
+        num_squares, num_patches, _ = hidden_states.shape
+        qkv = self.qkv(hidden_states).view(num_squares * num_patches, 3, self._num_heads, -1)
+        query, key, value = qkv.unbind(1)
+        cu_seqlens = torch.arange(num_squares + 1) * num_patches
+        output = self._kernels.attend(query, key, value, None, cu_seqlens, self._scale)
+        return self.out_proj(output.view(hidden_states.shape)), None
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from shared.errors import ConfigError, InvalidRequest
-from shared.towerlayers import quicken
+from shared.towerlayers import quicken, quicken_clip
 from shared.weights import load_weights
 
 Fields = Mapping[str, Tensor]
@@ -206,6 +206,9 @@ class LlavaVision(Vision):
     def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
         pixel_values = torch.stack([self.restore(fields) for fields in batch])
         return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
+
+    def quicken(self, model: Any) -> None:
+        quicken_clip(model.model.vision_tower, model.model.multi_modal_projector)
 
     def sample(self) -> Fields:
         vision = self._config.vision_config

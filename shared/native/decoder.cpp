@@ -203,13 +203,7 @@ class Decoder : public DecoderBase {
     norm_rows(weights.post_norm, num_rows, hidden, member);
     const Linear gate_up = linear(weights.gate_up, config_.hidden_size, 2 * inner);
     multiply(member, normed_.data(), num_rows, gate_up, [&](int row, int panel, __m512 gate, __m512 up) {
-      const __m512 one = _mm512_set1_ps(1.0f);
-      // exp16 is for what is not positive: e^-|x| serves both signs of the sigmoid.
-      const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(gate)));
-      const __mmask16 negative = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_LT_OQ);
-      const __m512 numerator = _mm512_mask_mov_ps(one, negative, small);
-      const __m512 sigmoid = _mm512_div_ps(numerator, _mm512_add_ps(one, small));
-      const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up);
+      const __m512 gated = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid16(gate)), up);
       store16(&gated_[size_t(row) * inner + panel * kLanes], gated);
     });
     add_product(gated_.data(), num_rows, linear(weights.down, inner, config_.hidden_size), nullptr, hidden, member);

@@ -18,7 +18,10 @@ from pathlib import Path
 import structlog
 
 SOURCES = ("decoder.cpp", "tower.cpp")
-HEADERS = ("attention.h", "segments.h", "linear.h", "tiles.h", "units.h", "threads.h")
+HEADERS = (
+    *("attention.h", "segments.h", "product.h", "linear.h"),
+    *("tiles.h", "units.h", "threads.h"),
+)
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 300.0
 BUILD_PREFIX = "build-"
@@ -122,6 +125,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "pagemill_delete": (None, [pointer]),
         "pagemill_workshop": (pointer, [integer]),
         "pagemill_attend": (None, [pointer, pointer]),
+        "pagemill_multiply": (None, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -168,11 +168,9 @@ class SegmentAttention {
     for (int dim = 0; dim < segments_.head_dim; dim += kPanel) {
       const uint32_t* panel = values(segment, head) + size_t(dim) * row_units;
       multiply_rows<T>(num_rows, probs, row_units, panel, row_units, nullptr, [&](int row, __m512 low, __m512 high) {
-        alignas(64) T sums[kPanel];
         const __m512 factor = _mm512_set1_ps(factors[row]);
-        store16(sums, _mm512_mul_ps(low, factor));
-        store16(sums + kLanes, _mm512_mul_ps(high, factor));
-        std::copy_n(sums, std::min(kPanel, segments_.head_dim - dim), output + row * token_size + dim);
+        T* to = output + row * token_size + dim;
+        store32(to, segments_.head_dim - dim, _mm512_mul_ps(low, factor), _mm512_mul_ps(high, factor));
       });
     }
   }

@@ -1,7 +1,8 @@
-// What towers ask for, one operation a call, in bfloat16. The struct in segments.h has its twin in
+// What towers ask for, one operation a call, in bfloat16. The structs of the headers have their twins in
 // towerkernels.py.
 #include <mutex>
 
+#include "product.h"
 #include "segments.h"
 
 namespace pagemill {
@@ -34,6 +35,14 @@ void pagemill_attend(void* workshop, const pagemill::Segments* segments) {
   auto* shop = static_cast<Workshop*>(workshop);
   pagemill::SegmentAttention<BF16> attention(*segments, shop->team.size());
   shop->run(pagemill::kSegmentPhases, [&](pagemill::Member member) { attention.run(member); });
+#endif
+}
+
+void pagemill_multiply(void* workshop, const pagemill::Product* product) {
+#ifdef __AVX512BF16__
+  static_cast<Workshop*>(workshop)->run(1, [&](pagemill::Member member) {
+    pagemill::multiply_product<BF16>(member, *product);
+  });
 #endif
 }
 }

@@ -2,13 +2,18 @@
 
 import ctypes
 import functools
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared.native import library
 
 MAX_HEAD_DIM = 512
+PANEL = 32
+"""Outputs that are packed together."""
+ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -20,6 +25,13 @@ class _Segments(ctypes.Structure):
         *((name, _INT) for name in ("num_segments", "num_heads", "head_dim")),
         *((name, _INT) for name in ("row_stride", "angle_stride")),
         ("scale", _FLOAT),
+    )
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "panels", "bias", "y")),
+        *((name, _INT) for name in ("num_rows", "num_inputs", "num_outputs", "activation")),
     )
 
 
@@ -77,6 +89,42 @@ class TowerKernels:
         )
         self._library.pagemill_attend(self._workshop, ctypes.byref(segments))
         return output
+
+    def multiply(
+        self,
+        x: Tensor,  # [..., num_inputs]
+        panels: Tensor,  # of `pack`
+        bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
+        num_outputs: int,
+        activation: str = "none",
+    ) -> Tensor:  # [..., num_outputs]
+        """Of the weights' products and the bias, what the activation makes."""
+        num_panels, num_units = panels.shape[:2]
+        assert x.dtype == panels.dtype == torch.bfloat16
+        assert x.shape[-1] == 2 * num_units
+        assert bias.dtype == torch.float32
+        assert len(bias) == num_panels * PANEL >= num_outputs
+        x = x.contiguous()
+        y = torch.empty(*x.shape[:-1], num_outputs, dtype=torch.bfloat16)
+        product = _Product(
+            x.data_ptr(),
+            panels.data_ptr(),
+            bias.data_ptr(),
+            y.data_ptr(),
+            math.prod(x.shape[:-1]),
+            2 * num_units,
+            num_outputs,
+            ACTIVATIONS.index(activation),
+        )
+        self._library.pagemill_multiply(self._workshop, ctypes.byref(product))
+        return y
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[num_outputs, num_inputs], as linear.h wants it: [num_panels, num_inputs / 2, 32, 2]."""
+    num_outputs, num_inputs = weight.shape
+    padded = F.pad(weight.detach(), (0, 0, 0, -num_outputs % PANEL))
+    return padded.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 def find(weight: Tensor) -> TowerKernels | None:

@@ -74,6 +74,21 @@ inline void store16(BF16* to, __m512 values) {
 }
 #endif
 
+// The first `count` of 32 numbers. Not by way of the stack where it can be helped: to read what has just been
+// written by halves waits for both.
+template <class T>
+inline void store32(T* to, int count, __m512 low, __m512 high) {
+  if (count >= 2 * kLanes) {
+    store16(to, low);
+    store16(to + kLanes, high);
+  } else {
+    alignas(64) T numbers[2 * kLanes];
+    store16(numbers, low);
+    store16(numbers + kLanes, high);
+    std::memcpy(to, numbers, count * sizeof(T));
+  }
+}
+
 template <class T>
 inline void convert(const float* from, int count, T* to) {
   int i = 0;
@@ -98,6 +113,14 @@ inline __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
   p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
+}
+
+// 1 / (1 + e^-x). exp16 is for what is not positive: e^-|x| serves both signs.
+inline __m512 sigmoid16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  return _mm512_div_ps(_mm512_mask_mov_ps(one, negative, small), _mm512_add_ps(one, small));
 }
 
 }  // namespace pagemill

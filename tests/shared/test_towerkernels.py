@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -79,6 +80,55 @@ def test_attention(
     scale = 2 * head_dim**-0.5
     actual = kernels.attend(*qkv.unbind(1), angles, starts(lengths), scale)
     assert_near(actual, attend(qkv, angles, lengths, scale))
+
+
+EXACTLY = {
+    "none": lambda x: x,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    num_rows=st.sampled_from([0, 1, 11, 12, 13, 50, 700]),
+    num_inputs=st.sampled_from([2, 30, 64, 1000]),
+    num_outputs=st.sampled_from([1, 31, 32, 33, 90, 160]),
+    activation=st.sampled_from(towerkernels.ACTIVATIONS),
+    seed=st.integers(0, 2**16),
+)
+def test_products(
+    kernels: TowerKernels,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    activation: str,
+    seed: int,
+):
+    torch.manual_seed(seed)
+    x = torch.randn(num_rows, num_inputs).bfloat16()
+    weight = (3 * num_inputs**-0.5 * torch.randn(num_outputs, num_inputs)).bfloat16()
+    bias = F.pad(torch.randn(num_outputs), (0, -num_outputs % towerkernels.PANEL))
+    actual = kernels.multiply(x, towerkernels.pack(weight), bias, num_outputs, activation)
+    products = x.double() @ weight.double().T + bias[:num_outputs]
+    assert actual.dtype == torch.bfloat16
+    # Nothing is rounded before the end, where 2**-9 is lost.
+    expected = EXACTLY[activation](products).float()
+    torch.testing.assert_close(actual.float(), expected, rtol=4e-3, atol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", towerkernels.ACTIVATIONS)
+def test_activations_of_any_number(kernels: TowerKernels, activation: str):
+    x = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([1e30, torch.nan])]).bfloat16()
+    same = towerkernels.pack(torch.eye(2).bfloat16())
+    pairs = torch.stack([x, torch.zeros_like(x)], 1)
+    actual = kernels.multiply(pairs, same, torch.zeros(32), 2, activation)
+    expected = EXACTLY[activation](x.double()).float()
+    torch.testing.assert_close(actual[:, 0].float(), expected, rtol=4e-3, atol=1e-5, equal_nan=True)
 
 
 @needs_kernels

@@ -1,6 +1,9 @@
 """Towers with layers of ours against transformers' own, from the same weights."""
 
 import copy
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shared.errors import InvalidRequest
-from shared.towerlayers import PatchEmbedding, attend_segments, quicken, rotate
-from shared.towers import Fields, Tower, vision_of
+from shared.native import towerkernels
+from shared.towerlayers import (
+    PackedLinear,
+    PatchEmbedding,
+    attend_segments,
+    pack_linears,
+    quicken,
+    rotate,
+)
+from shared.towers import Fields, LlavaVision, Tower, vision_of
+from tests import llava
 from tests.engine.test_parity import build, widen
+from tests.shared.test_towerkernels import needs_kernels
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 # Of one size and of several; windows of Qwen2.5-VL (4 x 4 patches here) that are cut at the edges.
@@ -67,16 +80,86 @@ def test_features_are_those_of_transformers(
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(towers: tuple[Tower, Tower]):
+def off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return float((torch.cat(list(actual)).float() - torch.cat(list(exact))).norm())
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
+def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
+    towers: tuple[Tower, Tower], native: bool, monkeypatch: pytest.MonkeyPatch
+):
     plain, _ = towers
     batch = pictures([(8, 8), (6, 10), (8, 8)])
     rough = copy.deepcopy(plain.model).bfloat16()
     with torch.inference_mode():
-        exact = torch.cat(plain.vision.encode(plain.model, batch))
-        theirs = torch.cat(plain.vision.encode(rough, batch)).float()
+        exact = plain.vision.encode(plain.model, batch)
+        theirs = plain.vision.encode(rough, batch)
+        if not native:
+            monkeypatch.setattr(towerkernels, "find", lambda weight: None)
         plain.vision.quicken(rough)
-        ours = torch.cat(plain.vision.encode(rough, batch)).float()
-    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+        ours = plain.vision.encode(rough, batch)
+    assert off(ours, exact) < 1.5 * off(theirs, exact)
+
+
+@needs_kernels
+def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: Path):
+    model: Any = llava.write_model(tmp_path)
+    widen(model)
+    vision = LlavaVision(model.config)
+    size = llava.IMAGE_SIZE
+    batch: list[Fields] = [
+        {
+            "pixels": torch.randint(0, 256, (3, size, size), dtype=torch.uint8),
+            "pixel_table": torch.linspace(-2, 2, 256).expand(3, 256).contiguous(),
+        }
+        for _ in range(3)
+    ]
+    rough = copy.deepcopy(model).bfloat16()
+    with torch.inference_mode():
+        exact, theirs = vision.encode(model, batch), vision.encode(rough, batch)
+        vision.quicken(rough)
+        ours = vision.encode(rough, batch)
+    assert off(ours, exact) < 1.5 * off(theirs, exact)
+    assert_all_packed(rough.model.vision_tower, {"quick_gelu"})
+    assert_all_packed(rough.model.multi_modal_projector, {"gelu"})
+
+
+def assert_all_packed(module: nn.Module, activations: set[str]) -> None:
+    """No linear has been left to torch, and no activation that it has before it."""
+    packed = {m._activation for m in module.modules() if isinstance(m, PackedLinear)}
+    assert packed == {"none"} | activations
+    left = [type(m).__name__ for m in module.modules() if not list(m.children())]
+    assert {name for name in left if "Linear" in name or "LU" in name} == {"PackedLinear"}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "activations"),
+    [
+        ("qwen2_vl", {"quick_gelu", "gelu"}),
+        ("qwen2_5_vl", {"silu", "gelu"}),
+        ("qwen3_vl", {"gelu_tanh", "gelu"}),
+    ],
+)
+def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]):
+    tower = make_tower(family)
+    visual: Any = tower.model.bfloat16().model.visual  # type: ignore[union-attr]
+    weights = [weakref.ref(m.weight) for m in visual.modules() if isinstance(m, nn.Linear)]
+    quicken(visual)
+    assert_all_packed(visual, activations)
+    assert not any(weight() is not None for weight in weights)
+
+
+@needs_kernels
+def test_an_unknown_activation_stays_behind_its_linear():
+    (model := nn.Sequential(nn.Linear(4, 8), nn.Mish(), nn.Linear(8, 2))).bfloat16()
+    x = torch.randn(5, 4).bfloat16()
+    expected = model(x)
+    kernels = towerkernels.find(x)
+    assert kernels is not None
+    pack_linears(model, kernels)
+    assert [type(m) for m in model] == [PackedLinear, nn.Mish, PackedLinear]
+    torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_picture_is_the_same_in_any_company(

@@ -115,6 +115,19 @@ def test_the_loader_takes_the_kernels_where_it_can():
     assert isinstance(load(model, EngineConfig(block_size=4)).model, FlatModel)
 
 
+@needs_kernels
+def test_a_pool_takes_the_memory_that_it_was_given(tmp_path: Path):
+    """Values of 40 dimensions lie in rows of 64."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    config = LlamaConfig(**{**TEXT, "hidden_size": 160})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load(ModelConfig(path=str(tmp_path)), EngineConfig(kv_cache_mib=16))
+    assert isinstance(loaded.model, NativeModel)
+    cache = loaded.model.new_cache(loaded.num_blocks, loaded.block_size)
+    num_bytes = sum(tensor.nbytes for layer in cache for tensor in layer)
+    assert 16 * 2**20 - num_bytes // loaded.num_blocks < num_bytes <= 16 * 2**20
+
+
 # -- against the torch path -----------------------------------------------------------------------
 
 

@@ -1,0 +1,70 @@
+// y = f(x W^T + b) for weights that are packed once, and the functions f that towers have.
+#pragma once
+
+#include "linear.h"
+
+namespace pagemill {
+
+// As ACTIVATIONS in towerkernels.py.
+enum class Activation : int32_t { kNone, kQuickGelu, kGelu, kGeluTanh, kSilu };
+
+struct Product {
+  const void* x;           // [num_rows, num_inputs]
+  const uint32_t* panels;  // of [num_outputs, num_inputs]
+  const float* bias;       // [num_outputs, rounded up to whole panels]
+  void* y;                 // [num_rows, num_outputs]
+  int32_t num_rows, num_inputs, num_outputs;
+  Activation activation;
+};
+
+// x / 2 * (1 + erf(x / sqrt 2)), off by at most 1e-7 |x|. After Abramowitz and Stegun, 7.1.26.
+inline __m512 gelu16(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678118654752f));
+  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+  __m512 p = _mm512_set1_ps(1.061405429f);
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+  const __m512 power = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z)));
+  // Half of erfc(|z|): how much of x is left where it is negative, and how much is lost where it is not.
+  const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), _mm512_mul_ps(power, _mm512_set1_ps(0.5f)));
+  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  return _mm512_mul_ps(x, _mm512_mask_mov_ps(_mm512_sub_ps(one, tail), negative, tail));
+}
+
+inline __m512 activate(Activation activation, __m512 x) {
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kQuickGelu:
+      return _mm512_mul_ps(x, sigmoid16(_mm512_mul_ps(x, _mm512_set1_ps(1.702f))));
+    case Activation::kGelu:
+      return gelu16(x);
+    case Activation::kGeluTanh: {
+      // (1 + tanh u) / 2 is the sigmoid of 2u; u = sqrt(2 / pi) (x + 0.044715 x^3).
+      const __m512 factor = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548162726f), _mm512_set1_ps(1.5957691216057308f));
+      return _mm512_mul_ps(x, sigmoid16(_mm512_mul_ps(x, factor)));
+    }
+    case Activation::kSilu:
+      return _mm512_mul_ps(x, sigmoid16(x));
+  }
+  __builtin_unreachable();
+}
+
+template <class T>
+void multiply_product(Member member, const Product& product) {
+  const int units = product.num_inputs / Unit<T>::kSize;
+  const Linear linear{product.panels, units, padded(product.num_outputs, kPanel) / kPanel, product.num_outputs};
+  const auto* x = static_cast<const T*>(product.x);
+  auto* y = static_cast<T*>(product.y);
+  multiply(member, x, product.num_rows, linear, [&](int row, int panel, __m512 low, __m512 high) {
+    const int first = panel * kPanel;
+    low = activate(product.activation, _mm512_add_ps(low, load16(product.bias + first)));
+    high = activate(product.activation, _mm512_add_ps(high, load16(product.bias + first + kLanes)));
+    store32(y + size_t(row) * product.num_outputs + first, product.num_outputs - first, low, high);
+  });
+}
+
+}  // namespace pagemill
