@@ -225,7 +225,7 @@ def test_a_tower_is_refused_where_encoders_have_it(model: PreTrainedModel, tmp_p
 
 def test_the_loader_tells_which_adapters_there_are(folder: Path, tmp_path: Path):
     adapter = write_adapter(tmp_path, build("qwen2"), ["q_proj"], 2, 2, 1)
-    engine = EngineConfig(kv_cache_mib=1)
+    engine = EngineConfig(kv_cache_mib=2)
     loaded = load(ModelConfig(str(folder), adapters={"mine": str(adapter)}), engine)
     assert loaded.adapters
     assert not load(ModelConfig(str(folder)), engine).adapters
