@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import structlog
 
+from shared import deadletters, subjects
 from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
-from shared.messages import TokenChunk
+from shared.messages import Failure, TokenChunk
 from shared.runtime import Context
 from tests.engine.test_kvevents import put_task
 from tests.fakes import FakeRunner
@@ -127,3 +128,32 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
     await serving
     await context.close()
     assert [*runner.served][-1] == waiting
+
+
+async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
+    """Its request does not stay in flight until its deadline."""
+    model, request_id = "unreadable", f"unreadable-{secrets.token_hex(8)}"
+    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    await bus.publish(subjects.request(model), b"what the client wrote", request_id)
+    accepted = await requests.next()
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    serving = asyncio.create_task(worker.serve())
+    await bus.publish(
+        subjects.stage("engine", model, "interactive", request_id),
+        b"garbage",
+        subjects.stage_msg_id("engine", request_id, accepted.sequence, 0),
+    )
+    async with asyncio.timeout(20):
+        (record,) = [record async for record in follow(bus, request_id)]
+        # What is waited for happens at the broker.
+        while await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert isinstance(record, Failure)
+    assert record.error.code == "undecodable_message"
+    assert await bus.queued_request(accepted.sequence) is None
+    assert (await deadletters.find(bus, request_id)).request == b"what the client wrote"
+    assert all(consumer.held == 0 for consumer in worker._consumers)
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    await requests.stop()
