@@ -339,7 +339,7 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
     assert [attempt.worker for attempt in letter.history] == ["renderer-one", "renderer-two"]
 
 
-async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+async def two_suspects(bus: Bus, model: str) -> Consumer:
     """A worker has died with two requests in hand, and only one of them can be at fault."""
     inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
     first = make_stage(bus, "renderer-one")
@@ -348,6 +348,11 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
         job = await next_job(first, inbox)
         await first.take(job)
         job.delivery.abandon()
+    return inbox
+
+
+async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+    inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     suspect = await next_job(second, inbox)
     assert await second.take(suspect) is not None
@@ -361,13 +366,7 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
 
 
 async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model: str) -> None:
-    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
-    first = make_stage(bus, "renderer-one")
-    for number in range(2):
-        await put(bus, model, f"{number}-{model}")
-        job = await next_job(first, inbox)
-        await first.take(job)
-        job.delivery.abandon()
+    inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     waiting = await next_job(second, inbox)
     assert await second.take(waiting) is not None
