@@ -27,6 +27,7 @@ from shared import streams, subjects
 from shared.config import DeliveryConfig, NatsConfig
 from shared.consumer import Consumer, acknowledge
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
+from shared.messages import TENANT_HEADER
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
 # instead of the library's six minutes.
@@ -65,6 +66,14 @@ class Stored:
     data: bytes
     stored_ms: float
     msg_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """What a client has published; `tenant` as it was written there, "" without one."""
+
+    data: bytes
+    tenant: str
 
 
 class Bus:
@@ -375,15 +384,15 @@ class Bus:
                     await subscription.unsubscribe()
             await asyncio.sleep(MAX_RETRY_S)
 
-    async def queued_request(self, sequence: int) -> bytes:
-        """A client's request that has not ended; empty if it is not there any more."""
+    async def queued_request(self, sequence: int) -> "QueuedRequest | None":
+        """A client's request that has not ended; None if it is not there any more."""
         try:
             found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
         except NotFoundError:
-            return b""
+            return None
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of request {sequence}") from error
-        return found.data or b""
+        return QueuedRequest(found.data or b"", (found.headers or {}).get(TENANT_HEADER, ""))
 
     async def bounds(self, stream: str) -> tuple[int, int]:
         """First and last sequence of a stream."""

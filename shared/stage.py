@@ -86,6 +86,15 @@ class Job:
     outputs: list[BlobRef] = field(default_factory=list)
     """Payloads made for the next stage. They are ours to take back until its message is stored."""
 
+    @property
+    def request_sequence(self) -> int | None:
+        """Where the request is in its queue: what cannot be read still has a message id."""
+        if self.accepted is not None:
+            return self.accepted.sequence
+        if self.request_id is None or not subjects.is_stage(self.delivery.subject):
+            return None
+        return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
+
     def identify(self, task: Task) -> None:
         """The message has been read."""
         self.accepted = task.accepted
@@ -261,7 +270,7 @@ class Stage:
         Raises Unavailable while the next stage's queue still has what it was given a round ago.
         """
         request_id, accepted = _known(job.request_id), _known(job.accepted)
-        msg_id = f"{request_id}:{accepted.sequence}:{role}:{round}"
+        msg_id = subjects.stage_msg_id(role, request_id, accepted.sequence, round)
         subject = subjects.stage(role, model, lane, request_id)
         was_there = await self.bus.publish(subject, data, msg_id)
         if was_there and (round > 0 or job.outputs):
@@ -286,13 +295,13 @@ class Stage:
         Raises `lost` when that cannot be done, or has been done too often.
         """
         request = await self.bus.queued_request(task.accepted.sequence)
-        if not request or task.round >= self._policy.max_deliver:
+        if request is None or task.round >= self._policy.max_deliver:
             raise lost
         again = RenderTask(
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
-            messages=decode_request(request).messages,
+            messages=decode_request(request.data).messages,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self.hop(job)],
@@ -316,14 +325,19 @@ class Stage:
     async def _request_is_settled(self, job: Job) -> bool:
         """Whether the request has left its queue, by its receipt if need be."""
         accepted = job.accepted
-        if accepted is None or accepted.receipt == job.delivery.receipt:
+        if accepted is None:
+            # Without its receipt it can only be removed.
+            if job.request_sequence is not None:
+                await self.bus.forget(subjects.REQUESTS_STREAM, job.request_sequence)
+            return True
+        if accepted.receipt == job.delivery.receipt:
             return True
         if await self.bus.acknowledge(accepted.receipt):
             return True
         # A server that was cut off may have given out a receipt that its successor has never heard
         # of. What is still in the queue then comes to a coordinator again, and leaves it there.
         try:
-            return not await self.bus.queued_request(accepted.sequence)
+            return await self.bus.queued_request(accepted.sequence) is None
         except Unavailable:
             return False
 
@@ -417,11 +431,13 @@ class Stage:
             await self.bus.publish_unnamed(subject, to_json(closed))
 
     async def _write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
-        delivery, accepted = job.delivery, job.accepted
-        if accepted is None:
-            request = delivery.data if job.request_id is None else b""
+        delivery, sequence = job.delivery, job.request_sequence
+        queued = None if sequence is None else await self.bus.queued_request(sequence)
+        if queued is not None:
+            request = queued.data
         else:
-            request = await self.bus.queued_request(accepted.sequence)
+            request = delivery.data if job.request_id is None else b""
+        known = job.accepted or queued
         # Neither alone exceeds the limit of a message; together they may.
         room = self.bus.max_payload - MAX_LETTER_BYTES
         request = request if len(request) <= room else b""
@@ -440,7 +456,7 @@ class Stage:
             input=delivery.data[:room],
             input_len=len(delivery.data),
             failed_ms=self.bus.now_ms(),
-            tenant="" if accepted is None else accepted.tenant,
+            tenant="" if known is None else known.tenant,
         )
         name = job.request_id or f"unnamed-{delivery.sequence}"
         await self.bus.publish(

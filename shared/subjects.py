@@ -44,6 +44,7 @@ LANES = ("interactive", "batch")
 MAX_NAME_LEN = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ENCODING = "encode_"
+_STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
 
 
 def is_name(value: str) -> bool:
@@ -74,8 +75,23 @@ def stage(role: str, model: str, lane: str, request_id: str) -> str:
     return f"pm.stage.{role}.{model}.{lane}.{request_id}"
 
 
+def stage_msg_id(role: str, request_id: str, sequence: int, round: int) -> str:
+    """One message id for each piece of work; `sequence` is that of the request in its queue."""
+    return f"{request_id}:{sequence}:{role}:{round}"
+
+
+def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
+    """Where the request of a piece of work is in its queue; None for an id of another kind."""
+    found = _STAGE_MSG_ID.fullmatch(stage_msg_id)
+    return int(found["sequence"]) if found and found["request_id"] == request_id else None
+
+
 def stage_filter(role: str, model: str, lane: str) -> str:
     return f"pm.stage.{role}.{model}.{lane}.*"
+
+
+def is_stage(subject: str) -> bool:
+    return subject.startswith("pm.stage.")
 
 
 def stages_of(request_id: str) -> str:
@@ -95,7 +111,7 @@ def parts_of_stage(subject: str) -> tuple[str, str, str]:
 
 def model_of_stage(subject: str) -> str:
     """Empty for the subject of a client's request: whoever publishes it chooses any name."""
-    return parts_of_stage(subject)[1] if subject.startswith("pm.stage.") else ""
+    return parts_of_stage(subject)[1] if is_stage(subject) else ""
 
 
 def stage_consumer(role: str, model: str, lane: str) -> str:

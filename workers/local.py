@@ -85,11 +85,15 @@ class LocalCluster:
             asyncio.create_task(self._keep(number, spec)) for number, spec in enumerate(self._specs)
         ]
         ready = asyncio.create_task(self._wait_ready())
-        await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
+        try:
+            await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                self._refused.result()
+            await ready
+        finally:
+            # It has a connection, which would miss the broker that is about to be stopped.
             ready.cancel()
-            self._refused.result()
-        await ready
+            await asyncio.gather(ready, return_exceptions=True)
 
     def pids(self, role: str) -> list[int]:
         """Process ids of the living workers of a role."""

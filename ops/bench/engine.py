@@ -1,19 +1,20 @@
 """Compares the engine with transformers' `generate`, on the same machine and in the same run.
 
-For each model, with one stream and with sixteen at once: tokens a second in prefill and in decode,
-as a ratio of the two; then how much of the KV memory in use holds no token, against a reservation
-of the model's full length for each sequence, as a cache without pages has to make.
+The engine is loaded as its worker loads it; each table says whether it ran on the C++ kernels or on
+torch. For each model, with one stream and with sixteen at once: tokens a second in prefill and in
+decode, as a ratio of the two; then how much of the KV memory in use holds no token, against a
+reservation of the model's full length for each sequence, as a cache without pages has to make.
 
     python -m ops.bench.engine
 """
 
-import copy
 import random
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -21,36 +22,45 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from ops.bench.models import TOKENIZER_FILES
 from shared.config import EngineConfig, ModelConfig
 from shared.sampling import SamplingParams
-from shared.towers import Tower
-from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
-from workers.engine.families import family_of
-from workers.engine.loader import load
-from workers.engine.model import FlatModel
-from workers.engine.runner import Runner
+from workers.engine.main import build_core
+from workers.engine.native.decoder import NativeModel
 from workers.engine.sequence import Batch, EngineRequest, SampledToken
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 NUM_REPEATS = 3
 PROMPT_LEN = 128
-NUM_DECODED = 32
-BLOCK_SIZE = 16
+NUM_DECODED = 64
+# Each run has fresh prompts: what is measured is their computation.
+ENGINE = EngineConfig(max_num_seqs=16, prefix_caching=False)
 
 
 @dataclass(frozen=True)
 class Subject:
     name: str
-    served: FlatModel
-    tower: Tower | None
+    core: Core
     reference: Any
     max_model_len: int
+    num_text_ids: int
+    """Ids below those of the special tokens, which stand at the end of the vocabulary."""
+
+    @classmethod
+    def load(cls, name: str, folder: Path) -> "Subject":
+        reference: Any = Qwen2VLForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32
+        )
+        text = reference.config.get_text_config()
+        core = build_core(ModelConfig(path=str(folder)), ENGINE)
+        return cls(name, core, reference.eval(), text.max_position_embeddings, text.vocab_size // 2)
 
     @property
-    def num_text_ids(self) -> int:
-        """Ids below those of the special tokens, which stand at the end of the vocabulary."""
-        return self.served.vocab_size // 2
+    def path(self) -> str:
+        """What the engine's steps run on."""
+        native = isinstance(self.core._runner._model, NativeModel)  # type: ignore[attr-defined]
+        return "C++ kernels" if native else "torch"
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,20 @@ class Rates:
 
 
 @dataclass
+class Seconds:
+    """One entry for each repeat."""
+
+    prefill: list[float]
+    decode: list[float]
+
+    def rates(self, num_streams: int) -> Rates:
+        return Rates(
+            num_streams * PROMPT_LEN / median(self.prefill),
+            num_streams * NUM_DECODED / median(self.decode),
+        )
+
+
+@dataclass
 class Occupancy:
     """Shares of the slots in use that hold no token, one entry for each step."""
 
@@ -69,44 +93,25 @@ class Occupancy:
     reserved: list[float]
 
 
-class WatchedRunner(Runner):
-    """Counts, at each step, tokens held and slots taken by the sequences that run."""
+def watch(subject: Subject) -> Occupancy:
+    """From now on count, at each step, tokens held and slots taken by the sequences that run."""
+    occupancy = Occupancy([], [])
+    runner, block_size = subject.core._runner, subject.core._pool.block_size
+    run = runner.run
 
-    def __init__(self, subject: Subject, num_blocks: int) -> None:
-        super().__init__(subject.served, num_blocks, BLOCK_SIZE, subject.tower)
-        self._max_model_len = subject.max_model_len
-        self.occupancy = Occupancy([], [])
-
-    def run(self, batch: Batch) -> list[list[SampledToken]]:
-        tokens = super().run(batch)
+    def watched(batch: Batch) -> list[list[SampledToken]]:
+        tokens = run(batch)
         held = sum(s.sequence.num_computed_tokens + s.num_new_tokens for s in batch.scheduled)
-        slots = BLOCK_SIZE * sum(len(s.sequence.block_table) for s in batch.scheduled)
-        self.occupancy.paged.append(1 - held / slots)
-        self.occupancy.reserved.append(1 - held / (self._max_model_len * len(batch.scheduled)))
+        slots = block_size * sum(len(s.sequence.block_table) for s in batch.scheduled)
+        occupancy.paged.append(1 - held / slots)
+        occupancy.reserved.append(1 - held / (subject.max_model_len * len(batch.scheduled)))
         return tokens
+
+    runner.run = watched  # type: ignore[method-assign]
+    return occupancy
 
 
 # -- the two sides --------------------------------------------------------------------------------
-
-
-def make_core(subject: Subject) -> tuple[Core, WatchedRunner]:
-    """With room for sixteen of the benchmark's sequences, or for one of the full length."""
-    num_tokens = max(16 * 2 * (PROMPT_LEN + NUM_DECODED), subject.max_model_len)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    runner = WatchedRunner(subject, num_blocks)
-    core = Core(
-        runner,
-        lambda token_ids: "",
-        frozenset(),
-        pool=BlockPool(num_blocks, BLOCK_SIZE),
-        max_num_seqs=16,
-        max_num_batched_tokens=2048,
-        max_model_len=subject.max_model_len,
-        vocab_size=subject.served.vocab_size,
-        # The same prompts at every repeat: it is their computation that is measured.
-        prefix_caching=False,
-    )
-    return core, runner
 
 
 def serve(core: Core, requests: list[EngineRequest]) -> float:
@@ -133,22 +138,12 @@ def generate(model: Any, prompts: list[list[int]], num_tokens: int) -> float:
     return time.perf_counter() - start_s
 
 
-def measure(run: Callable[[int], float], num_streams: int) -> Rates:
-    """A run with one token is the prefill; what more tokens take beyond it is the decode."""
-    run(2)
-    prefill_s, decode_s = [], []
-    for _ in range(NUM_REPEATS):
-        prefill_s.append(run(1))
-        decode_s.append(run(1 + NUM_DECODED) - prefill_s[-1])
-    return Rates(
-        num_streams * PROMPT_LEN / median(prefill_s), num_streams * NUM_DECODED / median(decode_s)
-    )
-
-
 def compare(subject: Subject, num_streams: int) -> tuple[Rates, Rates]:
-    """The engine and transformers; each run has fresh prompts, so that no prefix is cached."""
+    """The engine and transformers, in turns; each run has fresh prompts.
+
+    A run with one token is the prefill; what more tokens take beyond it is the decode.
+    """
     rng = random.Random(0)
-    core, _ = make_core(subject)
 
     def prompts() -> list[list[int]]:
         return [
@@ -157,29 +152,33 @@ def compare(subject: Subject, num_streams: int) -> tuple[Rates, Rates]:
         ]
 
     def engine(num_tokens: int) -> float:
-        return serve(core, [make_request(rng, prompt, num_tokens) for prompt in prompts()])
+        requests = [make_request(rng, prompt, num_tokens) for prompt in prompts()]
+        return serve(subject.core, requests)
 
     def transformers(num_tokens: int) -> float:
         return generate(subject.reference, prompts(), num_tokens)
 
-    return measure(engine, num_streams), measure(transformers, num_streams)
+    for run in (engine, transformers):
+        run(2)
+    ours, theirs = Seconds([], []), Seconds([], [])
+    for _ in range(NUM_REPEATS):
+        for run, seconds in ((engine, ours), (transformers, theirs)):
+            seconds.prefill.append(run(1))
+            seconds.decode.append(run(1 + NUM_DECODED) - seconds.prefill[-1])
+    return ours.rates(num_streams), theirs.rates(num_streams)
 
 
 def measure_waste(subject: Subject) -> tuple[float, float]:
     """Mean share of slots without a token, over a mix of lengths: paged, and reserved in full."""
     rng = random.Random(1)
-    core, runner = make_core(subject)
+    occupancy = watch(subject)
     longest = min(subject.max_model_len // 2, 256)
     requests = []
     for _ in range(32):
         prompt = [rng.randrange(subject.num_text_ids) for _ in range(rng.randint(8, longest))]
         requests.append(make_request(rng, prompt, rng.randint(8, 64)))
-    serve(core, requests)
-    occupancy = runner.occupancy
-    return (
-        sum(occupancy.paged) / len(occupancy.paged),
-        sum(occupancy.reserved) / len(occupancy.reserved),
-    )
+    serve(subject.core, requests)
+    return mean(occupancy.paged), mean(occupancy.reserved)
 
 
 def make_request(rng: random.Random, prompt: list[int], num_tokens: int) -> EngineRequest:
@@ -187,16 +186,10 @@ def make_request(rng: random.Random, prompt: list[int], num_tokens: int) -> Engi
     return EngineRequest(f"r{rng.getrandbits(64)}", prompt, [], params)
 
 
-# -- the two models -------------------------------------------------------------------------------
+# -- the second model -----------------------------------------------------------------------------
 
 
-def demo_subject() -> Subject:
-    loaded = load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
-    reference = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    return Subject("demo model", loaded.model, loaded.tower, reference.eval(), loaded.max_model_len)
-
-
-def random_subject() -> Subject:
+def write_random(folder: Path) -> None:
     """About 30 million parameters, large enough for arithmetic to outweigh Python."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     text = {
@@ -222,9 +215,9 @@ def random_subject() -> Subject:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    reference = Qwen2VLForConditionalGeneration(config).eval().requires_grad_(False)
-    served = FlatModel(family_of(copy.deepcopy(reference)))
-    return Subject("random Qwen2-VL", served, None, reference, text["max_position_embeddings"])
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_MODEL / name, folder)
 
 
 # -- the report -----------------------------------------------------------------------------------
@@ -232,20 +225,25 @@ def random_subject() -> Subject:
 
 def main() -> None:
     console = Console()
-    for make_subject in (demo_subject, random_subject):
-        subject = make_subject()
-        table = Table("streams", "phase", "engine tok/s", "transformers tok/s", "ratio")
-        for num_streams in (1, 16):
-            ours, theirs = compare(subject, num_streams)
-            table.add_row(str(num_streams), "prefill", *_row(ours.prefill, theirs.prefill))
-            table.add_row(str(num_streams), "decode", *_row(ours.decode, theirs.decode))
-        paged, reserved = measure_waste(subject)
-        table.title = subject.name
-        table.caption = (
-            f"KV slots without a token: {100 * paged:.1f} % in pages,"
-            f" {100 * reserved:.1f} % reserved to the full length"
-        )
-        console.print(table)
+    with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        write_random(Path(folder))
+        for name, path in (("demo model", DEMO_MODEL), ("random Qwen2-VL", Path(folder))):
+            console.print(report(Subject.load(name, path)))
+
+
+def report(subject: Subject) -> Table:
+    table = Table("streams", "phase", "engine tok/s", "transformers tok/s", "ratio")
+    for num_streams in (1, 16):
+        ours, theirs = compare(subject, num_streams)
+        table.add_row(str(num_streams), "prefill", *_row(ours.prefill, theirs.prefill))
+        table.add_row(str(num_streams), "decode", *_row(ours.decode, theirs.decode))
+    paged, reserved = measure_waste(subject)
+    table.title = f"{subject.name}, engine on {subject.path}"
+    table.caption = (
+        f"KV slots without a token: {100 * paged:.1f} % in pages,"
+        f" {100 * reserved:.1f} % reserved to the full length"
+    )
+    return table
 
 
 def _row(ours: float, theirs: float) -> tuple[str, str, str]:

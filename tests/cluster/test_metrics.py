@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = start_cluster(tmp_path_factory.mktemp("metrics"), CONFIG + METRICS)
     yield running
     stop_cluster(running)
-
-
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(cluster.url, "test")
-    yield bus
-    await bus.close()
 
 
 def command(cluster: Cluster, *arguments: str) -> str:

@@ -6,14 +6,17 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import structlog
 
+from shared import deadletters, subjects
 from shared.blobs import Blobs
 from shared.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
-from shared.messages import TokenChunk
+from shared.messages import Failure, TokenChunk
 from shared.runtime import Context
 from tests.engine.test_kvevents import put_task
 from tests.fakes import FakeRunner
@@ -62,6 +65,14 @@ async def start_worker(
     return worker, runner, context
 
 
+async def step(worker: EngineWorker, runner: StepwiseRunner) -> None:
+    """Returns when the worker has seen what came of it."""
+    num_steps = worker._stats.num_steps
+    runner.go_on.release()
+    while worker._stats.num_steps == num_steps:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     """The first goes at once, and so does the last; those between wait until a record may go."""
     model, num_tokens = "gathered", 40
@@ -72,10 +83,8 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
 
     async def step_by_step() -> None:
         """No step before the last one's tokens are in the log, or wait to be gathered."""
-        for num_steps in range(1, num_tokens + 1):
-            runner.go_on.release()
-            while worker._stats.num_steps < num_steps:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        for _ in range(num_tokens):
+            await step(worker, runner)
             flow = worker._flows.get(request_id)
             while flow and flow.pending and worker._release_timer is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -95,6 +104,73 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
     assert sum(len(chunk.token_ids) for chunk in chunks) == num_tokens
     # Forty steps take a fraction of the second between two records.
     assert len(chunks) < num_tokens / 4
+
+
+async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> None:
+    model = "first"
+    worker, runner, context = await start_worker(bus, model, EngineConfig())
+    worker._appends_per_s = 0.001  # nothing is released before the end of this test
+    serving = asyncio.create_task(worker.serve())
+    early, late = (f"first-{secrets.token_hex(8)}" for _ in range(2))
+    async with asyncio.timeout(20):
+        await put_task(bus, model, early, [1] * 8, max_tokens=40)
+        while not worker._flows:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            await step(worker, runner)
+        await put_task(bus, model, late, [2] * 8, max_tokens=40)
+        while late not in worker._flows:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        # The step that is under way may be without it.
+        for _ in range(2):
+            await step(worker, runner)
+        first = await anext(follow(bus, late))
+        assert isinstance(first, TokenChunk)
+        assert len(first.choices[0].token_ids) == 1
+        assert len(worker._flows[early].pending) == 4, "the others' go on being gathered"
+        runner.go_on.release(1000)
+        for request_id in (early, late):
+            _ = [record async for record in follow(bus, request_id)]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+
+
+async def test_there_is_one_timer_for_what_is_gathered(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, request_id = "timer", f"timer-{secrets.token_hex(8)}"
+    worker, runner, context = await start_worker(bus, model, EngineConfig())
+    worker._appends_per_s = 0.001
+    armed: list[asyncio.TimerHandle] = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def watched(delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay_s, callback, *args)
+        if callback == worker._release:
+            armed.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", watched)
+    serving = asyncio.create_task(worker.serve())
+    async with asyncio.timeout(20):
+        await put_task(bus, model, request_id, [1] * 8, max_tokens=40)
+        while not worker._flows:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            await step(worker, runner)
+        assert len(armed) == 1
+        # More may be written from now on, and this is released by a step before its timer.
+        worker._appends_per_s = 1e6
+        worker._released_s = 0.0
+        await step(worker, runner)
+        assert [timer.cancelled() for timer in armed] == [True]
+        runner.go_on.release(1000)
+        _ = [record async for record in follow(bus, request_id)]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:
@@ -127,3 +203,32 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
     await serving
     await context.close()
     assert [*runner.served][-1] == waiting
+
+
+async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
+    """Its request does not stay in flight until its deadline."""
+    model, request_id = "unreadable", f"unreadable-{secrets.token_hex(8)}"
+    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    await bus.publish(subjects.request(model), b"what the client wrote", request_id)
+    accepted = await requests.next()
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    serving = asyncio.create_task(worker.serve())
+    await bus.publish(
+        subjects.stage("engine", model, "interactive", request_id),
+        b"garbage",
+        subjects.stage_msg_id("engine", request_id, accepted.sequence, 0),
+    )
+    async with asyncio.timeout(20):
+        (record,) = [record async for record in follow(bus, request_id)]
+        # What is waited for happens at the broker.
+        while await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert isinstance(record, Failure)
+    assert record.error.code == "undecodable_message"
+    assert await bus.queued_request(accepted.sequence) is None
+    assert (await deadletters.find(bus, request_id)).request == b"what the client wrote"
+    assert all(consumer.held == 0 for consumer in worker._consumers)
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    await requests.stop()

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,9 @@ from workers.engine.sequence import EngineRequest, Item
 from workers.renderer.images import LoadedImage
 from workers.renderer.processor import Processor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOUCHING = llava.CHAT_TEMPLATE.replace("<image>\n", "<image>")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class Road:

@@ -1,7 +1,6 @@
 """Log probabilities against transformers' own logits, of answers and of prompts."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -19,13 +18,7 @@ from workers.engine.logprobs import IMPOSSIBLE, logprobs_of
 from workers.engine.runner import Runner
 from workers.engine.sequence import LoggedChoice, RequestOutput
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2_vl"])

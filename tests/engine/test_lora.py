@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +34,8 @@ from workers.engine.peftfolder import LowRank
 from workers.engine.runner import Runner
 from workers.engine.sequence import LoggedChoice
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES = (None, "small", "large")
 
 
@@ -64,15 +65,6 @@ class Mixed:
 def renamed(case: Case, adapter: str | None) -> Case:
     name = f"{case.request.request_id} {adapter}"
     return Case(replace(case.request, request_id=name, adapter=adapter), case.images)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_mixed(name: str, folder: Path) -> Mixed:

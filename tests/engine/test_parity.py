@@ -5,7 +5,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ from workers.engine.sequence import (
     ScheduledSequence,
     Sequence,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEMO_MODEL = Path(__file__).parents[2] / "ops" / "demo_model"
 IMAGE, VISION_START, VISION_END, VIDEO = 190, 191, 192, 193
@@ -150,15 +152,6 @@ def widen(model: PreTrainedModel, seed: int = 5) -> None:
             parameter.data.normal_(0, spread, generator=generator)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3, generator=generator)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]

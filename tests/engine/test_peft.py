@@ -1,7 +1,6 @@
 """Adapters written and run by peft itself, token for token, greedy and in float32."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from workers.engine.lora import load_adapters
 from workers.engine.model import FlatModel
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -51,15 +51,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "exclude_modules": ["gate_proj"],
     },
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def train(model: Any, folder: Path, config: dict[str, Any]) -> None:

@@ -1,12 +1,10 @@
 """What comes from caches against transformers' own `generate`, and against runs without them."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
-import torch
 
 from shared.multimodal import content_hash
 from shared.sampling import SamplingParams
@@ -27,19 +25,12 @@ from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.sequence import EngineRequest, LoggedChoice, RequestOutput
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 4
 NUM_ANSWERED = 12
 SIZES = {"tall": (60, 120), "wide": (90, 60), "wide too": (90, 60)}
 PICTURES = {name: picture(i, *size) for i, (name, size) in enumerate(SIZES.items())}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])

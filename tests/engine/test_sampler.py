@@ -1,6 +1,5 @@
 """Which token is taken: greedy, by filters against transformers', and by chance."""
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -24,16 +23,9 @@ from workers.engine.filters import chunk_size, draw, keep_probable, weigh
 from workers.engine.sampler import sample, uniform
 from workers.engine.sequence import EngineRequest, Sequence
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB_SIZE = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows this short spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def sequence_of(

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from workers.engine.sequence import (
     Sequence,
 )
 from workers.engine.verifier import sample_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NewDrafter = Callable[[], Drafter | None]
 
@@ -262,15 +264,6 @@ def test_logits_of_a_rejected_draft_must_be_numbers_too() -> None:
 
 
 # -- models ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small spend more time on waking threads than on numbers."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class Engine:

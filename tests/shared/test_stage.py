@@ -13,8 +13,17 @@ from shared.blobs import Blobs
 from shared.bus import Bus, Stored
 from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
-from shared.errors import BlobLost, Cancelled, Fenced, InvalidMedia, Poisoned, Unavailable
+from shared.errors import (
+    BlobLost,
+    Cancelled,
+    DecodeError,
+    Fenced,
+    InvalidMedia,
+    Poisoned,
+    Unavailable,
+)
 from shared.messages import (
+    TENANT_HEADER,
     Acceptance,
     Attempt,
     DeadLetter,
@@ -81,12 +90,14 @@ async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = 
     return job
 
 
-async def accept(bus: Bus, model: str, request_id: str) -> tuple[Acceptance, bytes]:
+async def accept(
+    bus: Bus, model: str, request_id: str, headers: dict[str, str] | None = None
+) -> tuple[Acceptance, bytes]:
     """A client's request, taken by a coordinator and put off for long."""
     request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
     subject = subjects.request(model)
     inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
-    await bus.publish(subject, request, request_id)
+    await bus.publish_unnamed(subject, request, headers)
     delivery = await asyncio.wait_for(inbox.next(), 5)
     await delivery.retry(600)
     await inbox.stop()
@@ -202,7 +213,40 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.
-    assert await bus.queued_request(accepted.sequence) == b""
+    assert await bus.queued_request(accepted.sequence) is None
+
+
+async def test_what_cannot_be_read_ends_its_request_at_once(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Without a word of the request in it, and so without its receipt."""
+    accepted, request = await accept(bus, model, request_id, {TENANT_HEADER: "somebody"})
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    msg_id = subjects.stage_msg_id("renderer", request_id, accepted.sequence, 0)
+    await bus.publish(subject, b"garbage", msg_id)
+    await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert record.error.code == "undecodable_message"
+    assert await bus.queued_request(accepted.sequence) is None
+    letter = await dead_letter(bus, request_id)
+    assert letter is not None
+    assert (letter.request, letter.tenant, letter.input) == (request, "somebody", b"garbage")
+    await assert_nothing_more(inbox)
+
+
+async def test_what_cannot_be_read_ends_no_other_request(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    accepted, _ = await accept(bus, model, f"{request_id}-other")
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.sequence, 0)
+    await bus.publish(subject, b"garbage", msg_id)
+    await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
+    assert await bus.queued_request(accepted.sequence) is not None
+    assert await bus.acknowledge(accepted.receipt)
 
 
 async def test_a_stage_counts_what_becomes_of_its_work(
@@ -268,7 +312,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     assert await stage.take(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
-    assert await bus.queued_request(accepted.sequence) == b""
+    assert await bus.queued_request(accepted.sequence) is None
 
 
 async def test_a_request_in_hand_at_two_deaths_is_poison(
@@ -295,7 +339,7 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
     assert [attempt.worker for attempt in letter.history] == ["renderer-one", "renderer-two"]
 
 
-async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+async def two_suspects(bus: Bus, model: str) -> Consumer:
     """A worker has died with two requests in hand, and only one of them can be at fault."""
     inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
     first = make_stage(bus, "renderer-one")
@@ -304,6 +348,11 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
         job = await next_job(first, inbox)
         await first.take(job)
         job.delivery.abandon()
+    return inbox
+
+
+async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+    inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     suspect = await next_job(second, inbox)
     assert await second.take(suspect) is not None
@@ -317,13 +366,7 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
 
 
 async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model: str) -> None:
-    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
-    first = make_stage(bus, "renderer-one")
-    for number in range(2):
-        await put(bus, model, f"{number}-{model}")
-        job = await next_job(first, inbox)
-        await first.take(job)
-        job.delivery.abandon()
+    inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     waiting = await next_job(second, inbox)
     assert await second.take(waiting) is not None
