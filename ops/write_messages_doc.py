@@ -379,6 +379,7 @@ whoever holds or ends the request | nobody |
 | `pm.media.<sha256>`, `pm.media.<sha256>.<number>` | {subjects.MEDIA_STREAM} | \
 clients, renderers | renderers |
 | `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
+| `pm.item.<key>` | {subjects.MEDIA_STREAM} | renderers | renderers |
 | `pm.kv.<engine>` | {subjects.KV_STREAM}, in memory | engines with `kv_events` | routers |
 | `pm.job.<request_id>` | {subjects.JOBS_STREAM} | gateways | gateways |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |

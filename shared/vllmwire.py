@@ -90,7 +90,11 @@ def decode_item(data: bytes, field: str) -> dict[str, WireField]:
 
 def mm_hash(modality: str, file: bytes, model_id: str) -> str:
     """By what vLLM knows a picture that was fetched or sent as a file, with its default algorithm;
-    `model_id` is the model as its servers were told of it."""
+    `model_id` is the model as its servers were told of it.
+
+    It hashes what else decides about the pixels too: a picture that is not RGB, or one with a UUID
+    as its EXIF ImageID, has another hash there.
+    """
     leaves = {modality: _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)}
     leaves["model_id"] = _LEAF + _frame(model_id.encode())
     digest = blake3()

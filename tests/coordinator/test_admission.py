@@ -68,7 +68,7 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (GOOD | {"messages": []}, InvalidRequest, "messages", "length >= 1"),
     (GOOD | {"model": "other"}, InvalidRequest, "model", "subject"),
     (GOOD | {"tenant": "somebody"}, InvalidRequest, "tenant", "unknown field"),
-    (GOOD | {"cache_key": "somebody"}, InvalidRequest, "cache_salt", "unknown field"),
+    (GOOD | {"cache_key": "somebody"}, InvalidRequest, "cache_key", "unknown field"),
     (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
     (GOOD | {"request_id": "other"}, InvalidRequest, "request_id", "Nats-Msg-Id"),
     (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),

@@ -260,8 +260,10 @@ def test_an_endless_text_is_refused_by_its_own_field(processor: Processor) -> No
         processor.tokenize(Prompt(text="a" * 1_000_000))
     assert caught.value.field == "prompt"
     tool = Tool(FunctionDefinition("f", "a" * 1_000_000, PARAMETERS))
-    with pytest.raises(ContextTooLong):
-        processor.tokenize(Prompt([Message("user", "a")], tools=[tool]))
+    numbers = {"numbers": [1] * 100_000}
+    for more in ({"tools": [tool]}, {"template_kwargs": numbers}):
+        with pytest.raises(ContextTooLong):
+            processor.tokenize(Prompt([Message("user", "a")], **more))
 
 
 def test_every_token_is_told_alone(processor: Processor) -> None:

@@ -215,8 +215,7 @@ class Processor:
             self._check_bytes([asked.text], "prompt")
             return self._texts.encode(asked.text, asked.add_special_tokens is not False)
         self.check(asked.messages)
-        strings = (text for _, text in prompt.strings_by_field(asked))
-        self._check_bytes(strings, "messages")
+        self._check_bytes(prompt.written(asked), "messages")
         return self._texts.tokenize(asked)
 
     def detokenize(self, token_ids: Sequence[int]) -> tuple[str, list[bytes]]:

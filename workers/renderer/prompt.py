@@ -179,6 +179,17 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
+def written(asked: Prompt) -> Iterator[str]:
+    """All that a template may write of what the client has written."""
+    for message in asked.messages:
+        yield from texts(message)
+        for call in message.tool_calls:
+            yield from (call.id, call.function.name, call.function.arguments)
+        yield from (message.tool_call_id or "", message.name or "")
+    if asked.tools or asked.template_kwargs:
+        yield msgspec.json.encode((asked.tools, asked.template_kwargs)).decode()
+
+
 def strings_by_field(prompt: Prompt) -> Iterator[tuple[str, str]]:
     """What the client has written, with the name of its field; neighbouring texts in one."""
     for i, message in enumerate(prompt.messages):
