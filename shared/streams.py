@@ -85,10 +85,20 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
         token_log,
         api.StreamConfig(
             name=subjects.MEDIA_STREAM,
-            subjects=[subjects.MEDIA_FILTER, subjects.PINS_FILTER],
+            subjects=[subjects.MEDIA_FILTER, subjects.PINS_FILTER, subjects.ITEMS_FILTER],
             max_age=delivery.max_timeout_s + MEDIA_REUSE_S,
             max_bytes=delivery.max_media_mib * MIB,
             # What is stored again takes the place of the old, and its age begins anew.
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            num_replicas=replicas,
+        ),
+        api.StreamConfig(
+            name=subjects.JOBS_STREAM,
+            subjects=[subjects.JOBS_FILTER],
+            # What a gateway knows of a request is of use as long as its log is there.
+            max_age=delivery.token_log_age_s,
+            max_bytes=delivery.max_job_mib * MIB,
             max_msgs_per_subject=1,
             allow_direct=True,
             num_replicas=replicas,

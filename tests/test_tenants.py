@@ -9,8 +9,10 @@ import pytest
 from shared.config import ModelConfig, RendererConfig
 from shared.multimodal import PlaceholderRange
 from shared.sampling import SamplingParams
+from shared.subjects import last_token
 from workers.engine.prefix import block_hashes
 from workers.engine.sequence import EngineRequest, Item, Sequence
+from workers.renderer.items import Items
 from workers.renderer.media import MediaLoader
 from workers.renderer.processor import Processor
 from workers.settings import DEMO_MODEL
@@ -18,7 +20,9 @@ from workers.settings import DEMO_MODEL
 ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
 # Where something is kept for a later request, one line each.
-KEEPS = re.compile(r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(")
+KEEPS = re.compile(
+    r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(|subjects\.item\("
+)
 NOT_OF_REQUESTS = [
     "shared/codec.py",  # decoders, by type
     # Where segments begin, by their lengths alone.
@@ -52,6 +56,14 @@ def picture_key(tenant: str, processor: Processor) -> object:
     return processor.hash_picture("b" * 64, tenant)
 
 
+def test_processed_pictures_of_others_are_known_by_their_bytes_and_tenant(
+    processor: Processor,
+) -> None:
+    keys = {processor.hash_item(source * 64, tenant) for source in "ab" for tenant in ("", "a")}
+    assert len(keys) == 4
+    assert processor.hash_picture("a" * 64, "") not in keys
+
+
 def url_key(tenant: str, processor: Processor) -> object:
     media = MediaLoader(RendererConfig())
     media._fetcher = Fetched()  # type: ignore[assignment]
@@ -60,10 +72,17 @@ def url_key(tenant: str, processor: Processor) -> object:
     return key
 
 
+def item_key(tenant: str, processor: Processor) -> object:
+    """By which a hash of a client's own leads to the bytes of an item."""
+    items = Items(None, tenant, "demo")  # type: ignore[arg-type]
+    return last_token(items._subject("a hash"))
+
+
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
     "prefixes": ("workers/engine/sharing.py", block_key),
     "embeddings": ("workers/engine/runner.py", picture_key),
     "processed pictures": ("workers/renderer/pictures.py", picture_key),
+    "items by a client's hash": ("workers/renderer/items.py", item_key),
     "fetched files": ("workers/renderer/media.py", url_key),
 }
 
