@@ -350,6 +350,7 @@ def test_what_leaves_no_token_fails_alone(rig: Rig) -> None:
 # -- compiling ------------------------------------------------------------------------------------
 
 NESTED = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(4500))
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
 PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
 
 
@@ -366,6 +367,7 @@ PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
         (StructuredOutputs(grammar="start: nothing"), "nothing"),
         (StructuredOutputs(grammar=f'start: r0\n{NESTED}\nr4500: "z"'), "too complex"),
         (StructuredOutputs(json_schema=PRODUCT), "too complex"),
+        (StructuredOutputs(json_schema=MANY), "items"),
     ],
     ids=lambda value: None if isinstance(value, str) else msgspec.json.encode(value)[:40].decode(),
 )

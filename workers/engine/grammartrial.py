@@ -19,6 +19,8 @@ MAX_S = 5
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
 """Some grammars show only when they are used that they are too much."""
+BLANKS = sum(1 << byte for byte in b" \t\r\n")
+"""JSON allows any number of them, and they lead nowhere."""
 MAX_REASON_LEN = 300
 TOO_COMPLEX = "it is too complex"
 
@@ -68,10 +70,11 @@ def main() -> None:
     # Its tokens are the bytes, so the vocabulary's size costs nothing here.
     matcher = compile_grammar(LLTokenizer("byte"), sys.stdin.buffer.read().decode())
     for _ in range(NUM_TOKENS):
-        words = int.from_bytes(matcher.compute_bitmask(), "little")
-        if matcher.is_stopped() or not words:
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_stopped() or not allowed:
             break
-        matcher.consume_token((words & -words).bit_length() - 1)
+        chosen = allowed & ~BLANKS or allowed
+        matcher.consume_token((chosen & -chosen).bit_length() - 1)
     sys.stdout.write(reason_of(matcher))
 
 
