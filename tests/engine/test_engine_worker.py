@@ -18,6 +18,7 @@ from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.messages import Failure, TokenChunk
 from shared.runtime import Context
+from shared.sampling import StructuredOutputs
 from tests.engine.test_kvevents import put_task
 from tests.fakes import FakeRunner
 from workers.engine.blocks import BlockPool
@@ -171,6 +172,24 @@ async def test_there_is_one_timer_for_what_is_gathered(
     context.shutdown.asked.set()
     await serving
     await context.close()
+
+
+async def test_where_no_grammars_are_known_nothing_pretends_to_follow_one(bus: Bus) -> None:
+    worker, _, context = await start_worker(bus, "plain", EngineConfig())
+    serving = asyncio.create_task(worker.serve())
+    request_id = f"plain-{secrets.token_hex(8)}"
+    wanted = StructuredOutputs(json_object=True)
+    await put_task(bus, "plain", request_id, [1] * 8, structured_outputs=wanted)
+    async with asyncio.timeout(20):
+        (record,) = [record async for record in follow(bus, request_id)]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    assert isinstance(record, Failure)
+    assert (record.error.code, record.error.field) == (
+        "invalid_grammar",
+        "sampling_params.structured_outputs",
+    )
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:

@@ -17,7 +17,7 @@ from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.messages import Acceptance, EngineTask, Finish
 from shared.multimodal import PlaceholderRange
 from shared.runtime import Context
-from shared.sampling import SamplingParams
+from shared.sampling import SamplingParams, StructuredOutputs
 from tests.fakes import FakeRunner
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
@@ -263,6 +263,7 @@ async def put_task(
     *,
     lane: str = "batch",
     max_tokens: int = 8,
+    structured_outputs: StructuredOutputs | None = None,
 ) -> None:
     now_ms = bus.now_ms()
     task = EngineTask(
@@ -271,7 +272,9 @@ async def put_task(
         lane=lane,
         prompt_token_ids=prompt,
         items=[],
-        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, structured_outputs=structured_outputs
+        ),
         accepted=Acceptance(now_ms, now_ms + 60_000, 1, "pm.test.receipt"),
         path=[],
     )
