@@ -56,6 +56,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Engines that have the tower leave embeddings for one another, and look before they make any;
     see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    """In which form the model writes its calls of tools; by default what its chat template says."""
+    hash_model_id: str | None = None
+    """The name of the model in the hashes of pictures that are rendered for other servers, which
+    must have been started with it; by default `path`."""
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: folders in peft's format, relative to the
     configuration file."""
@@ -84,6 +89,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_token_log_mib: Positive = 2048
     """All token logs together; beyond it the oldest go first."""
     max_dead_mib: Positive = 512
+    max_job_mib: Positive = 128
+    """What gateways note of requests, all together; beyond it the oldest go first."""
     max_media_mib: Positive = 1024
     """Fetched and pinned pictures together; beyond it the oldest go first."""
     token_log_age_s: Seconds = 3600.0
