@@ -1,4 +1,4 @@
-"""What is made of a log: the same in pieces and whole, the same whoever reads it. And its events."""
+"""What is made of a log: the same in pieces and whole, the same whoever reads it. And events."""
 
 import asyncio
 from collections.abc import AsyncIterator
