@@ -554,6 +554,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     blobs: BlobAddress | None = None
     metrics: tuple[str, int] | None = None
     """Address and port of its HTTP endpoint, if it has one."""
+    url: str | None = None
+    """A gateway's."""
 
 
 class MetricSeries(Struct, frozen=True, omit_defaults=True):

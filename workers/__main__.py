@@ -22,15 +22,17 @@ from shared.client import new_request_id
 from shared.errors import PagemillError
 from workers import exporting, operating, settings, watching
 from workers.asking import Question, ask_and_print, follow_and_print
-from workers.local import LocalCluster, default_workers
+from workers.gateway.auth import digest, make_key
+from workers.local import LocalCluster, WorkerSpec, default_workers
 from workers.previewing import render_and_print, tokenize_and_print
 
-Role = Literal["coordinator", "renderer", "encoder", "engine"]
+Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
 ROLE_MODULES = {
     "coordinator": "workers.coordinator.worker",
     "renderer": "workers.renderer.worker",
     "encoder": "workers.encoder.worker",
     "engine": "workers.engine.main",
+    "gateway": "workers.gateway.worker",
 }
 
 ConfigFile = Annotated[
@@ -64,7 +66,8 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
     telemetry.setup(loaded.log_level, role="up")
-    cluster = LocalCluster(loaded, file, default_workers(loaded), nats)
+    workers = [*default_workers(loaded), WorkerSpec("gateway")]
+    cluster = LocalCluster(loaded, file, workers, nats)
     return uvloop.run(_up(cluster))
 
 
@@ -85,7 +88,11 @@ async def _up(cluster: LocalCluster) -> int:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
         if start.done():
             start.result()
-            errors.print(f"[bold green]ready[/] at {cluster.url}; Ctrl-C drains and stops")
+            errors.print(
+                f"[bold green]ready[/] at {cluster.url} and {cluster.door};"
+                " Ctrl-C drains and stops",
+                soft_wrap=True,
+            )
             await stop
         errors.print("draining …")
     finally:
@@ -342,6 +349,29 @@ def dead_requeue(
 
 def _url(config: Path | None, nats: str | None) -> str:
     return nats or settings.nats_url(settings.load_config(settings.find_config_file(config)))
+
+
+@app.command
+def key(name: str, /, *, tenant: str | None = None) -> int:
+    """Make an API key for the gateway: print it, this once, and the configuration for it.
+
+    Parameters
+    ----------
+    name
+        Whose it is, for the log.
+    tenant
+        Whose caches and requests it shares; by default those of nobody else.
+    """
+    made = make_key()
+    entry: dict[str, object] = {"name": name, "sha256": digest(made)}
+    entry |= {} if tenant is None else {"tenant": tenant}
+    lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
+    errors.print("This key is kept nowhere; give it to its owner:")
+    sys.stdout.write(f"{made}\n")
+    errors.print(
+        f"\nIn the configuration, beside those that are there:\n\n{lines}", highlight=False
+    )
+    return 0
 
 
 @app.command
