@@ -38,6 +38,15 @@ def check_sizes(answers: Sequence[Generated], max_model_len: int) -> None:
                     )
 
 
+def check_prompt(token_ids: list[int] | None, max_model_len: int) -> None:
+    """Raises InvalidRequest."""
+    if token_ids is not None and len(token_ids) > max_model_len:
+        raise InvalidRequest(
+            f"prompt_token_ids length ({len(token_ids)}) exceeds max_model_len ({max_model_len}).",
+            field="prompt_token_ids",
+        )
+
+
 def only_choice(event: Generated) -> GeneratedChoice | None:
     """Of a stream's event, which has one at most. Raises InvalidRequest for more."""
     if len(event.choices) > 1:

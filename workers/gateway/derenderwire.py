@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from workers.gateway.answers import CallBody, CallDelta
 from workers.gateway.generatewire import IdLogprobs, TextContent, UsageInfo
 from workers.gateway.window import KEPT_TOKENS
 
@@ -54,7 +55,6 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Characters that are out."""
     text: str = ""
     """All of them, where calls of tools may be among them."""
-    tool_call_ids: Annotated[list[str], Meta(max_length=128)] = []
 
 
 class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[Any] | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
     reasoning: str | None = None
 
 
@@ -137,7 +137,7 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Any] | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatStreamChoice(Struct, frozen=True, kw_only=True):

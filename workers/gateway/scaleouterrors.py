@@ -8,15 +8,33 @@ from typing import TypeVar
 import msgspec
 
 from shared.config import split_path
-from shared.errors import InvalidRequest, RequestError
+from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.messages import ErrorInfo
 from workers.gateway import errors
-from workers.gateway.errors import ErrorAnswer, ErrorBody, UnknownParameter, WrongContentType
+from workers.gateway.errors import (
+    ErrorAnswer,
+    ErrorBody,
+    UnknownParameter,
+    UnsupportedParameter,
+    WrongContentType,
+)
 
 T = TypeVar("T")
 
 _STATUSES = {WrongContentType.code: 400, "invalid_media": 400, "media_not_found": 400}
 _BODY = "body"
+
+
+class Told(PagemillError):
+    """An error that a worker has told."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message, field=info.field)
+        self.info = info
+
+
+def is_their_fault(error: ErrorInfo) -> bool:
+    return error.fault == "client"
 
 
 def status_of(error: ErrorInfo) -> int:
@@ -39,27 +57,35 @@ def _type_of(status: int, field: str | None) -> str | None:
     return "Bad Request" if of_body else "BadRequestError"
 
 
-def decode(data: bytes, decoder: Callable[[bytes], T]) -> T:
-    """What `decoder` makes of a body. Raises a RequestError with `body.` and the path as field."""
+def decode(
+    data: bytes, decoder: Callable[[bytes], T], unsupported: frozenset[str] = frozenset()
+) -> T:
+    """What `decoder` makes of a body. Raises a RequestError with `body.` and the path as field.
+
+    `unsupported` are paths that are known, and not done here.
+    """
     try:
         return decoder(data)
     except msgspec.ValidationError as error:
-        raise _refused(error) from error
+        raise _refused(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", field="body") from error
+        raise InvalidRequest(f"the body is not JSON: {error}", field=_BODY) from error
 
 
-def _refused(error: msgspec.ValidationError) -> RequestError:
+def _refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     what, path = split_path(str(error))
     path = path.partition("[")[0]
     unknown, missing = "Object contains unknown field `", "Object missing required field `"
-    for prefix, kind in ((unknown, UnknownParameter), (missing, InvalidRequest)):
+    for prefix in (unknown, missing):
         if what.startswith(prefix):
             name = what.removeprefix(prefix).removesuffix("`")
-            field = ".".join(part for part in ("body", path, name) if part)
-            what = "unknown parameter" if kind is UnknownParameter else "Field required"
-            return kind(f"{field}: {what}", field=field)
-    field = f"body.{path}" if path else "body"
+            path = f"{path}.{name}".removeprefix(".")
+            what = "Field required" if prefix is missing else what
+    field = f"{_BODY}.{path}" if path else _BODY
+    if path in unsupported or path.partition(".")[0] in unsupported:
+        return UnsupportedParameter(f"{field}: not supported here", field=field)
+    if what.startswith(unknown):
+        return UnknownParameter(f"{field}: unknown parameter", field=field)
     return InvalidRequest(f"{field}: {what}", field=field)
 
 

@@ -1,0 +1,93 @@
+"""What the endpoints of the token protocol share: how they read, ask renderers, and refuse."""
+
+import functools
+from collections.abc import Collection
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client
+from shared.errors import PagemillError, UnknownModel
+from shared.messages import Detokenized, DetokenizeRequest, ModelCard, Refusal
+from workers.gateway import bodies, errors
+from workers.gateway.app import Door, Endpoint, Json, answer_of
+from workers.gateway.auth import Caller
+from workers.gateway.errors import WrongContentType
+from workers.gateway.scaleouterrors import Told, body_of, is_their_fault, status_of
+
+Answer = TypeVar("Answer")
+
+
+class Desk:
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self._cards: dict[str, ModelCard] = {}
+
+    def post(self, path: str, endpoint: Endpoint, *, counted: bool = True) -> Route:
+        """A route that refuses in the words of the protocol."""
+
+        @functools.wraps(endpoint)
+        async def spoken(request: Request, caller: Caller) -> Response:
+            try:
+                return await endpoint(request, caller)
+            except PagemillError as error:
+                return refusal(error)
+
+        return self.door.route(path, spoken, ("POST",), counted=counted)
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request that says it is JSON. Raises a RequestError."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
+        return await bodies.read(request, self.door.limits)
+
+    def model(self, name: str | None) -> str:
+        """The model of this name; without one the only one. Raises UnknownModel."""
+        models = self.door.config.models
+        if name is None and len(models) == 1:
+            return next(iter(models))
+        if name is None or name not in models:
+            raise UnknownModel(
+                f"The model `{name}` does not exist. Valid aliases: {', '.join(sorted(models))}.",
+                field="model",
+            )
+        return name
+
+    async def card(self, model: str) -> ModelCard:
+        if model not in self._cards:
+            self._cards[model] = answered(await client.model_card(self.door.bus, model))
+        return self._cards[model]
+
+    async def text_of(self, model: str, token_ids: list[int], skip_special_tokens: bool) -> str:
+        if not token_ids:
+            return ""
+        return (await self._detokenize(model, token_ids, skip_special_tokens)).prompt
+
+    async def bytes_of(self, model: str, token_ids: Collection[int]) -> dict[int, bytes]:
+        if not token_ids:
+            return {}
+        wanted = list(token_ids)
+        told = await self._detokenize(model, wanted, False)
+        return dict(zip(wanted, told.token_bytes, strict=True))
+
+    async def _detokenize(self, model: str, token_ids: list[int], skip: bool) -> Detokenized:
+        question = DetokenizeRequest(token_ids, skip_special_tokens=skip)
+        return answered(await client.detokenize(self.door.bus, model, question))
+
+
+def refusal(error: PagemillError) -> Response:
+    """Of what is the client's fault; anything else is answered as everywhere."""
+    info = error.info if isinstance(error, Told) else errors.info_of(error)
+    if not isinstance(error, Told) and not is_their_fault(info):
+        return answer_of(error)
+    return Json(body_of(info), status_of(info))
+
+
+def answered(answer: Answer | Refusal) -> Answer:
+    """What a worker has answered. Raises Told for a Refusal."""
+    if isinstance(answer, Refusal):
+        raise Told(answer.error)
+    return answer
