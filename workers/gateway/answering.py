@@ -16,12 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client, jobs, subjects
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.messages import Failure, Finish, GenerateRequest, JobRecord, LogRecord, TokenChunk
 from shared.tokenlog import last_record
 from workers.gateway import errors
 from workers.gateway.app import Door, Json, answer_of
-from workers.gateway.assembling import tokens_to_spell
+from workers.gateway.assembling import (
+    Abortable,
+    Events,
+    Prompted,
+    Splitting,
+    tokens_to_spell,
+)
 from workers.gateway.auth import Caller
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
@@ -82,6 +88,9 @@ class Job:
         self._first = door.metrics.histogram("http_time_to_first_token_seconds", endpoint=endpoint)
         spelling = door.spellings.of(record.model)
         self._assembler = door.assemblers[record.kind](request_id, record, spelling)
+        split = isinstance(self._assembler, Splitting)
+        self._max_events = self._assembler.max_events if split else 1
+        """Of one record, which has so many numbers for them: ids of events are unique."""
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
@@ -89,11 +98,13 @@ class Job:
         """One for every record from `start` on that has something to show. Raises Failed."""
         position = [-1] * len(logs)
         async for part, record in _merged(logs):
-            position[part] = record.index
-            event_id = ",".join(map(str, position))
-            shown = await self._take(part, record, event_id, start[part])
-            if shown is not None and record.index >= start[part]:
-                yield event(errors.to_json(shown), event_id)
+            position[part] = record.index * self._max_events
+            shown = await self._take(part, record, _id_of(position), start[part])
+            for one in shown if isinstance(shown, Events) else [shown]:
+                if one is not None and position[part] >= start[part]:
+                    yield event(errors.to_json(one), _id_of(position))
+                position[part] += 1
+            position[part] = (record.index + 1) * self._max_events - 1
         yield DONE
 
     async def whole(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
@@ -108,15 +119,23 @@ class Job:
                 if record.index == 0 and start == 0:
                     self._first.observe(time.monotonic() - self._began_s)
                 self._tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                await self._door.spellings.learn(self.record.model, tokens_to_spell(record))
+                await self._door.spellings.learn(self.record.model, self._unspelt(record))
                 return self._assembler.take(part, record)
             case Finish():
                 return self._assembler.finish(part, record.usage)
             case Failure():
-                if record.index < start:
+                if record.error.code == Cancelled.code and isinstance(self._assembler, Abortable):
+                    return self._assembler.abort()
+                if record.index * self._max_events < start:
                     return None
                 self.cancel_soon()  # The others, if there are any.
                 raise errors.Failed(record.error, event_id)
+
+    def _unspelt(self, record: TokenChunk) -> set[int]:
+        token_ids = tokens_to_spell(record)
+        if record.index == 0 and isinstance(self._assembler, Prompted):
+            token_ids.update(self._assembler.prompt_token_ids)
+        return token_ids
 
     def follow(self) -> list[AsyncIterator[LogRecord]]:
         return [client.follow(self._door.bus, part) for part in self.parts]

@@ -18,7 +18,7 @@ from workers.gateway.derenderwire import (
 )
 from workers.gateway.generated import usage_of
 from workers.gateway.generatewire import TextContent, UsageInfo
-from workers.gateway.spelling import TokenBytes, spelt
+from workers.gateway.logprobs import TokenBytes, spelt
 from workers.gateway.window import Window
 
 

@@ -24,7 +24,7 @@ from workers.gateway.generatewire import (
     UsageInfo,
     WeightVersionSpan,
 )
-from workers.gateway.spelling import TokenBytes, ranked, spell, spelt
+from workers.gateway.logprobs import TokenBytes, ranked, spell, spelt
 
 
 class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
