@@ -17,7 +17,7 @@ from shared.messages import (
     Usage,
 )
 from workers.gateway.generated import GenerateAssembler, GenerateShape
-from workers.gateway.generatewire import GenerateChunk, PlaceholderInfo
+from workers.gateway.generatewire import GenerateChunk, GenerateResponse, PlaceholderInfo
 
 RECORDED = Path(__file__).parent / "recorded"
 PROMPT_TOKENS = 40
@@ -77,13 +77,19 @@ def token_bytes() -> dict[int, bytes]:
     return spelt | {113: b"\xe4"}
 
 
-def play(assembler: GenerateAssembler, log: list[LogRecord]) -> list[GenerateChunk]:
-    spelt = token_bytes()
-    chunks = []
+def assembled(
+    asked: GenerateShape, log: list[LogRecord], created_s: int = 0
+) -> tuple[list[GenerateChunk], GenerateResponse]:
+    assembler = GenerateAssembler(asked, "m", created_s, token_bytes())
+    chunks: list[GenerateChunk] = []
     for record in log:
-        known = {token_id: spelt[token_id] for token_id in assembler.spells(record)}
-        chunks += assembler.take(record, known)
-    return chunks
+        if isinstance(record, TokenChunk):
+            chunks += assembler.take(0, record)
+        elif isinstance(record, Finish):
+            chunks += assembler.finish(0, record.usage)
+        else:
+            chunks += assembler.abort()
+    return chunks, assembler.answer()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def play(assembler: GenerateAssembler, log: list[LogRecord]) -> list[GenerateChu
     [("generate_image_sp", "stream_tokens"), ("generate_image_text", "stream_text")],
 )
 def test_the_events_are_those_recorded_to_the_byte(name: str, stream: str) -> None:
-    chunks = play(GenerateAssembler(shape(name), "m", 0), log_of(name))
+    chunks, _ = assembled(shape(name), log_of(name))
     written = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
     assert (written + b"data: [DONE]\n\n").decode() == (RECORDED / f"{stream}.txt").read_text()
 
@@ -99,14 +105,13 @@ def test_the_events_are_those_recorded_to_the_byte(name: str, stream: str) -> No
 @pytest.mark.parametrize("name", ["generate_image_sp", "generate_image_text"])
 def test_the_answer_is_the_one_recorded_to_the_byte(name: str) -> None:
     whole = recorded(name)
-    assembler = GenerateAssembler(shape(name), "m", whole["created"])
-    play(assembler, log_of(name))
-    assert msgspec.json.encode(assembler.response()) == msgspec.json.encode(whole)
+    _, answer = assembled(shape(name), log_of(name), whole["created"])
+    assert msgspec.json.encode(answer) == msgspec.json.encode(whole)
 
 
 def test_usage_in_every_event_counts_what_was_told_so_far() -> None:
     asked = shape("generate_image_sp", continuous_usage=True)
-    chunks = play(GenerateAssembler(asked, "m", 0), log_of("generate_image_sp"))
+    chunks, _ = assembled(asked, log_of("generate_image_sp"))
     told = [msgspec.to_builtins(chunk.usage) for chunk in chunks]
     assert told[2] == {
         "prompt_tokens": 40,
@@ -121,9 +126,8 @@ def test_usage_in_every_event_counts_what_was_told_so_far() -> None:
 def test_choices_have_events_of_their_own() -> None:
     """A derenderer carries one state for each choice, and takes one choice at a time."""
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2)
-    assembler = GenerateAssembler(plain, "m", 0)
     both = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2, 3], "b", "stop", 3)]
-    chunks = assembler.take(TokenChunk(0, 1, both), {})
+    chunks, _ = assembled(plain, [TokenChunk(0, 1, both)])
     assert [[c.index for c in chunk.choices] for chunk in chunks] == [[0], [1]]
     (ended,) = chunks[1].choices
     assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", 3, [2, 3])
@@ -132,26 +136,24 @@ def test_choices_have_events_of_their_own() -> None:
 def test_text_that_was_held_back_is_no_event_of_token_ids() -> None:
     late = TokenChunk(0, 1, [ChoiceDelta(0, 4, [], "late")])
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3)
-    assert GenerateAssembler(plain, "m", 0).take(late, {}) == []
+    assert assembled(plain, [late])[0] == []
     text = msgspec.structs.replace(plain, output_mode="text")
-    (chunk,) = GenerateAssembler(text, "m", 0).take(late, {})
+    (chunk,), _ = assembled(text, [late])
     assert chunk.choices[0].text == "late"
 
 
 def test_a_request_that_was_aborted_ends_with_what_it_had() -> None:
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2, include_usage=True)
-    assembler = GenerateAssembler(plain, "m", 7)
     first = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2], "b", "stop")]
-    assembler.take(TokenChunk(0, 1, first), {})
     gone = ErrorInfo("cancelled", "somebody asked for it", None, "client", False)
-    aborted, usage = assembler.take(Failure(1, 1, gone, []), {})
+    log: list[LogRecord] = [TokenChunk(0, 1, first), Failure(1, 1, gone, [])]
+    (_, _, aborted, usage), whole = assembled(plain, log)
     assert [(c.index, c.finish_reason, c.token_ids) for c in aborted.choices] == [(0, "abort", [])]
     assert msgspec.to_builtins(usage.usage) == {
         "prompt_tokens": 3,
         "total_tokens": 5,
         "completion_tokens": 2,
     }
-    whole = assembler.response()
     assert [(c.finish_reason, c.token_ids) for c in whole.choices] == [
         ("abort", [1]),
         ("stop", [2]),
@@ -160,13 +162,13 @@ def test_a_request_that_was_aborted_ends_with_what_it_had() -> None:
 
 def test_log_probabilities_of_the_prompt_begin_with_its_own_token() -> None:
     asked = GenerateShape(wire_id="w", num_prompt_tokens=3, prompt_token_ids=[5, 6, 7])
-    assembler = GenerateAssembler(asked, "m", 0)
     told = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
     record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)
-    assert assembler.spells(record) == {1, 5, 6, 7}
-    assembler.take(record, {1: b"a", 5: b"e", 6: b"f", 7: b"g"})
-    assembler.take(Finish(1, 1, Usage(3, 1), 1, []), {})
-    whole = msgspec.json.decode(msgspec.json.encode(assembler.response()))
+    spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
+    assembler = GenerateAssembler(asked, "m", 0, spelling)
+    assembler.take(0, record)
+    assembler.finish(0, Usage(3, 1))
+    whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))
     assert whole["prompt_logprobs"] == [
         None,
         {

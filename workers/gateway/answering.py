@@ -31,11 +31,17 @@ from workers.gateway.assembling import (
 from workers.gateway.auth import Caller
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
-from workers.gateway.sse import DONE, EventStream, event, unless_gone
+from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
 MAX_ID_LEN = 256
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
+
+
+def request_id_of(kind: str, tenant: str, name: str) -> str:
+    """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
+    digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
+    return f"{PREFIXES[kind]}-{digest[:32]}"
 
 
 def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
@@ -48,8 +54,7 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    name = hashlib.sha256(f"{kind}:{tenant}:{given}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{name[:32]}", True
+    return request_id_of(kind, tenant, given), True
 
 
 def parts_of(request_id: str, record: JobRecord) -> list[str]:
@@ -88,9 +93,10 @@ class Job:
         self._first = door.metrics.histogram("http_time_to_first_token_seconds", endpoint=endpoint)
         spelling = door.spellings.of(record.model)
         self._assembler = door.assemblers[record.kind](request_id, record, spelling)
-        split = isinstance(self._assembler, Splitting)
-        self._max_events = self._assembler.max_events if split else 1
-        """Of one record, which has so many numbers for them: ids of events are unique."""
+        self._max_events = 1
+        """Of one record, which has so many numbers for them."""
+        if isinstance(self._assembler, Splitting):
+            self._max_events = self._assembler.max_events
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
@@ -162,12 +168,17 @@ async def submit(
     *,
     stream: bool,
     durable: bool,
+    known_as: tuple[str, bool] | None = None,
+    refuse: AnswerOf = answer_of,
 ) -> Response:
     """Have a request done, and answer with what becomes of it; or go on with the answer of an
-    earlier one, where the client names that."""
+    earlier one, where the client names that.
+
+    `known_as` is what `request_id_for` has said; `refuse` says what failures are answered with.
+    """
     first = order.requests[0]
     door.check_model(first.model)
-    request_id, named = request_id_for(request, kind, caller.tenant)
+    request_id, named = known_as or request_id_for(request, kind, caller.tenant)
     created_s = int(door.bus.now_ms() / 1000)
     record = JobRecord(kind, first.model, caller.tenant, created_s, durable, order.options)
     start = start_of(request, order.options.get("parts", 1))
@@ -183,7 +194,7 @@ async def submit(
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
         logs = await _asked_again(door, job, requests, order)
-    return await respond(request, job, logs, start, stream=stream)
+    return await respond(request, job, logs, start, stream=stream, refuse=refuse)
 
 
 def _asked(
@@ -235,14 +246,15 @@ async def respond(
     start: Sequence[int],
     *,
     stream: bool,
+    refuse: AnswerOf = answer_of,
 ) -> Response:
     headers = {"x-request-id": job.request_id}
     if stream:
-        return EventStream(job.events(logs, start), job.gone, answer_of, headers)
+        return EventStream(job.events(logs, start), job.gone, refuse, headers)
     try:
         answer = await unless_gone(request.receive, job.whole(logs), job.gone)
     except errors.Failed as error:
-        refusal = answer_of(error)
+        refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal
     return Json(answer, headers=headers)
@@ -256,6 +268,10 @@ async def job_of(door: Door, request: Request, caller: Caller) -> Job:
     if record is None or record.tenant != caller.tenant:
         raise NotFound("there is no such request, or not any more", field="id")
     return Job(door, request_id, record, request.scope["endpoint_path"])
+
+
+def _id_of(position: Sequence[int]) -> str:
+    return ",".join(map(str, position))
 
 
 async def _merged(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import InvalidRequest
+from workers.gateway.assembling import Spelling
 from workers.gateway.derenderwire import (
     CONTEXT_TOKENS,
     CompletionLogprobs,
@@ -18,7 +19,7 @@ from workers.gateway.derenderwire import (
 )
 from workers.gateway.generated import usage_of
 from workers.gateway.generatewire import TextContent, UsageInfo
-from workers.gateway.logprobs import TokenBytes, spelt
+from workers.gateway.logprobs import spelt
 from workers.gateway.window import Window
 
 
@@ -88,15 +89,15 @@ def named_tokens(choice: GeneratedChoice, context: list[int]) -> set[int]:
 
 
 def logprobs_of(
-    choice: GeneratedChoice, context: list[int], token_bytes: TokenBytes
+    choice: GeneratedChoice, context: list[int], spelling: Spelling
 ) -> TextContent | None:
     if choice.logprobs is None:
         return None
-    before = [token_bytes[token_id] for token_id in context]
+    before = [spelling[token_id] for token_id in context]
     entries = choice.logprobs.content
     if entries is None:
         return TextContent()
-    return TextContent(content=[spelt(entry, before, token_bytes) for entry in entries])
+    return TextContent(content=[spelt(entry, before, spelling) for entry in entries])
 
 
 def flat_logprobs(told: TextContent | None, text_offset: int) -> CompletionLogprobs | None:

@@ -228,7 +228,7 @@ class _Derenderer:
     async def _looks(self, model: str, request: dict[str, Any] | None) -> Looks:
         if request is None:
             return Looks()
-        card = await self.desk.card(model) if request.get("tools") else None
+        card = await self.desk.door.card(model) if request.get("tools") else None
         return looks_of(model, request, card)
 
     async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> Window:
@@ -239,10 +239,10 @@ class _Derenderer:
         self, model: str, choice: GeneratedChoice, context: list[int]
     ) -> TextContent | None:
         named = derender.named_tokens(choice, context)
-        return derender.logprobs_of(choice, context, await self.desk.bytes_of(model, named))
+        return derender.logprobs_of(choice, context, await self.desk.spelling_of(model, named))
 
     async def _max_len(self, model: str) -> int:
-        return (await self.desk.card(model)).max_model_len
+        return (await self.desk.door.card(model)).max_model_len
 
     def _now_s(self) -> int:
         return int(self.desk.door.bus.now_ms() / 1000)

@@ -10,12 +10,13 @@ from starlette.routing import Route
 
 from shared import client
 from shared.errors import PagemillError, UnknownModel
-from shared.messages import Detokenized, DetokenizeRequest, ModelCard, Refusal
+from shared.messages import DetokenizeRequest, Refusal
 from workers.gateway import bodies, errors
 from workers.gateway.app import Door, Endpoint, Json, answer_of
+from workers.gateway.assembling import Spelling
 from workers.gateway.auth import Caller
-from workers.gateway.errors import WrongContentType
-from workers.gateway.scaleouterrors import Told, body_of, is_their_fault, status_of
+from workers.gateway.errors import Failed, WrongContentType
+from workers.gateway.scaleouterrors import body_of, is_their_fault, status_of
 
 Answer = TypeVar("Answer")
 
@@ -23,9 +24,8 @@ Answer = TypeVar("Answer")
 class Desk:
     def __init__(self, door: Door) -> None:
         self.door = door
-        self._cards: dict[str, ModelCard] = {}
 
-    def post(self, path: str, endpoint: Endpoint, *, counted: bool = True) -> Route:
+    def post(self, path: str, endpoint: Endpoint, *, counted: bool = False) -> Route:
         """A route that refuses in the words of the protocol."""
 
         @functools.wraps(endpoint)
@@ -56,38 +56,28 @@ class Desk:
             )
         return name
 
-    async def card(self, model: str) -> ModelCard:
-        if model not in self._cards:
-            self._cards[model] = answered(await client.model_card(self.door.bus, model))
-        return self._cards[model]
-
     async def text_of(self, model: str, token_ids: list[int], skip_special_tokens: bool) -> str:
         if not token_ids:
             return ""
-        return (await self._detokenize(model, token_ids, skip_special_tokens)).prompt
+        question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
+        return answered(await client.detokenize(self.door.bus, model, question)).prompt
 
-    async def bytes_of(self, model: str, token_ids: Collection[int]) -> dict[int, bytes]:
-        if not token_ids:
-            return {}
-        wanted = list(token_ids)
-        told = await self._detokenize(model, wanted, False)
-        return dict(zip(wanted, told.token_bytes, strict=True))
-
-    async def _detokenize(self, model: str, token_ids: list[int], skip: bool) -> Detokenized:
-        question = DetokenizeRequest(token_ids, skip_special_tokens=skip)
-        return answered(await client.detokenize(self.door.bus, model, question))
+    async def spelling_of(self, model: str, token_ids: Collection[int]) -> Spelling:
+        """Of these tokens at least."""
+        await self.door.spellings.learn(model, token_ids)
+        return self.door.spellings.of(model)
 
 
-def refusal(error: PagemillError) -> Response:
+def refusal(error: Exception) -> Response:
     """Of what is the client's fault; anything else is answered as everywhere."""
-    info = error.info if isinstance(error, Told) else errors.info_of(error)
-    if not isinstance(error, Told) and not is_their_fault(info):
+    info = errors.info_of(error)
+    if not is_their_fault(info):
         return answer_of(error)
     return Json(body_of(info), status_of(info))
 
 
 def answered(answer: Answer | Refusal) -> Answer:
-    """What a worker has answered. Raises Told for a Refusal."""
+    """What a worker has answered. Raises Failed for a Refusal."""
     if isinstance(answer, Refusal):
-        raise Told(answer.error)
+        raise Failed(answer.error, "")
     return answer

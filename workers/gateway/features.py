@@ -4,7 +4,7 @@ import base64
 import binascii
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +13,7 @@ from workers.gateway.errors import UnsupportedParameter
 from workers.gateway.generatewire import FeaturesInfo, PlaceholderInfo
 from workers.gateway.scaleouterrors import wrong
 
-MODALITY = "image"
+MODALITY: Literal["image"] = "image"
 
 _decode_item = msgspec.msgpack.Decoder().decode
 _encode_item = msgspec.msgpack.Encoder().encode

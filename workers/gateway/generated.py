@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, Struct
 
-from shared.messages import ChoiceDelta, Failure, Finish, LogRecord, TokenChunk, TokenLogprobs
+from shared.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from workers.gateway.assembling import Events, Spelling
 from workers.gateway.generatewire import (
     Choice,
     GenerateChunk,
@@ -24,7 +25,7 @@ from workers.gateway.generatewire import (
     UsageInfo,
     WeightVersionSpan,
 )
-from workers.gateway.logprobs import TokenBytes, ranked, spell, spelt
+from workers.gateway.logprobs import ranked, spell, spelt
 
 
 class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,55 +60,44 @@ class _Progress:
 
 
 class GenerateAssembler:
-    def __init__(self, shape: GenerateShape, model: str, created_s: int) -> None:
+    """Of one request, whose choices have events of their own: whoever derenders them carries a
+    state for each."""
+
+    def __init__(
+        self, shape: GenerateShape, model: str, created_s: int, spelling: Spelling
+    ) -> None:
+        # An abort tells of every choice, and then of usage.
+        self.max_events = 1 if shape.n == 1 else shape.n + 1
+        self.prompt_token_ids = shape.prompt_token_ids
         self._shape = shape
         self._model = model
         self._created_s = created_s
+        self._spelling = spelling
         self._choices = [_Progress() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
         self._begun = False
 
-    def spells(self, record: LogRecord) -> set[int]:
-        """The tokens whose bytes `take` needs for this record."""
-        if not isinstance(record, TokenChunk):
-            return set()
-        found: set[int] = set()
-        for logprobs in record.prompt_logprobs or []:
-            found.update(logprobs.top_token_ids)
+    def take(self, part: int, record: TokenChunk) -> Events:
+        """An event for each choice that has something new."""
         if record.prompt_logprobs is not None:
-            found.update(self._shape.prompt_token_ids)
-        if self._shape.output_mode == "text":
-            for delta in record.choices:
-                for logprobs in delta.logprobs or []:
-                    found.update(logprobs.top_token_ids)
-                found.update(delta.token_ids if delta.logprobs else [])
-        return found
+            self._take_prompt(record.prompt_logprobs)
+        return Events(
+            self._event(delta.index, choice)
+            for delta in record.choices
+            if (choice := self._take_delta(delta)) is not None
+        )
 
-    def take(self, record: LogRecord, token_bytes: TokenBytes) -> list[GenerateChunk]:
-        """The stream's next events: one for each choice that has something new.
+    def finish(self, part: int, usage: Usage) -> Events:
+        self._usage = usage.prompt_tokens, usage.completion_tokens
+        return self._last()
 
-        A request that was aborted ends like one that is complete; any other Failure is the
-        caller's to tell.
-        """
-        match record:
-            case TokenChunk():
-                if record.prompt_logprobs is not None:
-                    self._take_prompt(record.prompt_logprobs, token_bytes)
-                return [
-                    self._event(delta.index, choice)
-                    for delta in record.choices
-                    if (choice := self._take_delta(delta, token_bytes)) is not None
-                ]
-            case Finish():
-                self._usage = record.usage.prompt_tokens, record.usage.completion_tokens
-                return self._last()
-            case Failure():
-                aborted = [self._abort(i) for i, c in enumerate(self._choices) if _open(c)]
-                return [*aborted, *self._last()]
+    def abort(self) -> Events:
+        open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
+        return Events([*(self._abort(i) for i in open_choices), *self._last()])
 
-    def response(self) -> GenerateResponse:
-        """The whole answer, once the last record was taken."""
+    def answer(self) -> GenerateResponse:
+        """The whole, once the last record was taken."""
         shape = self._shape
         return GenerateResponse(
             request_id=shape.wire_id,
@@ -121,10 +111,10 @@ class GenerateAssembler:
             choices=[self._whole(i, choice) for i, choice in enumerate(self._choices)],
         )
 
-    def _take_delta(self, delta: ChoiceDelta, token_bytes: TokenBytes) -> Choice | None:
+    def _take_delta(self, delta: ChoiceDelta) -> Choice | None:
         """What is new of a choice; None for nothing that this output mode shows."""
         mine, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
-        ids, texts = self._logprobs_of(mine, delta, token_bytes)
+        ids, texts = self._logprobs_of(mine, delta)
         mine.token_ids += delta.token_ids
         mine.text += delta.text
         mine.finish_reason, mine.stop_reason = delta.finish_reason, delta.stop_reason
@@ -171,17 +161,18 @@ class GenerateAssembler:
             choices=[choice],
         )
 
-    def _last(self) -> list[GenerateChunk]:
+    def _last(self) -> Events:
         shape = self._shape
         if not shape.include_usage:
-            return []
+            return Events()
         num_prompt, num_answer = self._totals()
         usage = TotalUsage(
             prompt_tokens=num_prompt,
             total_tokens=num_prompt + num_answer,
             completion_tokens=num_answer,
         )
-        return [GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)]
+        last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
+        return Events([last])
 
     def _totals(self) -> tuple[int, int]:
         """As the log's last record has counted, or of an aborted request what was seen."""
@@ -214,7 +205,7 @@ class GenerateAssembler:
         return TokensContent(content=ids)
 
     def _logprobs_of(
-        self, mine: _Progress, delta: ChoiceDelta, token_bytes: TokenBytes
+        self, mine: _Progress, delta: ChoiceDelta
     ) -> tuple[list[IdLogprobs], list[TextLogprobs]]:
         ids = [
             ranked(token_id, logprobs, max(self._shape.logprobs or 0, 1))
@@ -222,13 +213,13 @@ class GenerateAssembler:
         ]
         if self._shape.output_mode == "tokens":
             return ids, []
-        return [], [spelt(found, mine.context, token_bytes) for found in ids]
+        return [], [spelt(found, mine.context, self._spelling) for found in ids]
 
-    def _take_prompt(self, told: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> None:
+    def _take_prompt(self, told: Sequence[TokenLogprobs]) -> None:
         """Nothing comes before the first token."""
         token_ids = self._shape.prompt_token_ids
         self._prompt_logprobs = [None]
-        context = [token_bytes[token_ids[0]]]
+        context = [self._spelling[token_ids[0]]]
         for token_id, logprobs in zip(token_ids[1:], told, strict=True):
             found = ranked(token_id, logprobs, 1 + len(logprobs.top_token_ids))
             self._prompt_logprobs.append(
@@ -236,12 +227,12 @@ class GenerateAssembler:
                     top.token_id: PromptLogprob(
                         logprob=top.logprob,
                         rank=top.rank,
-                        decoded_token=spell(token_bytes[top.token_id], context),
+                        decoded_token=spell(self._spelling[top.token_id], context),
                     )
                     for top in found.top_logprobs
                 }
             )
-            context.append(token_bytes[token_id])
+            context.append(self._spelling[token_id])
 
 
 def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
@@ -250,10 +241,6 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
         total_tokens=num_prompt + num_answer,
         completion_tokens=num_answer,
     )
-
-
-def _open(choice: _Progress) -> bool:
-    return choice.finish_reason is None
 
 
 def _spans(choice: _Progress) -> list[WeightVersionSpan]:

@@ -1,9 +1,8 @@
 """`/inference/v1/generate` and `/inference/v1/abort_requests`: tokens in, tokens out."""
 
 import asyncio
-import hashlib
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,7 +13,7 @@ from starlette.routing import Route
 from shared import client, jobs, subjects
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
 from shared.messages import Feature, GenerateRequest, JobRecord, ModelCard, to_json
-from workers.gateway.answering import request_id_for, submit
+from workers.gateway.answering import request_id_for, request_id_of, submit
 from workers.gateway.app import Door
 from workers.gateway.assembling import Spelling
 from workers.gateway.auth import Caller
@@ -25,7 +24,7 @@ from workers.gateway.generated import GenerateAssembler, GenerateShape
 from workers.gateway.ordering import Order
 from workers.gateway.scaleouterrors import decode
 
-KIND = "generate"
+KIND: Literal["generate"] = "generate"
 PREFIX = "generate-tokens-"
 # Decoding more would keep everybody else waiting.
 THREAD_BYTES = 256 * 2**10
@@ -89,7 +88,7 @@ class _Generator:
             Order([asked], parsed.sampling, options),
             stream=bool(body.stream),
             durable=False,
-            request_id=(request_id, named),
+            known_as=(request_id, named),
             refuse=refusal,
         )
 
@@ -110,14 +109,18 @@ class _Generator:
         bus = self.desk.door.bus
         now_s = int(bus.now_ms() / 1000)
         alias = JobRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
-        await bus.publish_unnamed(subjects.job(_alias(name, tenant)), to_json(alias))
+        await bus.publish_unnamed(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
     async def _abort(self, name: str, tenant: str) -> None:
         bus, name = self.desk.door.bus, name.removeprefix(PREFIX)
-        alias = await jobs.get(bus, _alias(name, tenant))
-        request_id = _named(name, tenant) if alias is None else alias.options[_ALIAS]
+        alias = await jobs.get(bus, _alias_of(name, tenant))
+        request_id = request_id_of(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
         if await jobs.get(bus, request_id) is not None:
             await client.cancel(bus, request_id)
+
+
+def _alias_of(name: str, tenant: str) -> str:
+    return request_id_of(KIND, tenant, f"{_ALIAS}:{name}")
 
 
 def check_room(parsed: Parsed, card: ModelCard) -> None:

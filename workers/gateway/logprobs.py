@@ -1,15 +1,13 @@
 """Log probabilities as generate tells them: by token ids, or by what each token spells. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shared.messages import TokenLogprobs
+from workers.gateway.assembling import Spelling
 from workers.gateway.generatewire import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
 
 # A character has at most 4 bytes, so with the 3 tokens before it every token has whole ones.
 MAX_CONTEXT = 4
-
-TokenBytes = Mapping[int, bytes]
-"""By token id, as renderers tell them."""
 
 
 def spell(token: bytes, before: Sequence[bytes]) -> str:
@@ -50,11 +48,11 @@ def ranked(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
     )
 
 
-def spelt(found: IdLogprobs, context: list[bytes], token_bytes: TokenBytes) -> TextLogprobs:
+def spelt(found: IdLogprobs, context: list[bytes], spelling: Spelling) -> TextLogprobs:
     """`context` are the bytes of the tokens before, to which this one's are added."""
 
     def text_of(token_id: int) -> str:
-        return spell(token_bytes[token_id], context)
+        return spell(spelling[token_id], context)
 
     token = text_of(found.token_id)
     told = TextLogprobs(
@@ -67,5 +65,5 @@ def spelt(found: IdLogprobs, context: list[bytes], token_bytes: TokenBytes) -> T
             for text in [text_of(top.token_id)]
         ],
     )
-    context.append(token_bytes[found.token_id])
+    context.append(spelling[found.token_id])
     return told

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client
-from shared.messages import FeaturesRequest, GenerateRequest
+from shared.messages import FeaturesRequest, GenerateRequest, RenderedFeatures
 from workers.gateway import openai
 from workers.gateway.app import Door, Json
 from workers.gateway.auth import Caller
@@ -24,6 +24,7 @@ from workers.gateway.desk import Desk, answered
 from workers.gateway.errors import UnsupportedParameter
 from workers.gateway.generatewire import RenderedRequest, StreamOptions
 from workers.gateway.ordering import Order
+from workers.gateway.pictures import pinned
 from workers.gateway.rendered import num_to_answer, rendered_request, resolved
 from workers.gateway.scaleouterrors import decode
 
@@ -75,7 +76,7 @@ class _Renderer:
     async def chat(self, request: Request, caller: Caller) -> Response:
         asked = decode(await self.desk.read(request), _chat, UNSUPPORTED)
         model = self.desk.model(asked.model)
-        card = await self.desk.card(model) if asked.tools else None
+        card = await self.desk.door.card(model) if asked.tools else None
         order = chat_order(asked, card)
         wire_id = f"chatcmpl-{_base_id(request, asked)}"
         return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
@@ -104,14 +105,13 @@ class _Renderer:
         order: Order,
         caller: Caller,
     ) -> RenderedRequest:
-        bus, model = self.desk.door.bus, request.model
+        model = request.model
         sampling = resolved(self.desk.door.config.models[model].sampling_defaults, order.sampling)
         payload = _payload_of(asked)
-        card, told = await asyncio.gather(
-            self.desk.card(model),
-            client.render_features(bus, FeaturesRequest(request, payload), tenant=caller.tenant),
+        card, rendered = await asyncio.gather(
+            self.desk.door.card(model),
+            self._features(request, payload, caller),
         )
-        rendered = answered(told)
         num_prompt = len(rendered.prompt_token_ids)
         return rendered_request(
             wire_id,
@@ -125,6 +125,14 @@ class _Renderer:
             cache_salt=asked.cache_salt,
             priority=asked.priority or 0,
         )
+
+    async def _features(
+        self, request: GenerateRequest, payload: Payload, caller: Caller
+    ) -> RenderedFeatures:
+        small = await pinned(self.desk.door, request, caller.tenant)
+        question = FeaturesRequest(small, payload)
+        bus = self.desk.door.bus
+        return answered(await client.render_features(bus, question, tenant=caller.tenant))
 
 
 def _base_id(request: Request, asked: Asked) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from shared.config import split_path
-from shared.errors import InvalidRequest, PagemillError, RequestError
+from shared.errors import InvalidRequest, RequestError
 from shared.messages import ErrorInfo
 from workers.gateway import errors
 from workers.gateway.errors import (
@@ -23,14 +23,6 @@ T = TypeVar("T")
 
 _STATUSES = {WrongContentType.code: 400, "invalid_media": 400, "media_not_found": 400}
 _BODY = "body"
-
-
-class Told(PagemillError):
-    """An error that a worker has told."""
-
-    def __init__(self, info: ErrorInfo) -> None:
-        super().__init__(info.message, field=info.field)
-        self.info = info
 
 
 def is_their_fault(error: ErrorInfo) -> bool:
