@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def chat(picture: str | None = None, **changed: Any) -> dict[str, Any]:
     parts: list[Any] = [{"type": "text", "text": "What color is this image?"}]
     if picture is not None:
         data = base64.b64encode((PICTURES / picture).read_bytes()).decode()
-        parts.insert(0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+        url = f"data:image/png;base64,{data}"
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": parts}]
     return {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0} | changed
 
@@ -166,8 +168,9 @@ async def test_a_stream_of_several_choices_goes_on_at_any_event(http: httpx.Asyn
     answer = await http.post(GENERATE, json=asked)
     told = events(answer.text)[:-1]
     for index in range(3):
-        ids = [e["choices"][0]["token_ids"] for _, e in told if e["choices"][0]["index"] == index]
-        assert sum(ids, []) == whole["choices"][index]["token_ids"]
+        mine = [event["choices"][0] for _, event in told if event["choices"][0]["index"] == index]
+        ids = [token_id for choice in mine for token_id in choice["token_ids"]]
+        assert ids == whole["choices"][index]["token_ids"]
     request_id = answer.headers["x-request-id"]
     for i, (event_id, _) in enumerate(told):
         rest = await http.get(
@@ -227,8 +230,6 @@ async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
 
 
 async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Start) -> None:
-    import hashlib
-
     names = ("one", "two")
     keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in names]
     gateway = another(api_keys=keys)
