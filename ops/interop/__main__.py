@@ -16,7 +16,7 @@ import httpx
 from rich.console import Console
 
 from ops.bench.models import write_tiny
-from ops.interop.checks import check_all
+from ops.interop.checks import Finding, check_all
 from ops.interop.servers import pagemill, vllm, vllm_binary
 
 MODEL_PATH = "models/tiny-qwen2vl"
@@ -43,15 +43,18 @@ def main() -> None:
                 httpx.Client(base_url=ours, **limits) as us,
                 httpx.Client(base_url=theirs, **limits) as them,
             ):
-                findings = check_all(us, them)
-    for finding in findings:
-        mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
-        console.print(f"{mark}  {finding.what}", highlight=False)
-        if finding.detail:
-            console.print(f"         {finding.detail}", markup=False, highlight=False)
+                findings = [_tell(console, finding) for finding in check_all(us, them)]
     differing = sum(not finding.equal for finding in findings)
     console.print(f"{len(findings)} compared, {differing} differ")
     raise SystemExit(min(differing, 1))
+
+
+def _tell(console: Console, finding: Finding) -> Finding:
+    mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
+    console.print(f"{mark}  {finding.what}", highlight=False)
+    if finding.detail:
+        console.print(f"         {finding.detail}", markup=False, highlight=False)
+    return finding
 
 
 if __name__ == "__main__":

@@ -28,9 +28,12 @@ class Finding:
     detail: str = ""
 
 
-def check_all(us: httpx.Client, them: httpx.Client) -> list[Finding]:
-    found = [finding for case in cases() for finding in _check_case(case, us, them)]
-    return [*found, *_check_prompts(us, them), *_check_tokens(us, them), *_check_faults(us, them)]
+def check_all(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
+    """As they are found, which takes a while."""
+    for case in cases():
+        yield from _check_case(case, us, them)
+    for check in (_check_prompts, _check_tokens, _check_faults):
+        yield from check(us, them)
 
 
 def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:

@@ -135,6 +135,28 @@ async def test_an_unknown_hash_is_a_cache_miss_and_the_connection_lives(
         assert streams[0] == streams[1]
 
 
+async def test_pictures_may_come_unprocessed(http: httpx.AsyncClient) -> None:
+    asked = chat("five_hearts.png")
+    rendered = await ok(http, RENDER, asked)
+    (place,) = rendered["features"]["mm_placeholders"]["image"]
+    start, end = place["offset"], place["offset"] + place["length"]
+    short = rendered["token_ids"][: start + 1] + rendered["token_ids"][end:]
+    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    raw = rendered | {
+        "token_ids": short,
+        "features": None,
+        "content_parts": [{"type": "image_url", "url": url}],
+        "return_token_ids": True,
+    }
+    answer = await ok(http, GENERATE, raw)
+    assert answer["prompt_token_ids"] == rendered["token_ids"]
+    assert answer["mm_placeholders"] == {"image": [place]}
+    assert token_ids(answer) == token_ids(await ok(http, GENERATE, rendered))
+    for parts in (2 * raw["content_parts"], [{"type": "image_url"}], [{"type": "audio_url"}]):
+        status, error = await refused(http, GENERATE, raw | {"content_parts": parts})
+        assert (status, error["param"][:18]) == (400, "body.content_parts")
+
+
 async def test_streams_tell_what_the_answer_tells(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat("red.png"))
     sampling = rendered["sampling_params"] | {"logprobs": 2}
