@@ -20,11 +20,23 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.runtime import Context
-from workers.gateway import completing, health, models, requests
+from workers.gateway import (
+    completing,
+    derendering,
+    generating,
+    health,
+    models,
+    rendering,
+    requests,
+    tokenizing,
+)
 from workers.gateway.app import Door, application
 from workers.gateway.wire import Wire
 
-FEATURES = (health, models, completing, requests)
+FEATURES = (
+    *(health, models, completing, requests),
+    *(rendering, generating, derendering, tokenizing),
+)
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024
