@@ -13,17 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 # How WebDriver names an element in JSON.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs Debian's packages chromium and chromium-driver",
-)
+# None where it can be used.
+MISSING = None if CHROMIUM and DRIVER else "needs Debian's packages chromium and chromium-driver"
 
 
 class Browser:
@@ -105,6 +101,17 @@ class Browser:
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
+    def labels(self, selector: str) -> dict[str, str]:
+        """What a screen reader calls each visible element; by the element's HTML."""
+        body = {"using": "css selector", "value": selector}
+        found = self._call("POST", f"{self._session}/elements", body)
+        names = {}
+        for element in found:
+            path = f"{self._session}/element/{element[ELEMENT]}"
+            html = self._call("GET", f"{path}/property/outerHTML")
+            names[html] = self._call("GET", f"{path}/computedlabel")
+        return names
+
     def _find(self, selector: str) -> str:
         body = {"using": "css selector", "value": selector}
         found = self._call("POST", f"{self._session}/element", body)
@@ -124,9 +131,7 @@ class Browser:
 def browsing(folder: Path) -> Iterator[Browser]:
     """`folder` takes Chromium's profile and the driver's log."""
     assert DRIVER is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with (folder / "chromedriver.log").open("wb") as log:
         env = os.environ | {"HOME": str(folder), "TMPDIR": str(folder)}
         driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=log, stderr=log, env=env)
@@ -140,6 +145,12 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int) -> None:
