@@ -16,21 +16,29 @@ from shared.messages import (
     Attempt,
     ChoiceDelta,
     DeadLetter,
+    Detokenized,
+    DetokenizeRequest,
     EngineTask,
     ErrorInfo,
     Failure,
+    FeaturesRequest,
     Finish,
     GenerateRequest,
     Heartbeat,
     Hop,
     ImagePart,
     ImageURL,
+    JobRecord,
     MediaHead,
     MediaPin,
     Message,
     MetricSeries,
+    ModelCard,
     PinnedPart,
+    Prompt,
     Refusal,
+    RenderedFeature,
+    RenderedFeatures,
     RenderedPrompt,
     RenderTask,
     TextPart,
@@ -96,7 +104,7 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         subjects.stage("renderer", "<model>", "<lane>", "<request_id>"),
         "coordinator → renderer, msgpack (shown as JSON)",
         "A validated request with all sampling parameters resolved.",
-        RenderTask(ID, "demo", "interactive", CONVERSATION, SAMPLING, ACCEPTED, PATH[:1]),
+        RenderTask(ID, "demo", "interactive", Prompt(CONVERSATION), SAMPLING, ACCEPTED, PATH[:1]),
     ),
     (
         subjects.stage("engine", "<model>", "<lane>", "<request_id>"),
@@ -199,7 +207,8 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         subjects.tokenize("<model>"),
         "client → renderer, JSON or msgpack",
         "How many tokens a prompt has. Either `messages`, as in a request, or a `prompt` that is"
-        " taken as it is. A request on core NATS.",
+        " taken as it is. A request on core NATS, like all that renderers answer at once; the"
+        f" header `{messages.TENANT_HEADER}` says whose stored pictures it may name.",
         TokenizeRequest(prompt="What color is it?"),
     ),
     (
@@ -207,10 +216,50 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         "renderer → client, JSON",
         "Pictures count with all the tokens that they fill. A prompt that is too long for the model"
         " is counted all the same.",
-        Tokenized(5, 32_768, [88, 12, 31, 7, 64]),
+        Tokenized(5, 32_768, [88, 12, 31, 7, 64], ["What", "Ġcolor", "Ġis", "Ġit", "?"]),
     ),
     (
-        "the answer to `pm.render.<model>` and `pm.tokenize.<model>`",
+        subjects.detokenize("<model>"),
+        "client → renderer, JSON or msgpack",
+        "The text of tokens.",
+        DetokenizeRequest([88, 12]),
+    ),
+    (
+        "the answer to `pm.detokenize.<model>`",
+        "renderer → client, JSON",
+        "The text of all of them, and the bytes of each in base64: a character may lie in several.",
+        Detokenized("What color", [b"What", b" color"]),
+    ),
+    (
+        subjects.features("<model>"),
+        "client → renderer, JSON or msgpack",
+        "A request to be rendered for another server.",
+        FeaturesRequest(GenerateRequest("demo", CONVERSATION)),
+    ),
+    (
+        "the answer to `pm.features.<model>`",
+        "renderer → client, msgpack (shown as JSON)",
+        "Expanded token ids, and the pictures in the form in which vLLM's render and generate"
+        " endpoints exchange them, before it is put into base64.",
+        RenderedFeatures(
+            [401, 17, 402, 405, 405, 405, 405, 403, 88, 12],
+            [RenderedFeature("image", "26fb6b12…", PlaceholderRange(3, 4), b"\x82", b"\x81")],
+        ),
+    ),
+    (
+        "the answer to `pm.card.<model>`",
+        "renderer → client, JSON",
+        "What can be asked of a model. The question is empty.",
+        ModelCard("demo", 32_768, 4096, True, True, "hermes"),
+    ),
+    (
+        subjects.job("<request_id>"),
+        "gateway → gateways, JSON",
+        "What a gateway must know of a request, besides its log, to answer for it.",
+        JobRecord("chat", "demo", "", 1_795_238_127, False, {"include_usage": True}),
+    ),
+    (
+        "the answer to any question to a renderer",
         "renderer → client, JSON",
         "A question that gets no other answer. With `overloaded`, ask again a little later.",
         Refusal(
@@ -325,11 +374,13 @@ whoever holds or ends the request | nobody |
 | `pm.tokens.<request_id>` | {subjects.TOKENS_STREAM} | the server, from `pm.append` | clients |
 | `pm.ended.<request_id>` | none | coordinators | whoever has the request in hand |
 | `pm.attempt.<request_id>` | {subjects.ATTEMPTS_STREAM}, in memory | workers | workers, operators |
-| `pm.render.<model>`, `pm.tokenize.<model>` | none | clients, who get an answer | renderers |
+| `pm.render.<model>`, `pm.features.<model>`, `pm.tokenize.<model>`, `pm.detokenize.<model>`, \
+`pm.card.<model>` | none | clients, who get an answer | renderers |
 | `pm.media.<sha256>`, `pm.media.<sha256>.<number>` | {subjects.MEDIA_STREAM} | \
 clients, renderers | renderers |
 | `pm.pin.<request_id>.<sequence>` | {subjects.MEDIA_STREAM} | renderers | renderers |
 | `pm.kv.<engine>` | {subjects.KV_STREAM}, in memory | engines with `kv_events` | routers |
+| `pm.job.<request_id>` | {subjects.JOBS_STREAM} | gateways | gateways |
 | `pm.dead.<role>.<request_id>` | {subjects.DEAD_STREAM} | workers | operators |
 | `pm.metrics` | none | anyone, who gets answers | every worker |
 | `$KV.pm_workers.<worker>` | {subjects.WORKERS_STREAM}, a key-value bucket | workers | anyone |

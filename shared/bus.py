@@ -27,6 +27,7 @@ from shared import streams, subjects
 from shared.config import DeliveryConfig, NatsConfig
 from shared.consumer import Consumer, acknowledge
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
+from shared.messages import TENANT_HEADER, tenant_header
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
 # instead of the library's six minutes.
@@ -52,6 +53,9 @@ DEAD_AFTER_S = 3.0
 # Server error codes (nats-server's errors.json).
 _WRONG_LAST_SEQUENCE = 10071
 _STORE_FAILED = 10077
+
+Answer = Callable[[bytes, str | None], Awaitable[bytes]]
+"""To a question and its TENANT_HEADER, if it has one."""
 
 _log = structlog.get_logger()
 
@@ -212,14 +216,15 @@ class Bus:
 
     # -- publishing -------------------------------------------------------------------------
 
-    async def publish(self, subject: str, data: bytes, msg_id: str) -> bool:
+    async def publish(self, subject: str, data: bytes, msg_id: str, tenant: str = "") -> bool:
         """Store `data` once; returns whether a message with this id had been stored before.
 
         An attempt whose ack does not come may have been stored all the same: it is repeated under
         the same id until PUBLISH_DEADLINE_S, then Unavailable is raised.
         """
         self.check_size(data, subject)
-        ack = await self._publish(subject, data, {"Nats-Msg-Id": msg_id})
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
+        ack = await self._publish(subject, data, headers)
         return ack is None or bool(ack.duplicate)
 
     async def append(self, subject: str, data: bytes, last_sequence: int) -> int:
@@ -469,11 +474,13 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
-    async def ask(self, subject: str, question: bytes, timeout_s: float) -> bytes:
+    async def ask(self, subject: str, question: bytes, timeout_s: float, tenant: str = "") -> bytes:
         """The answer of whoever serves `subject`. Raises TimeoutError, or Unavailable at once when
         nobody does."""
+        headers = tenant_header(tenant) or None
         try:
-            return bytes((await self._nc.request(subject, question, timeout=timeout_s)).data)
+            msg = await self._nc.request(subject, question, timeout=timeout_s, headers=headers)
+            return bytes(msg.data)
         except NatsTimeoutError as error:
             raise TimeoutError from error
         except NatsError as error:
@@ -512,9 +519,7 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
-    async def share(
-        self, subject: str, group: str, answer: Callable[[bytes], Awaitable[bytes]]
-    ) -> "Share":
+    async def share(self, subject: str, group: str, answer: Answer) -> "Share":
         """Answer, many at a time, the questions on `subject` that do not go to others of `group`.
 
         `answer` must not raise.
@@ -621,7 +626,7 @@ class Listener:
 class Share:
     """A part of the questions on a subject."""
 
-    def __init__(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.subscription: Subscription | None = None
         self._answer = answer
         self._answering: set[asyncio.Task[None]] = set()
@@ -644,7 +649,8 @@ class Share:
     async def _respond(self, msg: Msg) -> None:
         # Who does not get an answer asks again, or somebody else.
         with contextlib.suppress(NatsError):
-            await msg.respond(await self._answer(bytes(msg.data)))
+            tenant = (msg.headers or {}).get(TENANT_HEADER)
+            await msg.respond(await self._answer(bytes(msg.data), tenant))
 
 
 class _NotAnswered(Exception):

@@ -37,6 +37,7 @@ class Description:
 
 
 ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coordinator"
+GATEWAY = "gateway"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
 _ALL = (
@@ -196,6 +197,45 @@ _ALL = (
         "counter",
         COORDINATOR,
         "Requests found valid and handed to renderers.",
+    ),
+    # -- gateway ------------------------------------------------------------------------------
+    Description(
+        "http_requests_total",
+        "counter",
+        GATEWAY,
+        "HTTP requests that have ended, by route (`none` where there is none) and status.",
+        ("endpoint", "status"),
+    ),
+    Description("http_requests_in_flight", "gauge", GATEWAY, "HTTP requests that have not ended."),
+    Description(
+        "http_request_seconds",
+        "histogram",
+        GATEWAY,
+        "From an HTTP request's headers to the end of its answer, in seconds.",
+        ("endpoint",),
+        LONG_S,
+    ),
+    Description(
+        "http_time_to_first_token_seconds",
+        "histogram",
+        GATEWAY,
+        "From an HTTP request's headers to the first tokens of its answer, in seconds.",
+        ("endpoint",),
+        LONG_S,
+    ),
+    Description(
+        "http_tokens_total",
+        "counter",
+        GATEWAY,
+        "Tokens in answers, as far as they were read here.",
+        ("endpoint",),
+    ),
+    Description(
+        "http_answer_bytes_total",
+        "counter",
+        GATEWAY,
+        "Bytes of answers' bodies.",
+        ("endpoint",),
     ),
     # -- every stage --------------------------------------------------------------------------
     Description(

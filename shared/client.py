@@ -3,22 +3,32 @@ renderer what it would make of a request."""
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from shared import codec, media, subjects
 from shared.bus import Bus
 from shared.codec import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
 from shared.messages import (
+    Detokenized,
+    DetokenizeRequest,
+    FeaturesRequest,
     GenerateRequest,
     LogRecord,
+    ModelCard,
     Refusal,
+    RenderedFeatures,
     RenderedPrompt,
     Tokenized,
     TokenizeRequest,
+    decode_detokenized,
     decode_log_record,
+    decode_model_card,
     decode_refusal,
+    decode_rendered_features,
     decode_tokenized,
+    encode_request,
     to_json,
 )
 from shared.tokenlog import is_final
@@ -37,8 +47,17 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(8)}"
 
 
-async def ask(bus: Bus, request: GenerateRequest, request_id: str) -> AsyncIterator[LogRecord]:
+async def ask(
+    bus: Bus,
+    request: GenerateRequest,
+    request_id: str,
+    tenant: str = "",
+    sampling: Mapping[str, Any] | None = None,
+) -> AsyncIterator[LogRecord]:
     """Publish `request` and yield its log, each record once and in order, to the final one.
+
+    `sampling` are the sampling parameters that were given, in place of the request's: they win over
+    the model's configured defaults even where they are equal to the defaults of SamplingParams.
 
     A request id that was used before yields the log of the request that used it. Raises Overloaded
     when the queue is full, Unavailable when the broker does not take the request, or when a request
@@ -49,7 +68,8 @@ async def ask(bus: Bus, request: GenerateRequest, request_id: str) -> AsyncItera
     reader = _Reader(bus, request_id, 0)
     await reader.open()
     try:
-        known = await bus.publish(subjects.request(request.model), to_json(request), request_id)
+        data = encode_request(request, sampling)
+        known = await bus.publish(subjects.request(request.model), data, request_id, tenant)
         async for record in reader.records(at_once=known, timeout_s=request.timeout_s):
             yield record
     finally:
@@ -93,33 +113,69 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
 
 
 async def render(
-    bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S
+    bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
 ) -> tuple[RenderedPrompt, list[TensorData]] | Refusal:
     """What an engine would be given for `request`, and the tensors that its items name.
 
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
     renderer of the model answers.
     """
-    answer = await _question(bus, request.model, subjects.render, to_json(request), timeout_s)
+    question = to_json(request)
+    answer = await _question(bus, request.model, subjects.render, question, timeout_s, tenant)
     refusal = decode_refusal(answer)
     return codec.decode(answer, RenderedPrompt) if refusal is None else refusal
 
 
+async def render_features(
+    bus: Bus, request: FeaturesRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
+) -> RenderedFeatures | Refusal:
+    """What another server would be given for a request. Raises what `render` raises."""
+    question, model = to_json(request), request.request.model
+    answer = await _question(bus, model, subjects.features, question, timeout_s, tenant)
+    refusal = decode_refusal(answer)
+    return decode_rendered_features(answer) if refusal is None else refusal
+
+
 async def tokenize(
-    bus: Bus, model: str, request: TokenizeRequest, timeout_s: float = ANSWER_TIMEOUT_S
+    bus: Bus,
+    model: str,
+    request: TokenizeRequest,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    tenant: str = "",
 ) -> Tokenized | Refusal:
     """The tokens of a prompt. Raises what `render` raises."""
-    answer = await _question(bus, model, subjects.tokenize, to_json(request), timeout_s)
+    question = to_json(request)
+    answer = await _question(bus, model, subjects.tokenize, question, timeout_s, tenant)
     return decode_tokenized(answer)
 
 
+async def detokenize(
+    bus: Bus, model: str, request: DetokenizeRequest, timeout_s: float = ANSWER_TIMEOUT_S
+) -> Detokenized | Refusal:
+    """The text of tokens. Raises what `render` raises."""
+    answer = await _question(bus, model, subjects.detokenize, to_json(request), timeout_s)
+    return decode_detokenized(answer)
+
+
+async def model_card(
+    bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> ModelCard | Refusal:
+    """What can be asked of a model. Raises Unavailable when no renderer of it answers."""
+    return decode_model_card(await _question(bus, model, subjects.card, b"", timeout_s))
+
+
 async def _question(
-    bus: Bus, model: str, subject_of: Callable[[str], str], question: bytes, timeout_s: float
+    bus: Bus,
+    model: str,
+    subject_of: Callable[[str], str],
+    question: bytes,
+    timeout_s: float,
+    tenant: str = "",
 ) -> bytes:
     _check_name(model, "model")
     bus.check_size(question, subject_of(model))
     try:
-        return await bus.ask(subject_of(model), question, timeout_s)
+        return await bus.ask(subject_of(model), question, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has answered in {timeout_s:g} s") from None
 

@@ -5,7 +5,7 @@ This module reads neither files nor the environment: `parse` is given the text a
 """
 
 from collections.abc import Mapping
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -56,6 +56,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Engines that have the tower leave embeddings for one another, and look before they make any;
     see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    """In which form the model writes its calls of tools; by default what its chat template says."""
+    hash_model_id: str | None = None
+    """The name of the model in the hashes of pictures that are rendered for other servers, which
+    must have been started with it; by default `path`."""
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: folders in peft's format, relative to the
     configuration file."""
@@ -84,6 +89,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_token_log_mib: Positive = 2048
     """All token logs together; beyond it the oldest go first."""
     max_dead_mib: Positive = 512
+    max_job_mib: Positive = 128
+    """What gateways note of requests, all together; beyond it the oldest go first."""
     max_media_mib: Positive = 1024
     """Fetched and pinned pictures together; beyond it the oldest go first."""
     token_log_age_s: Seconds = 3600.0
@@ -206,6 +213,45 @@ class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     free one. Heartbeats tell which."""
 
 
+class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may use the gateway. `pagemill key` makes one, and the lines for it."""
+
+    name: str
+    """For logs and metrics; not secret."""
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    """Of the key, which itself is kept nowhere."""
+    tenant: str | None = None
+    """Nothing cached or stored for one tenant is found for another; by default the key's name."""
+    max_requests_per_minute: Positive | None = None
+    max_concurrent: Positive | None = None
+
+
+class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP door."""
+
+    listen: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """0 takes a free one, which the log and the heartbeat tell."""
+    api_keys: list[ApiKey] = []
+    """Without any, everybody who can connect may use it."""
+    allow_anonymous: bool = False
+    """Listen elsewhere than on the loopback address without keys."""
+    max_body_mib: Positive = 64
+    max_header_kib: Positive = 32
+    header_timeout_s: Seconds = 10.0
+    body_timeout_s: Seconds = 60.0
+    """For the whole of a body to arrive."""
+    cors_origins: list[str] = []
+    """Web pages of other origins that may use it, such as `https://chat.example`."""
+    tls_cert: str | None = None
+    """A file in PEM format, with the chain; relative to the configuration file."""
+    tls_key: str | None = None
+    page: bool = True
+    """Serve the web page at `/`."""
+    scale_out: bool = True
+    """Serve render, derender and token-in, token-out."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
     nats: NatsConfig = NatsConfig()
@@ -215,6 +261,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     encoder: EncoderConfig = EncoderConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -245,6 +292,7 @@ def parse(text: str, env: Mapping[str, str], source: str) -> Config:
     _check_ngrams(config.engine.speculative, source)
     _check_times(config.delivery, source)
     _check_networks(config.renderer, source)
+    _check_gateway(config.gateway, source)
     return config
 
 
@@ -317,6 +365,36 @@ def _check_networks(renderer: RendererConfig, source: str) -> None:
             raise ConfigError(
                 f"{source}: renderer.media_networks: {error}", field="renderer.media_networks"
             ) from error
+
+
+def _check_gateway(gateway: GatewayConfig, source: str) -> None:
+    def wrong(key: str, what: str) -> ConfigError:
+        return ConfigError(f"{source}: gateway.{key}: {what}", field=f"gateway.{key}")
+
+    if not (gateway.api_keys or gateway.allow_anonymous or _is_loopback(gateway.listen)):
+        raise wrong(
+            "api_keys",
+            f"there are none, and {gateway.listen} can be reached from elsewhere: make one with"
+            " `pagemill key`, or set gateway.allow_anonymous",
+        )
+    if (gateway.tls_cert is None) != (gateway.tls_key is None):
+        raise wrong("tls_key", "tls_cert and tls_key belong together")
+    if len({key.sha256 for key in gateway.api_keys}) < len(gateway.api_keys):
+        raise wrong("api_keys", "a key is there twice")
+    for key in gateway.api_keys:
+        for name in (key.name, key.name if key.tenant is None else key.tenant):
+            if not is_name(name):
+                raise wrong(
+                    "api_keys",
+                    f"{name!r} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'",
+                )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_models(config: Config, source: str) -> None:

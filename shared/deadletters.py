@@ -7,7 +7,7 @@ import msgspec
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import InvalidRequest, NotFound
-from shared.messages import TENANT_HEADER, DeadLetter
+from shared.messages import DeadLetter, tenant_header
 
 _letter = msgspec.msgpack.Decoder(DeadLetter)
 
@@ -43,6 +43,5 @@ async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant:
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     # Under a message id of its own it would be taken for the first one's repetition.
-    headers = {TENANT_HEADER: tenant} if tenant else {}
-    await bus.publish_unnamed(subjects.request(model), request, headers)
+    await bus.publish_unnamed(subjects.request(model), request, tenant_header(tenant))
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))

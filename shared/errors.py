@@ -6,10 +6,12 @@ PagemillError
 │   ├── UnknownModel        no such model is configured here
 │   ├── UnknownAdapter      the model has no adapter of that name here
 │   ├── UnsupportedContent  a content part that the model has no stage for
+│   ├── InvalidGrammar      a schema, expression or grammar that answers cannot be held to
 │   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
 │   ├── MediaBlocked        a picture from a place that pictures are not fetched from
 │   ├── MediaTooLarge       a picture over the byte, pixel or count limit
 │   ├── MediaNotFound       a picture that is named by its hash, and is not stored here
+│   ├── MMCacheMiss         an item that is named by its hash alone, and is not known here
 │   ├── ContextTooLong      prompt and answer do not fit the model's context
 │   ├── PayloadTooLarge     a message over the broker's limit
 │   └── Cancelled           somebody asked for it
@@ -78,6 +80,10 @@ class UnsupportedContent(RequestError):
     code = "unsupported_content"
 
 
+class InvalidGrammar(RequestError):
+    code = "invalid_grammar"
+
+
 class InvalidMedia(RequestError):
     code = "invalid_media"
 
@@ -92,6 +98,10 @@ class MediaTooLarge(RequestError):
 
 class MediaNotFound(RequestError):
     code = "media_not_found"
+
+
+class MMCacheMiss(RequestError):
+    code = "mm_cache_miss"
 
 
 class ContextTooLong(RequestError):

@@ -10,8 +10,15 @@ any role → operators      DeadLetter                 pm.dead.<role>.<id>      
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
 client → renderer → client   GenerateRequest → RenderedPrompt | Refusal
                                                      pm.render.<model>           envelope | JSON
+client → renderer → client   FeaturesRequest → RenderedFeatures | Refusal
+                                                     pm.features.<model>         msgpack | JSON
 client → renderer → client   TokenizeRequest → Tokenized | Refusal
                                                      pm.tokenize.<model>         JSON
+client → renderer → client   DetokenizeRequest → Detokenized | Refusal
+                                                     pm.detokenize.<model>       JSON
+client → renderer → client   (empty) → ModelCard | Refusal
+                                                     pm.card.<model>             JSON
+gateway → gateways        JobRecord                  pm.job.<id>                 JSON
 client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
 client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
 renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
@@ -25,14 +32,16 @@ what only workers read is msgpack. Unknown fields in a client's message are refu
 parameter must not be ignored in silence.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shared.errors import PagemillError
-from shared.multimodal import BlobRef, MultiModalKwargsItem
-from shared.sampling import SamplingParams
+from shared.errors import InvalidRequest, PagemillError
+from shared.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange, content_hash
+from shared.sampling import SamplingParams, TokenId
+from shared.subjects import MAX_NAME_LEN, is_name
 
 # ---------------------------------------------------------------------------------------------
 # client → coordinator
@@ -44,6 +53,27 @@ Nothing that is cached for one tenant is found for another. Whoever may publish 
 to say for whom: the header is set by what has authenticated the client, and never copied from what
 the client has written. A body that names a tenant is refused like any unknown field.
 """
+
+
+def tenant_of(header: str | None) -> str:
+    """For whom a request is, by its TENANT_HEADER; "" without one.
+
+    Whoever may publish requests is trusted in this. Raises InvalidRequest for what is no name: were
+    it taken for none, a slip in one gateway would put its tenants together with everybody else.
+    """
+    if header is None:
+        return ""
+    if not is_name(header):
+        raise InvalidRequest(
+            f"the header {TENANT_HEADER} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'",
+            field=TENANT_HEADER,
+        )
+    return header
+
+
+def tenant_header(tenant: str) -> dict[str, str]:
+    """As headers of a message; none for nobody in particular."""
+    return {TENANT_HEADER: tenant} if tenant else {}
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
@@ -65,14 +95,65 @@ class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"
 ContentPart = TextPart | ImagePart
 
 
+class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["system", "user", "assistant"]
-    content: str | list[ContentPart]
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    """None only beside `tool_calls`."""
+    tool_calls: list[ToolCall] = []
+    """Of the assistant."""
+    tool_call_id: str | None = None
+    """Of a tool: the call that this is the result of."""
+    name: str | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+
+
+class Feature(Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture that somebody else has processed, and where in the prompt its tokens are."""
+
+    modality: Literal["image"]
+    mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
+    """Whatever the client calls it by; our caches do not trust it."""
+    offset: Annotated[int, Meta(ge=0)]
+    length: Annotated[int, Meta(gt=0)]
+    data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
+    """Names the item's bytes, stored like a picture; None for an item that the same tenant has sent
+    before under the same `mm_hash`."""
 
 
 class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The prompt is one of three: `messages`, `prompt` or `prompt_token_ids`."""
+
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)]
+    messages: Messages | None = None
     sampling_params: SamplingParams | UnsetType = UNSET
     """Fields left out take the model's configured defaults."""
     request_id: str | None = None
@@ -82,6 +163,37 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """From acceptance to the last record; by default and at most what is configured."""
     adapter: str | None = None
     """One of the model's configured LoRA adapters; without one the model answers as it is."""
+    prompt: str | None = None
+    """Text as it is, in which the tokenizer may find control tokens."""
+    prompt_token_ids: TokenIds | None = None
+    """Taken as they are; a picture's tokens are there already, and it itself is in `features`."""
+    features: Annotated[list[Feature], Meta(max_length=1024)] = []
+    """Only with `prompt_token_ids`."""
+    tools: Tools = []
+    """Only with `messages`, like `template_kwargs`."""
+    template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template; `add_generation_prompt` and `continue_final_message` mean
+    what they mean in transformers."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own, such as a BOS. By default it does to a `prompt`, and to
+    messages where the model's own processor does."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """Nothing that is cached for one salt is found with another, or without one."""
+
+
+class Prompt(Struct, frozen=True, omit_defaults=True):
+    """What a request asks, checked: one of `messages`, `text` and `token_ids`.
+
+    The other fields mean what those of GenerateRequest mean; see `shared.prompts`.
+    """
+
+    messages: list[Message] = []
+    text: str | None = None
+    token_ids: list[int] | None = None
+    features: list[Feature] = []
+    tools: list[Tool] = []
+    template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool | None = None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -112,13 +224,20 @@ class Acceptance(Struct, frozen=True, array_like=True):
     receipt: str
     tenant: str = ""
     """Part of the key of every cache on the way; see TENANT_HEADER."""
+    cache_salt: str = ""
+    """Another part of these keys, which the client has chosen."""
+
+    @property
+    def cache_scope(self) -> str:
+        """The two in one: what was cached in one scope is not found in another."""
+        return content_hash(self.tenant, self.cache_salt) if self.cache_salt else self.tenant
 
 
 class RenderTask(Struct, frozen=True):
     request_id: str
     model: str
     lane: str
-    messages: list[Message]
+    prompt: Prompt
     sampling_params: SamplingParams
     accepted: Acceptance
     path: list[Hop]
@@ -247,10 +366,17 @@ LogRecord = TokenChunk | Finish | Failure
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the two: `messages` go through the model's chat template, `prompt` is taken as is."""
+    """One of the two: `messages` go through the model's chat template, `prompt` is taken as is.
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=1024)] | None = None
+    The fields mean what those of GenerateRequest mean.
+    """
+
+    messages: Messages | None = None
     prompt: str | None = None
+    tools: Tools = []
+    template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
@@ -260,6 +386,57 @@ class Tokenized(Struct, frozen=True, tag="tokens"):
     max_model_len: int
     """Prompt and answer together; a prompt with more tokens is not refused here."""
     token_ids: list[int]
+    token_strs: list[str] = []
+    """As the tokenizer spells them."""
+
+
+class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+
+
+class Detokenized(Struct, frozen=True, tag="text"):
+    prompt: str
+    """Text of all the tokens together, control tokens included."""
+    token_bytes: list[bytes]
+    """Of each token alone; base64 in JSON."""
+
+
+class ModelCard(Struct, frozen=True, tag="card"):
+    """What can be asked of a model."""
+
+    model: str
+    max_model_len: int
+    """In tokens, prompt and answer together."""
+    vocab_size: int
+    takes_pictures: bool
+    takes_tools: bool
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    """In which form it writes its calls, if that is known."""
+
+
+class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request to be rendered for another server, in the form of vLLM's render protocol."""
+
+    request: GenerateRequest
+    payload: Literal["tensors", "none"] = "tensors"
+    """Whether the pictures' data are wanted, or their hashes and places alone."""
+
+
+class RenderedFeature(Struct, frozen=True):
+    modality: str
+    mm_hash: str
+    placeholder: PlaceholderRange
+    kwargs_data: bytes | None = None
+    """The item as msgpack, see `shared.vllmwire`."""
+    mm_metadata: bytes | None = None
+    """The same with nothing but what the language model needs to know of the picture."""
+
+
+class RenderedFeatures(Struct, frozen=True):
+    """In the order of the prompt."""
+
+    prompt_token_ids: list[int]
+    features: list[RenderedFeature]
 
 
 class RenderedPrompt(Struct, frozen=True):
@@ -273,6 +450,24 @@ class Refusal(Struct, frozen=True, tag="error"):
     """An answer that is none."""
 
     error: ErrorInfo
+
+
+# ---------------------------------------------------------------------------------------------
+# between gateways
+
+
+class JobRecord(Struct, frozen=True):
+    """What a gateway must know of a request, besides its log, to answer for it."""
+
+    kind: Literal["chat", "completion", "generate"]
+    model: str
+    tenant: str
+    created_s: int
+    """Unix seconds."""
+    durable: bool
+    """Whether it goes on when the client's connection has closed."""
+    options: dict[str, Any] = {}
+    """What the answer's shape depends on."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -359,6 +554,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     blobs: BlobAddress | None = None
     metrics: tuple[str, int] | None = None
     """Address and port of its HTTP endpoint, if it has one."""
+    url: str | None = None
+    """A gateway's."""
 
 
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
@@ -390,6 +587,14 @@ _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
 _tokenize_from_json = msgspec.json.Decoder(TokenizeRequest)
 _tokenize_from_msgpack = msgspec.msgpack.Decoder(TokenizeRequest)
 _tokenized = msgspec.json.Decoder(Tokenized | Refusal)
+_features_from_json = msgspec.json.Decoder(FeaturesRequest)
+_features_from_msgpack = msgspec.msgpack.Decoder(FeaturesRequest)
+_rendered_features = msgspec.msgpack.Decoder(RenderedFeatures)
+_detokenize_from_json = msgspec.json.Decoder(DetokenizeRequest)
+_detokenize_from_msgpack = msgspec.msgpack.Decoder(DetokenizeRequest)
+_detokenized = msgspec.json.Decoder(Detokenized | Refusal)
+_model_card = msgspec.json.Decoder(ModelCard | Refusal)
+_job_record = msgspec.json.Decoder(JobRecord)
 _refusal = msgspec.json.Decoder(Refusal)
 _log_record = msgspec.json.Decoder(LogRecord)
 
@@ -399,21 +604,68 @@ to_json = msgspec.json.Encoder().encode
 to_msgpack = msgspec.msgpack.Encoder().encode
 
 
+def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> bytes:
+    """JSON. `sampling` are the parameters that were given, in place of `request`'s.
+
+    A Struct does not tell a value that was given from a default that is equal to it, and the
+    model's configured defaults give way to what was given alone.
+    """
+    if sampling is None:
+        return to_json(request)
+    return to_json(msgspec.structs.asdict(request) | {"sampling_params": sampling})
+
+
 def decode_request(data: bytes) -> GenerateRequest:
     """JSON or msgpack. Raises msgspec.MsgspecError."""
-    # JSON objects start with a brace, after white space at most; msgpack maps never do.
-    packed = bool(data) and data[0] >= 0x80
-    decoder = _request_from_msgpack if packed else _request_from_json
+    decoder = _request_from_msgpack if _is_packed(data) else _request_from_json
     request: GenerateRequest = decoder.decode(data)
     return request
 
 
 def decode_tokenize_request(data: bytes) -> TokenizeRequest:
     """JSON or msgpack. Raises msgspec.MsgspecError."""
-    packed = bool(data) and data[0] >= 0x80
-    decoder = _tokenize_from_msgpack if packed else _tokenize_from_json
+    decoder = _tokenize_from_msgpack if _is_packed(data) else _tokenize_from_json
     request: TokenizeRequest = decoder.decode(data)
     return request
+
+
+def decode_features_request(data: bytes) -> FeaturesRequest:
+    """JSON or msgpack. Raises msgspec.MsgspecError."""
+    decoder = _features_from_msgpack if _is_packed(data) else _features_from_json
+    request: FeaturesRequest = decoder.decode(data)
+    return request
+
+
+def decode_detokenize_request(data: bytes) -> DetokenizeRequest:
+    """JSON or msgpack. Raises msgspec.MsgspecError."""
+    decoder = _detokenize_from_msgpack if _is_packed(data) else _detokenize_from_json
+    request: DetokenizeRequest = decoder.decode(data)
+    return request
+
+
+def _is_packed(data: bytes) -> bool:
+    """JSON objects start with a brace, after white space at most; msgpack maps never do."""
+    return bool(data) and data[0] >= 0x80
+
+
+def decode_rendered_features(data: bytes) -> RenderedFeatures:
+    rendered: RenderedFeatures = _rendered_features.decode(data)
+    return rendered
+
+
+def decode_detokenized(data: bytes) -> Detokenized | Refusal:
+    answer: Detokenized | Refusal = _detokenized.decode(data)
+    return answer
+
+
+def decode_model_card(data: bytes) -> ModelCard | Refusal:
+    answer: ModelCard | Refusal = _model_card.decode(data)
+    return answer
+
+
+def decode_job_record(data: bytes) -> JobRecord:
+    record: JobRecord = _job_record.decode(data)
+    return record
 
 
 def decode_tokenized(data: bytes) -> Tokenized | Refusal:

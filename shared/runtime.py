@@ -59,6 +59,8 @@ class Context:
         self.metrics = Metrics(role, worker)
         self.stage = Stage(bus, role, self.worker, VERSION, config.delivery, self.metrics)
         self.shutdown = Shutdown()
+        self.url: str | None = None
+        """Where a gateway serves; told with every heartbeat."""
         self._blobs: Blobs | None = None
         self._endpoint: Endpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -103,7 +105,15 @@ class Context:
                 told, address = told | self._blobs.load(), self._blobs.address
             metrics = None if self._endpoint is None else self._endpoint.address
             beat = Heartbeat(
-                self.role, self.worker, VERSION, os.getpid(), models, told, address, metrics
+                role=self.role,
+                worker=self.worker,
+                version=VERSION,
+                pid=os.getpid(),
+                models=models,
+                load=told,
+                blobs=address,
+                metrics=metrics,
+                url=self.url,
             )
             try:
                 await self.bus.put_heartbeat(self.worker, to_json(beat))

@@ -1,6 +1,6 @@
 """How a request wants its tokens chosen; the ranges are part of the type and of its schema."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -15,6 +15,25 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\S")]
 TokenId = Annotated[int, Meta(ge=0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the answer must be a text of: exactly one of these."""
+
+    json_schema: dict[str, Any] | None = None
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    """In llguidance's form of Lark."""
+
+    def __post_init__(self) -> None:
+        given = (self.json_schema, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(form is not None for form in given) != 1:
+            raise ValueError(
+                "Expected exactly one of json_schema, json_object, regex, choice and grammar"
+            )
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,3 +73,4 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     skip_special_tokens: bool = True
     """In the text: they are always among the token ids."""
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputs | None = None

@@ -35,6 +35,7 @@ from shared.messages import (
 )
 from shared.metrics import Metrics
 from shared.multimodal import BlobRef
+from shared.prompts import prompt_of
 from shared.retry import NO_HISTORY
 from shared.tokenlog import LogWriter, end_request, is_final, last_record
 
@@ -292,7 +293,7 @@ class Stage:
             request_id=task.request_id,
             model=task.model,
             lane=task.lane,
-            messages=decode_request(request).messages,
+            prompt=prompt_of(decode_request(request)),
             sampling_params=task.sampling_params,
             accepted=task.accepted,
             path=[*task.path, self.hop(job)],

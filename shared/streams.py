@@ -94,6 +94,16 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
             num_replicas=replicas,
         ),
         api.StreamConfig(
+            name=subjects.JOBS_STREAM,
+            subjects=[subjects.JOBS_FILTER],
+            # What a gateway knows of a request is of use as long as its log is there.
+            max_age=delivery.token_log_age_s,
+            max_bytes=delivery.max_job_mib * MIB,
+            max_msgs_per_subject=1,
+            allow_direct=True,
+            num_replicas=replicas,
+        ),
+        api.StreamConfig(
             name=subjects.DEAD_STREAM,
             subjects=[subjects.DEAD_FILTER],
             max_bytes=delivery.max_dead_mib * MIB,

@@ -10,6 +10,7 @@ REQUESTS_STREAM = "REQUESTS"
 STAGES_STREAM = "STAGES"
 TOKENS_STREAM = "TOKENS"
 DEAD_STREAM = "DEAD"
+JOBS_STREAM = "JOBS"
 CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
 EMBEDDINGS_STREAM = "EMBEDDINGS"
@@ -21,6 +22,7 @@ WORKERS_STREAM = "KV_pm_workers"
 REQUESTS_FILTER = "pm.request.>"
 STAGES_FILTER = "pm.stage.>"
 DEAD_FILTER = "pm.dead.>"
+JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
 EMBEDDINGS_FILTER = "pm.embedding.*"
@@ -113,7 +115,22 @@ def tokenize(model: str) -> str:
     return f"pm.tokenize.{model}"
 
 
-# Of those who answer on these two.
+def detokenize(model: str) -> str:
+    """Where renderers tell the text of tokens; core NATS."""
+    return f"pm.detokenize.{model}"
+
+
+def features(model: str) -> str:
+    """Where renderers render for other servers; core NATS."""
+    return f"pm.features.{model}"
+
+
+def card(model: str) -> str:
+    """Where renderers tell what can be asked of a model; core NATS."""
+    return f"pm.card.{model}"
+
+
+# Of those who answer on these.
 RENDERERS_GROUP = "renderers"
 
 REQUESTS_CONSUMER = "coordinator"
@@ -190,6 +207,11 @@ def kv(engine: str) -> str:
 
 def heartbeat(worker: str) -> str:
     return f"$KV.pm_workers.{worker}"
+
+
+def job(request_id: str) -> str:
+    """What gateways must know of a request, besides its log."""
+    return f"pm.job.{request_id}"
 
 
 def dead(role: str, request_id: str) -> str:

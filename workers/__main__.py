@@ -22,15 +22,16 @@ from shared.client import new_request_id
 from shared.errors import PagemillError
 from workers import exporting, operating, settings, watching
 from workers.asking import Question, ask_and_print, follow_and_print
-from workers.local import LocalCluster, default_workers
+from workers.local import LocalCluster, WorkerSpec, default_workers
 from workers.previewing import render_and_print, tokenize_and_print
 
-Role = Literal["coordinator", "renderer", "encoder", "engine"]
+Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
 ROLE_MODULES = {
     "coordinator": "workers.coordinator.worker",
     "renderer": "workers.renderer.worker",
     "encoder": "workers.encoder.worker",
     "engine": "workers.engine.main",
+    "gateway": "workers.gateway.worker",
 }
 
 ConfigFile = Annotated[
@@ -64,7 +65,8 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
     telemetry.setup(loaded.log_level, role="up")
-    cluster = LocalCluster(loaded, file, default_workers(loaded), nats)
+    workers = [*default_workers(loaded), WorkerSpec("gateway")]
+    cluster = LocalCluster(loaded, file, workers, nats)
     return uvloop.run(_up(cluster))
 
 
@@ -85,7 +87,11 @@ async def _up(cluster: LocalCluster) -> int:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
         if start.done():
             start.result()
-            errors.print(f"[bold green]ready[/] at {cluster.url}; Ctrl-C drains and stops")
+            errors.print(
+                f"[bold green]ready[/] at {cluster.url} and {cluster.door};"
+                " Ctrl-C drains and stops",
+                soft_wrap=True,
+            )
             await stop
         errors.print("draining …")
     finally:

@@ -69,6 +69,8 @@ class LocalCluster:
         self._refused: asyncio.Future[None] | None = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self.url = url or config.nats.url or ""
+        self.door: str | None = None
+        """The URL of a gateway of ours, once it is ready."""
 
     async def start(self) -> None:
         """Returns when every worker has announced that it is ready.
@@ -176,7 +178,9 @@ class LocalCluster:
     async def _ready_roles(self, bus: Bus) -> Counter[str]:
         pids = {process.pid for process in self._processes.values()}
         beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
-        return Counter(beat.role for beat in beats if beat.pid in pids)
+        ours = [beat for beat in beats if beat.pid in pids]
+        self.door = next((beat.url for beat in ours if beat.url is not None), None)
+        return Counter(beat.role for beat in ours)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,14 @@ def load_config(file: Path | None) -> Config:
     if embeddings.path is not None:
         path = str(folder / embeddings.path)
         embeddings = msgspec.structs.replace(embeddings, path=path)
-    return msgspec.structs.replace(config, models=models, embeddings=embeddings)
+    gateway = config.gateway
+    if gateway.tls_cert is not None and gateway.tls_key is not None:
+        gateway = msgspec.structs.replace(
+            gateway,
+            tls_cert=str(folder / gateway.tls_cert),
+            tls_key=str(folder / gateway.tls_key),
+        )
+    return msgspec.structs.replace(config, models=models, embeddings=embeddings, gateway=gateway)
 
 
 def check_paths(config: Config) -> None:

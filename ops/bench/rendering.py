@@ -32,6 +32,7 @@ from shared.messages import (
     ImagePart,
     ImageURL,
     Message,
+    Prompt,
     Refusal,
     RenderTask,
     TextPart,
@@ -88,7 +89,7 @@ class Sink:
         # Of a request that nobody keeps: there is no coordinator to ask for it.
         accepted = Acceptance(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
         task = RenderTask(
-            request_id, MODEL, subjects.LANES[0], messages, SamplingParams(), accepted, []
+            request_id, MODEL, subjects.LANES[0], Prompt(messages), SamplingParams(), accepted, []
         )
         subject = subjects.stage("renderer", MODEL, task.lane, request_id)
         await self._bus.publish(subject, to_msgpack(task), request_id)

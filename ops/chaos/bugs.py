@@ -141,9 +141,11 @@ def _message_id_not_unique() -> None:
 
     publish = Bus.publish
 
-    async def shortened(self: Any, subject: str, data: bytes, msg_id: str) -> bool:
+    async def shortened(
+        self: Any, subject: str, data: bytes, msg_id: str, tenant: str = ""
+    ) -> bool:
         request_id, colon, rest = msg_id.partition(":")
-        return await publish(self, subject, data, f"{request_id[:-1]}{colon}{rest[-8:]}")
+        return await publish(self, subject, data, f"{request_id[:-1]}{colon}{rest[-8:]}", tenant)
 
     _put(Bus, "publish", shortened)
 

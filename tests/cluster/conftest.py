@@ -56,7 +56,7 @@ def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = os.environ | {"PAGEMILL_NATS__PORT": str(port)}
+    env = os.environ | {"PAGEMILL_NATS__PORT": str(port), "PAGEMILL_GATEWAY__PORT": "0"}
     with log.open("ab") as stderr:
         process = subprocess.Popen(
             [*PAGEMILL, "up", "--config", str(config)], cwd=folder, env=env, stderr=stderr

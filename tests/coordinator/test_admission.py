@@ -14,8 +14,9 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
+from shared.messages import tenant_of
 from shared.sampling import SamplingParams
-from workers.coordinator.admission import admit, request_id_of, tenant_of
+from workers.coordinator.admission import admit, request_id_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
 GOOD: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -63,11 +64,11 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (b"\x82\xa5model", InvalidRequest, None, "msgpack"),
     (b"\xdd\xff\xff\xff\xff", InvalidRequest, None, "object"),
     (b'{"a":' * 100_000, InvalidRequest, "a", "unknown field"),
-    ({"model": "demo"}, InvalidRequest, None, "messages"),
+    ({"model": "demo"}, InvalidRequest, "messages", "messages"),
     (GOOD | {"messages": []}, InvalidRequest, "messages", "length >= 1"),
     (GOOD | {"model": "other"}, InvalidRequest, "model", "subject"),
     (GOOD | {"tenant": "somebody"}, InvalidRequest, "tenant", "unknown field"),
-    (GOOD | {"cache_salt": "somebody"}, InvalidRequest, "cache_salt", "unknown field"),
+    (GOOD | {"cache_key": "somebody"}, InvalidRequest, "cache_salt", "unknown field"),
     (GOOD | {"temperatur": 1}, InvalidRequest, "temperatur", "unknown field"),
     (GOOD | {"request_id": "other"}, InvalidRequest, "request_id", "Nats-Msg-Id"),
     (with_sampling(temperatur=1), InvalidRequest, "sampling_params.temperatur", "unknown field"),
@@ -153,7 +154,7 @@ def test_an_unknown_model_is_told_what_there_is() -> None:
 def test_an_adapter_is_one_of_the_models_own() -> None:
     models = MODELS | {"tuned": ModelConfig(path="x", adapters={"pirate": "p", "formal": "f"})}
     body = GOOD | {"model": "tuned", "adapter": "pirate"}
-    request, _ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models)
+    request, *_ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models)
     assert request.adapter == "pirate"
     for model, named in (("tuned", "formal, pirate"), ("demo", "none")):
         body = GOOD | {"model": model, "adapter": "other"}

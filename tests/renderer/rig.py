@@ -24,6 +24,7 @@ from shared.messages import (
     ImagePart,
     ImageURL,
     Message,
+    Prompt,
     RenderTask,
     TextPart,
     to_msgpack,
@@ -65,7 +66,8 @@ def task_for(bus: Bus, model: str, messages: list[Message]) -> RenderTask:
     now_ms = bus.now_ms()
     accepted = Acceptance(now_ms, now_ms + 60_000, next(_sequences), "$JS.ACK.none")
     request_id = f"t-{secrets.token_hex(6)}"
-    return RenderTask(request_id, model, "interactive", messages, SamplingParams(), accepted, [])
+    prompt = Prompt(messages)
+    return RenderTask(request_id, model, "interactive", prompt, SamplingParams(), accepted, [])
 
 
 async def publish(bus: Bus, task: RenderTask) -> None:

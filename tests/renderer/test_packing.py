@@ -13,7 +13,7 @@ from shared.bus import Bus
 from shared.codec import TensorData
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
-from shared.messages import Acceptance, EncodeTask, RenderTask
+from shared.messages import Acceptance, EncodeTask, Prompt, RenderTask
 from shared.multimodal import BlobRef, PlaceholderRange, embedding_key
 from shared.sampling import SamplingParams
 from shared.tensors import from_numpy
@@ -45,7 +45,7 @@ def packer(bus: Bus, blobs: Blobs, model: str, **more: Any) -> Packer:
 def task_of(bus: Bus, model: str, lane: str = "interactive") -> RenderTask:
     accepted = Acceptance(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
     id = f"r{secrets.token_hex(4)}"
-    return RenderTask(id, model, lane, [], SamplingParams(), accepted, [])
+    return RenderTask(id, model, lane, Prompt(), SamplingParams(), accepted, [])
 
 
 def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> Prepared:

@@ -556,6 +556,6 @@ async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     assert await stage.take(job) is not None
     await stage.send_back(job, task, BlobLost("gone"))
     rendering = msgspec.msgpack.decode((await again.next()).data, type=RenderTask)
-    assert rendering.messages == decode_request(request).messages
+    assert rendering.prompt.messages == decode_request(request).messages
     assert (rendering.sampling_params, rendering.adapter) == (SamplingParams(n=2), "tuned")
     assert rendering.round == 1

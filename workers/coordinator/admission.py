@@ -8,7 +8,8 @@ import msgspec
 from shared import subjects
 from shared.config import DeliveryConfig, ModelConfig, split_path
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
-from shared.messages import TENANT_HEADER, GenerateRequest
+from shared.messages import GenerateRequest, Prompt
+from shared.prompts import prompt_of
 from shared.sampling import SamplingParams
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
@@ -37,23 +38,6 @@ def request_id_of(header: str | None, data: bytes) -> str | None:
     return found if found is not None and subjects.is_request_id(found) else None
 
 
-def tenant_of(header: str | None) -> str:
-    """For whom a request is, by its TENANT_HEADER; "" without one.
-
-    Whoever may publish requests is trusted in this. Raises InvalidRequest for what is no name: were
-    it taken for none, a slip in one gateway would put its tenants together with everybody else.
-    """
-    if header is None:
-        return ""
-    if not subjects.is_name(header):
-        raise InvalidRequest(
-            f"the header {TENANT_HEADER} must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-'"
-            " or '_'",
-            field=TENANT_HEADER,
-        )
-    return header
-
-
 class _OnlyId(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
@@ -63,7 +47,7 @@ _ids = (msgspec.json.Decoder(_OnlyId), msgspec.msgpack.Decoder(_OnlyId))
 
 def admit(
     subject: str, request_id: str, data: bytes, models: Mapping[str, ModelConfig]
-) -> tuple[GenerateRequest, SamplingParams]:
+) -> tuple[GenerateRequest, SamplingParams, Prompt]:
     """Decode and validate; sampling parameters left out take the model's defaults.
 
     Raises a RequestError that names the field and what is allowed.
@@ -96,7 +80,8 @@ def admit(
         )
     merged = dict(model.sampling_defaults) | given
     # In JSON the token ids of `logit_bias` are strings, like all keys.
-    return request, msgspec.convert(merged, SamplingParams, str_keys=True)
+    resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
+    return request, resolved, prompt_of(request)
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:

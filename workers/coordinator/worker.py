@@ -10,13 +10,20 @@ import asyncio
 from shared import subjects
 from shared.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
-from shared.messages import Acceptance, GenerateRequest, RenderTask, to_msgpack
+from shared.messages import (
+    Acceptance,
+    GenerateRequest,
+    Prompt,
+    RenderTask,
+    tenant_of,
+    to_msgpack,
+)
 from shared.retry import History
 from shared.runtime import Context
 from shared.sampling import SamplingParams
 from shared.stage import Job, serve
 from shared.tokenlog import end_request, is_final, last_record
-from workers.coordinator.admission import admit, deadline_ms, request_id_of, tenant_of
+from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
 # Few, for a request may have megabytes, and what waits here longer than the ack wait comes twice.
 CAPACITY = 8
@@ -85,7 +92,7 @@ class Coordinator:
         if last is not None and is_final(last):
             await self._stage.finish(job)
             return
-        request, sampling = admit(
+        request, sampling, prompt = admit(
             delivery.subject, job.request_id, delivery.data, self._context.config.models
         )
         accepted = Acceptance(
@@ -94,16 +101,17 @@ class Coordinator:
             sequence=delivery.sequence,
             receipt=delivery.receipt,
             tenant=tenant_of(delivery.tenant),
+            cache_salt=request.cache_salt or "",
         )
         if bus.now_ms() >= accepted.deadline_ms:
             await self._expire(job, accepted)
             return
         job.accepted = accepted
-        await self._hand_over(job, request, sampling)
+        await self._hand_over(job, request, sampling, prompt)
         await delivery.retry((accepted.deadline_ms - bus.now_ms()) / 1000)
 
     async def _hand_over(
-        self, job: Job, request: GenerateRequest, sampling: SamplingParams
+        self, job: Job, request: GenerateRequest, sampling: SamplingParams, prompt: Prompt
     ) -> None:
         assert job.request_id is not None
         assert job.accepted is not None
@@ -111,7 +119,7 @@ class Coordinator:
             request_id=job.request_id,
             model=request.model,
             lane=request.lane,
-            messages=request.messages,
+            prompt=prompt,
             sampling_params=sampling,
             accepted=job.accepted,
             path=[self._stage.hop(job)],

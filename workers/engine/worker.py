@@ -217,7 +217,7 @@ class EngineWorker:
             sampling=task.sampling_params,
             logged=logged_choices(log.records, task.sampling_params.n),
             lane=task.lane,
-            tenant=task.accepted.tenant,
+            tenant=task.accepted.cache_scope,
             adapter=task.adapter,
         )
         flow = Flow(job, task, log, Timing.of(task, job.received_ms, log.records))

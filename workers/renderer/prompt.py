@@ -41,7 +41,7 @@ def expand(
 def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
     """Every picture with its field name, in the order in which the template writes them."""
     for i, message in enumerate(messages):
-        if isinstance(message.content, str):
+        if message.content is None or isinstance(message.content, str):
             continue
         for j, part in enumerate(message.content):
             if isinstance(part, ImagePart):
@@ -51,7 +51,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
 def texts(message: Message) -> list[str]:
     if isinstance(message.content, str):
         return [message.content]
-    return [part.text for part in message.content if isinstance(part, TextPart)]
+    return [part.text for part in message.content or [] if isinstance(part, TextPart)]
 
 
 def template_messages(
@@ -78,6 +78,8 @@ def _template_content(
     message: Message, parts: bool, strings: bool, text: Callable[[str], str]
 ) -> str | list[dict[str, str]]:
     content = message.content
+    if content is None:
+        return ""
     if isinstance(content, str):
         if strings:
             return text(content)

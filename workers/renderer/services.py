@@ -23,6 +23,7 @@ from shared.messages import (
     decode_request,
     decode_tokenize_request,
     error_info,
+    tenant_of,
     to_json,
 )
 from workers.renderer.processor import Processor
@@ -67,13 +68,15 @@ class Services:
         await stop.wait()
         await asyncio.gather(*(share.stop(drain_s) for share in self._shares))
 
-    async def _answer(self, work: Callable[[bytes], Awaitable[bytes]], question: bytes) -> bytes:
+    async def _answer(
+        self, work: Callable[[bytes, str], Awaitable[bytes]], question: bytes, tenant: str | None
+    ) -> bytes:
         if self._num_held >= MAX_HELD:
             return _refusal(Overloaded(f"{MAX_HELD} others wait for this renderer's answer"))
         self._num_held += 1
         try:
             async with self._credit:
-                return await work(question)
+                return await work(question, tenant_of(tenant))
         except PagemillError as error:
             return _refusal(error)
         except Exception:
@@ -82,20 +85,20 @@ class Services:
         finally:
             self._num_held -= 1
 
-    async def _render(self, model: str, question: bytes) -> bytes:
+    async def _render(self, model: str, question: bytes, tenant: str) -> bytes:
         request = await _decoded(decode_request, question)
         if request.model != model:
             raise InvalidRequest(
                 f"model is {request.model!r}, but the subject names {model!r}", field="model"
             )
         processor = self._processors[model]
-        rendered = await self._path.render(processor, request.messages, self._bus.max_payload)
+        rendered = await self._path.render(processor, request.messages or [], self._bus.max_payload)
         head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
         answer = codec.encode(head, rendered.tensors)
         self._bus.check_size(answer, "this answer")
         return answer
 
-    async def _tokenize(self, model: str, question: bytes) -> bytes:
+    async def _tokenize(self, model: str, question: bytes, tenant: str) -> bytes:
         request = await _decoded(decode_tokenize_request, question)
         processor = self._processors[model]
         if request.messages is not None and request.prompt is None:

@@ -172,7 +172,7 @@ class RendererWorker:
 
         rendered = await self._main_path.render(
             self._processors[task.model],
-            task.messages,
+            task.prompt.messages,
             await self._media_of(task, job),
             (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
             task,
@@ -197,7 +197,7 @@ class RendererWorker:
     async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
         media = self._open_media(task.request_id, task.accepted.sequence, task.accepted.tenant)
         tried_before = job.delivery.attempt > 1 or task.round > 0
-        urls = (part.image_url.url for _, part in prompt.image_parts(task.messages))
+        urls = (part.image_url.url for _, part in prompt.image_parts(task.prompt.messages))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media

@@ -1,0 +1,108 @@
+"""Gateways in front of one Pagemill with the demo model."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from shared.bus import Bus
+from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
+
+
+@dataclass
+class Gateway:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: object) -> Gateway:
+    """One more gateway of `cluster`; `section` is its configuration."""
+    config, log = folder / "gateway.yaml", folder / "gateway.log"
+    tree = yaml.safe_load(cluster.config.read_text())
+    tree["gateway"] = {"port": port} | section
+    config.write_text(yaml.safe_dump(tree))
+    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", cluster.url]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
+    start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as stderr:
+        process = subprocess.Popen(command, cwd=folder, env=env, stderr=stderr)
+    deadline = time.monotonic() + 30
+    while (found := _listening(log, start)) is None:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return Gateway(process, found, log)
+
+
+def _listening(log: Path, start: int) -> str | None:
+    written = log.read_bytes()[start:].decode()
+    found = re.search(r'"event": ?"ready"', written) and re.search(r'"url": ?"([^"]+)"', written)
+    return found.group(1) if found else None
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), CONFIG)
+    yield running
+    stop_cluster(running)
+
+
+@pytest.fixture(scope="session")
+def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """One without keys, for all tests that do not end it."""
+    running = start_gateway(cluster, tmp_path_factory.mktemp("gateway"))
+    yield running
+    running.stop()
+
+
+Start = Callable[..., Gateway]
+
+
+@pytest.fixture
+def another(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
+    """Starts gateways with a configuration of one's own; they end with the test."""
+    started: list[Gateway] = []
+
+    def start(port: int = 0, **section: object) -> Gateway:
+        started.append(start_gateway(cluster, tmp_path, port, **section))
+        return started[-1]
+
+    yield start
+    for gateway in started:
+        if gateway.process.poll() is None:
+            gateway.stop()
+
+
+@pytest.fixture
+async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
+    """Of the cluster behind the gateway."""
+    connection = await Bus.connect(cluster.url, "test")
+    yield connection
+    await connection.close()

@@ -1,0 +1,106 @@
+"""The application: what every route is given, who may use it, and what it answers when it fails.
+
+A feature is a module with `routes(door) -> list[Route]`, made by `door.route`. The route is found
+once, by the path alone; whether a key is needed is part of it, so there is nothing to disagree on.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from shared.bus import Bus
+from shared.config import Config
+from shared.errors import PagemillError
+from shared.metrics import Metrics
+from workers.gateway import errors
+from workers.gateway.auth import Caller, Keyring
+from workers.gateway.edge import Edge
+from workers.gateway.limits import Limits
+
+Endpoint = Callable[[Request, Caller], Awaitable[Response]]
+
+_log = structlog.get_logger()
+
+
+class Json(Response):
+    """Any msgspec type."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return errors.to_json(content)
+
+
+class Door:
+    """What all routes share."""
+
+    def __init__(self, bus: Bus, config: Config, metrics: Metrics, worker: str) -> None:
+        self.bus = bus
+        self.config = config
+        self.limits = config.gateway
+        self.metrics = metrics
+        self.worker = worker
+        self.draining = False
+        self._keyring = Keyring(config.gateway.api_keys)
+        self._accounts = Limits(asyncio.get_running_loop().time)
+
+    def route(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        methods: Sequence[str] = ("GET",),
+        *,
+        public: bool = False,
+        counted: bool = False,
+    ) -> Route:
+        """`public`: for those without a key, too. `counted`: it is work, for the key's limits."""
+
+        async def guarded(request: Request) -> Response:
+            request.scope["endpoint_path"] = path
+            if public:
+                return await endpoint(request, Caller("", ""))
+            caller = self._keyring.caller(request.headers.getlist("authorization"))
+            if not counted:
+                return await endpoint(request, caller)
+            self._accounts.enter(caller)
+            request.scope["leave"] = lambda: self._accounts.leave(caller)
+            return await endpoint(request, caller)
+
+        return Route(path, guarded, methods=list(methods))
+
+
+def application(door: Door, routes: Iterable[Route]) -> Edge:
+    # A redirect would be to where the client says that we are.
+    router = Router(list(routes), redirect_slashes=False)
+    return Edge(router, door.limits, door.metrics, answer_of)
+
+
+def answer_of(error: Exception) -> Response:
+    """What an error is answered with; one that nobody expected goes to the log."""
+    if isinstance(error, HTTPException):
+        return _refused_by_router(error)
+    if not isinstance(error, PagemillError):
+        _log.error("not_answered", exc_info=error)
+    info = errors.info_of(error)
+    answer = Json(errors.body_of(info), errors.status_of(info))
+    wait_s = errors.retry_after_s(error)
+    if wait_s is not None:
+        answer.headers["retry-after"] = str(max(1, math.ceil(wait_s)))
+    if answer.status_code == 401:
+        answer.headers["www-authenticate"] = "Bearer"
+    return answer
+
+
+def _refused_by_router(error: HTTPException) -> Response:
+    if error.status_code != 405:
+        return answer_of(errors.UnknownRoute("there is nothing at this URL"))
+    answer = answer_of(errors.WrongMethod("this method is not for this URL"))
+    answer.headers["allow"] = (error.headers or {}).get("Allow", "")
+    return answer

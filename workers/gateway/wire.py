@@ -1,0 +1,98 @@
+"""The server's own edge: what is refused before there is a request that a route could be found for.
+
+A connection that sends headers for ever, too many of them, or a body of countless tiny chunks is
+told so and closed.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from shared.errors import InvalidRequest, PagemillError
+from workers.gateway import errors
+
+# Of one body; the largest allowed needs fewer, unless somebody means harm.
+MAX_CHUNKS = 16_384
+
+
+class Wire(HttpToolsProtocol):
+    """A connection."""
+
+    def __init__(
+        self, max_header_bytes: int, header_timeout_s: float, config: Config, **kwargs: Any
+    ) -> None:
+        super().__init__(config, **kwargs)
+        self._max_header_bytes = max_header_bytes
+        self._header_timeout_s = header_timeout_s
+        self._in_head = True
+        self._head_bytes = 0
+        self._chunks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self._max_header_bytes:
+            self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._chunks = True, 0, 0
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_bytes = 0
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks == MAX_CHUNKS:
+            self._refuse(errors.BodyTooLarge("the body has too many chunks"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest("this is not a valid HTTP request"))
+
+    def _refuse(self, error: PagemillError) -> None:
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        answering = cycle is not None and cycle.response_started and not cycle.response_complete
+        # In the middle of another answer there is no place for this one.
+        if not answering:
+            info = errors.info_of(error)
+            body = errors.to_json(errors.body_of(info))
+            self.transport.write(
+                STATUS_LINE[errors.status_of(info)]
+                + b"content-type: application/json\r\nconnection: close\r\n"
+                + b"content-length: %d\r\n\r\n" % len(body)
+                + body
+            )
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._header_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        self._refuse(errors.TooSlow("the request's headers did not arrive in time"))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

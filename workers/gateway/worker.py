@@ -1,0 +1,130 @@
+"""Gateway: HTTP in front of the same subjects that every client uses. It keeps nothing.
+
+What it answers is made of token logs. When it dies, another gateway goes on from the same log.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import uvicorn
+from starlette.routing import Route
+
+from shared.config import GatewayConfig
+from shared.errors import ConfigError
+from shared.runtime import Context
+from workers.gateway import health, models
+from workers.gateway.app import Door, application
+from workers.gateway.wire import Wire
+
+FEATURES = (health, models)
+"""Modules with `routes(door)`."""
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 30
+
+
+async def main(context: Context) -> None:
+    config = context.config.gateway
+    door = Door(context.bus, context.config, context.metrics, context.worker)
+    with _listening(config) as listener:
+        server = _server(door, every_route(door), context.config.delivery.drain_s)
+        serving = asyncio.create_task(server.serve([listener]))
+        context.url = _url(config, listener)
+        context.log.info("listening", url=context.url)
+        context.ready(
+            sorted(context.config.models),
+            lambda: {"connections": float(len(server.server_state.connections))},
+        )
+        asked = asyncio.create_task(context.shutdown.asked.wait())
+        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+        door.draining = server.should_exit = True
+        hurried = asyncio.create_task(context.shutdown.hurry.wait())
+        await asyncio.wait({serving, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        server.force_exit = True
+        await serving
+
+
+def every_route(door: Door) -> list[Route]:
+    return [route for feature in FEATURES for route in feature.routes(door)]
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """They are the worker's, which tells us."""
+        yield
+
+
+def _server(door: Door, routes: list[Route], drain_s: float) -> _Server:
+    limits = door.limits
+    config = uvicorn.Config(
+        application(door, routes),
+        # What uvicorn calls a class, it only calls.
+        http=cast(
+            type[asyncio.Protocol],
+            partial(Wire, limits.max_header_kib * 2**10, limits.header_timeout_s),
+        ),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(drain_s),
+    )
+    config.load()
+    config.ssl = _tls(limits)
+    return _Server(config)
+
+
+@contextlib.contextmanager
+def _listening(config: GatewayConfig) -> Iterator[socket.socket]:
+    family, *_, address = socket.getaddrinfo(
+        config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.port: cannot listen at {config.listen}, port {config.port}:"
+                f" {os.strerror(error.errno or 0)}",
+                field="gateway.port",
+            ) from error
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        yield listener
+
+
+def _url(config: GatewayConfig, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"
+    host = f"[{host}]" if ":" in host else host
+    return f"http{'' if config.tls_cert is None else 's'}://{host}:{port}"
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.tls_cert: {config.tls_cert} and {config.tls_key} cannot be used:"
+            f" {error.strerror}",
+            field="gateway.tls_cert",
+        ) from error
+    return context
