@@ -10,41 +10,36 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from workers.gateway.app import Door
+from workers.gateway.auth import Caller
+
 HEADERS = {
-    "Content-Security-Policy": (
+    "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'"
     ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    # Of another version, a module would not fit to the others.
-    "Cache-Control": "no-cache",
+    "cross-origin-opener-policy": "same-origin",
+    # Of another version, one module would not fit to the others.
+    "cache-control": "no-cache",
 }
-MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+MEDIA_TYPES["svg"] = "image/svg+xml"
 
 
-def routes() -> list[Route]:
+def routes(door: Door) -> list[Route]:
     """`/`, and what it needs under `/page/`."""
+    if not door.limits.page:
+        return []
     folder = files("workers.gateway").joinpath("web")
-    return [
-        _route("/" if file.name == "index.html" else f"/page/{file.name}", file.read_bytes())
-        for file in folder.iterdir()
-        if file.name.rpartition(".")[2] in MEDIA_TYPES
-    ]
+    found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
+    return [_route(door, name, content) for name, content in found]
 
 
-def _route(path: str, content: bytes) -> Route:
-    media_type = MEDIA_TYPES["html" if path == "/" else path.rpartition(".")[2]]
+def _route(door: Door, name: str, content: bytes) -> Route:
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
 
-    async def send(_: Request) -> Response:
+    async def send(_: Request, __: Caller) -> Response:
         return Response(content, headers=HEADERS, media_type=media_type)
 
-    return Route(path, send, methods=["GET"], include_in_schema=False)
+    return door.route("/" if name == "index.html" else f"/page/{name}", send, public=True)

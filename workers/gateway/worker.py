@@ -20,11 +20,11 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.runtime import Context
-from workers.gateway import health, models
+from workers.gateway import health, models, page
 from workers.gateway.app import Door, application
 from workers.gateway.wire import Wire
 
-FEATURES = (health, models)
+FEATURES = (health, models, page)
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024
