@@ -20,11 +20,11 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.runtime import Context
-from workers.gateway import health, models, page
+from workers.gateway import health, models, openapi, page
 from workers.gateway.app import Door, application
 from workers.gateway.wire import Wire
 
-FEATURES = (health, models, page)
+FEATURES = (health, models, page, openapi)
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024
