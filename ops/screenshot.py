@@ -5,37 +5,22 @@ Needs Debian's packages chromium and chromium-driver.
 
 import asyncio
 import sys
-import tempfile
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from ops.browser import ENTER, MISSING, Browser, browsing
 from ops.demo import PICTURES
-from shared import telemetry
-from workers import settings
-from workers.local import LocalCluster, WorkerSpec, default_workers
+from ops.serving import serving
 
 DOCS = Path(__file__).parent.parent / "docs"
 # File, width, height and colour scheme.
-SCREENS = [("page.png", 1200, 860, "light"), ("page-phone.png", 390, 844, "dark")]
+SCREENS = [("page.png", 1200, 850, "light"), ("page-phone.png", 390, 844, "dark")]
 
 
 async def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = settings.load_config(None)
-        nats = msgspec.structs.replace(config.nats, store_dir=str(folder / "nats"), port=0)
-        config = msgspec.structs.replace(config, nats=nats)
-        telemetry.setup("warning", role="screenshot")
-        workers = [*default_workers(config), WorkerSpec("gateway")]
-        cluster = LocalCluster(config, None, workers, log_file=folder / "workers.log")
-        try:
-            await cluster.start()
-            await asyncio.to_thread(photograph, f"{cluster.door}/", folder)
-        finally:
-            await cluster.stop()
+    async with serving() as (url, folder):
+        await asyncio.to_thread(photograph, f"{url}/", folder)
 
 
 def photograph(url: str, folder: Path) -> None:

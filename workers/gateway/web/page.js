@@ -72,7 +72,9 @@ class Run {
   count(usage, now) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     $("tokens").textContent = tokens(usage.completion_tokens);
-    $("prompt").textContent = tokens(usage.prompt_tokens) + (cached ? `, ${cached} cached` : "");
+    if (usage.prompt_tokens) {
+      $("prompt").textContent = tokens(usage.prompt_tokens) + (cached ? `, ${cached} cached` : "");
+    }
     $("rate").textContent = (usage.completion_tokens / ((now - this.began) / 1000)).toFixed(1);
   }
 
@@ -156,7 +158,7 @@ function compose() {
     model: $("model").value,
     messages: [{ role: "user", content }],
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true },
     durable: true,
     ...number("max_tokens", $("max-tokens")),
     ...number("temperature", $("temperature")),

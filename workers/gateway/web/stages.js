@@ -3,7 +3,7 @@
 const STAGES = [
   ["coordinator", "Coordinator", "checks it and plans its way"],
   ["renderer", "Renderer", "text and pictures become tokens"],
-  ["encoder", "Encoder", "pictures become embeddings"],
+  ["encoder", "Encoder", "pictures become embeddings, if not in the engine"],
   ["engine", "Engine", "writes the answer"],
 ];
 const ENDED = new Set(["finished", "failed", "cancelled"]);
@@ -33,44 +33,42 @@ export class Stages {
 
   /** `request`: the API's answer. Times in it are of one clock, the broker's. */
   show(request) {
-    const hops = request?.path ?? [];
-    const began = Math.min(...hops.map((hop) => hop.began_ms));
-    const ended = Math.max(...hops.map((hop) => hop.ended_ms ?? request.now_ms));
-    for (const row of this.rows) {
-      const mine = hops.filter((hop) => hop.stage === row.name);
-      const [state, time, note] = describe(row, mine, request, hops);
+    const stops = request?.path ?? [];
+    const ended = request !== null && hasEnded(request.state);
+    const endOf = (stop) => stop.ended_ms ?? (ended ? stop.began_ms : request.now_ms);
+    const began = Math.min(...stops.map((stop) => stop.began_ms));
+    const whole = Math.max(1, ...stops.map((stop) => endOf(stop) - began));
+    const reached = STAGES.findLastIndex(([name]) => stops.some((stop) => stop.stage === name));
+    this.rows.forEach((row, at) => {
+      const stop = stops.findLast((other) => other.stage === row.name);
+      const passed = at < reached;
+      const [state, time] = stop === undefined
+        ? describeOther(row, request, passed, ended)
+        : describe(stop, request, endOf(stop) - stop.began_ms, passed, ended);
       row.row.dataset.state = state;
       row.time.textContent = time;
-      row.text.textContent = note;
-      row.bar.hidden = mine.length === 0;
-      if (mine.length === 0) continue;
-      const whole = Math.max(ended - began, 1);
-      const last = mine.at(-1);
-      const until = last.ended_ms ?? request.now_ms;
-      row.bar.style.left = `${(100 * (last.began_ms - began)) / whole}%`;
-      row.bar.style.width = `${(100 * (until - last.began_ms)) / whole}%`;
-    }
+      row.text.textContent = row.note + (stop?.attempt > 1 ? `, attempt ${stop.attempt}` : "");
+      row.bar.hidden = stop === undefined;
+      if (stop === undefined) return;
+      row.bar.style.left = `${(100 * (stop.began_ms - began)) / whole}%`;
+      row.bar.style.width = `${(100 * (endOf(stop) - stop.began_ms)) / whole}%`;
+    });
   }
 }
 
-function describe(row, mine, request, hops) {
-  const last = mine.at(-1);
-  const ended = request !== null && hasEnded(request.state);
-  if (last === undefined) {
-    if (row.name === "encoder" && hops.some((hop) => hop.stage === "engine")) {
-      return ["aside", "in the engine", row.note];
-    }
-    const waits = request !== null && !ended && request.stage === row.name;
-    return waits ? ["active", "waiting", row.note] : ["idle", "", row.note];
+function describe(stop, request, tookMs, passed, ended) {
+  if (stop.ended_ms === null) {
+    if (!ended) return ["active", duration(tookMs)];
+    return passed ? ["done", ""] : ["failed", request.state];
   }
-  const attempt = last.attempt > 1 ? `, attempt ${last.attempt}` : "";
-  const note = `${row.note}${attempt}`;
-  const took = duration((last.ended_ms ?? request.now_ms) - last.began_ms);
-  if (last.ended_ms === null) {
-    return [ended ? "failed" : "active", ended ? request.state : took, note];
-  }
-  const failed = request.state === "failed" && last === hops.at(-1);
-  return [failed ? "failed" : "done", took, note];
+  return [request.state === "failed" && !passed ? "failed" : "done", duration(tookMs)];
+}
+
+/** Of a stage that has not had it. */
+function describeOther(row, request, passed, ended) {
+  if (passed) return [row.name === "encoder" ? "aside" : "done", ""];
+  const waits = request !== null && !ended && request.stage === row.name;
+  return waits ? ["active", "waiting"] : ["idle", ""];
 }
 
 function add(parent, tag, name = "") {
