@@ -33,6 +33,7 @@ class Run {
       lost: () => say("Connection lost. Reconnecting"),
       resumed: (after) => this.resumed(after),
     });
+    this.watch();
     for await (const chunk of chunks) {
       if (chunk.error) throw new Refused(200, chunk.error);
       this.take(chunk);
@@ -43,9 +44,7 @@ class Run {
     if (this.id !== null) return;
     this.id = id;
     $("request").textContent = id;
-    say("Accepted");
-    if (this.cancelled) this.cancel();
-    this.watch();
+    if (!this.cancelled) say("Accepted");
   }
 
   resumed(after) {
@@ -100,20 +99,17 @@ class Run {
   }
 
   get address() {
-    return `v1/requests/${encodeURIComponent(this.id)}`;
+    return `v1/requests/${encodeURIComponent(this.id ?? this.name)}`;
   }
 
   /** The request ends, and so does its stream, with an error that says why. */
   async cancel() {
     this.cancelled = true;
     say("Cancelling");
-    if (this.id === null) return;
-    try {
-      const response = await fetch(this.address, { method: "DELETE", headers: this.headers, keepalive: true });
-      if (!response.ok) throw await refusal(response);
-    } catch (error) {
-      this.abort.abort(error);
-    }
+    const options = { method: "DELETE", headers: this.headers, keepalive: true };
+    const done = await fetch(this.address, options).catch(() => null);
+    // A server that has not heard of it, or does not answer, has nothing to stop reading for.
+    if (!done?.ok) this.abort.abort(new Error("cancelled"));
   }
 }
 
