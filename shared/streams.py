@@ -85,7 +85,7 @@ def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamC
         token_log,
         api.StreamConfig(
             name=subjects.MEDIA_STREAM,
-            subjects=[subjects.MEDIA_FILTER, subjects.PINS_FILTER],
+            subjects=[subjects.MEDIA_FILTER, subjects.PINS_FILTER, subjects.ITEMS_FILTER],
             max_age=delivery.max_timeout_s + MEDIA_REUSE_S,
             max_bytes=delivery.max_media_mib * MIB,
             # What is stored again takes the place of the old, and its age begins anew.

@@ -28,6 +28,7 @@ ATTEMPTS_FILTER = "pm.attempt.*"
 EMBEDDINGS_FILTER = "pm.embedding.*"
 MEDIA_FILTER = "pm.media.>"
 PINS_FILTER = "pm.pin.>"
+ITEMS_FILTER = "pm.item.*"
 KV_FILTER = "pm.kv.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
@@ -193,6 +194,11 @@ def media_chunk(name: str, number: int) -> str:
 def pin(request_id: str, sequence: int) -> str:
     """What the URLs of a request were found to be; another acceptance of its id finds anew."""
     return f"pm.pin.{request_id}.{sequence}"
+
+
+def item(key: str) -> str:
+    """The name of the bytes of an item that a client knows by a hash of its own."""
+    return f"pm.item.{key}"
 
 
 def blob(worker: str) -> str:

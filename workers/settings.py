@@ -43,6 +43,7 @@ def load_config(file: Path | None) -> Config:
         name: msgspec.structs.replace(
             model,
             path=str(folder / model.path),
+            hash_model_id=model.hash_model_id or model.path,
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
         )
         for name, model in config.models.items()

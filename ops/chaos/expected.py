@@ -107,7 +107,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
     """As coordinator and renderer would make it."""
     request = planned.request
     data = msgspec.json.encode(request)
-    _, sampling = admit(f"pm.request.{request.model}", planned.id, data, config.models)
+    _, sampling, _ = admit(f"pm.request.{request.model}", planned.id, data, config.models)
     images = _images(request, config)
     rendered = processor.render(request.messages, images)
     if engine == "fake":

@@ -16,7 +16,7 @@ from typing import Any
 
 from shared.codec import TensorData
 from shared.config import ModelConfig
-from shared.messages import ImagePart, Message, TextPart
+from shared.messages import ImagePart, Message, Prompt, TextPart
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
@@ -193,8 +193,8 @@ class FakeProcessor:
     def check(self, messages: Sequence[Message]) -> None:
         pass
 
-    def tokenize(self, messages: Sequence[Message]) -> list[int]:
-        return [token_id for message in messages for token_id in _token_ids(message)]
+    def tokenize(self, asked: Prompt) -> list[int]:
+        return [token_id for message in asked.messages for token_id in _token_ids(message)]
 
     def hash_picture(self, source_hash: str, tenant: str) -> str:
         return content_hash(tenant, source_hash, "fake")
@@ -210,14 +210,14 @@ class FakeProcessor:
         )
 
     def expand(
-        self, token_ids: list[int], counts: Sequence[int]
+        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        return prompt.expand(token_ids, IMAGE_TOKEN_ID, counts)
+        return prompt.expand(token_ids, IMAGE_TOKEN_ID, counts, field)
 
     def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
         pictures = [self.process(image, "", "") for image in images]
         counts = [picture.num_tokens for picture in pictures]
-        token_ids, ranges = self.expand(self.tokenize(messages), counts)
+        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), counts)
         items = [
             MultiModalKwargsItem("image", picture.mm_hash, placeholder, {"bytes": number})
             for number, (picture, placeholder) in enumerate(zip(pictures, ranges, strict=True))
@@ -231,7 +231,7 @@ def picture_bytes(mm_hash: str) -> int:
 
 def _token_ids(message: Message) -> list[int]:
     content = message.content
-    parts = [TextPart(content)] if isinstance(content, str) else content
+    parts = [TextPart(content)] if isinstance(content, str) else content or []
     token_ids: list[int] = []
     for part in parts:
         if isinstance(part, ImagePart):

@@ -20,6 +20,7 @@ from shared.messages import (
     Failure,
     GenerateRequest,
     Message,
+    Prompt,
     Refusal,
     RenderedPrompt,
     Tokenized,
@@ -191,7 +192,7 @@ async def test_a_text_is_taken_as_it_is(rig: Rig) -> None:
     processor = rig.worker._processors[rig.model]
     answer = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt="two words"))
     assert isinstance(answer, Tokenized)
-    assert answer.token_ids == processor.tokenize_text("two words", "prompt")
+    assert answer.token_ids == processor.tokenize(Prompt(text="two words"))
     assert answer.max_model_len == processor.max_model_len
     empty = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt=""))
     assert isinstance(empty, Tokenized)

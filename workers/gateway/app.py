@@ -6,7 +6,7 @@ once, by the path alone; whether a key is needed is part of it, so there is noth
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -15,16 +15,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from shared import client
 from shared.bus import Bus
 from shared.config import Config
-from shared.errors import PagemillError
+from shared.errors import PagemillError, UnknownModel
+from shared.messages import JobRecord, ModelCard, Refusal
 from shared.metrics import Metrics
 from workers.gateway import errors
+from workers.gateway.assembling import Assembler, Spelling
 from workers.gateway.auth import Caller, Keyring
 from workers.gateway.edge import Edge
 from workers.gateway.limits import Limits
+from workers.gateway.spellings import Spellings
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
+MakeAssembler = Callable[[str, JobRecord, Spelling], Assembler]
+"""Of a request's id, what is noted of it, and its model's tokens."""
+
+# Renderers answer it from memory.
+CARD_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger()
 
@@ -48,8 +57,40 @@ class Door:
         self.metrics = metrics
         self.worker = worker
         self.draining = False
+        self.spellings = Spellings(bus)
+        self.assemblers: dict[str, MakeAssembler] = {}
+        """By the kind of a JobRecord."""
         self._keyring = Keyring(config.gateway.api_keys)
+        self._cards: dict[str, ModelCard] = {}
+        self._background: set[asyncio.Task[None]] = set()
         self._accounts = Limits(asyncio.get_running_loop().time)
+
+    async def card(self, model: str) -> ModelCard:
+        """Raises UnknownModel, or Unavailable when no renderer of it answers."""
+        self.check_model(model)
+        known = self._cards.get(model)
+        if known is None:
+            answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
+            if isinstance(answer, Refusal):
+                raise errors.Failed(answer.error, "")
+            known = self._cards[model] = answer
+        return known
+
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModel."""
+        if model not in self.config.models:
+            there_is = ", ".join(sorted(self.config.models))
+            raise UnknownModel(f"no model {model!r}; there is: {there_is}", field="model")
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done that no answer waits for."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Returns when that is done, too."""
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     def route(
         self,
@@ -90,9 +131,8 @@ def answer_of(error: Exception) -> Response:
         _log.error("not_answered", exc_info=error)
     info = errors.info_of(error)
     answer = Json(errors.body_of(info), errors.status_of(info))
-    wait_s = errors.retry_after_s(error)
-    if wait_s is not None:
-        answer.headers["retry-after"] = str(max(1, math.ceil(wait_s)))
+    if info.retry_after_s is not None:
+        answer.headers["retry-after"] = str(max(1, math.ceil(info.retry_after_s)))
     if answer.status_code == 401:
         answer.headers["www-authenticate"] = "Bearer"
     return answer

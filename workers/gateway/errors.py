@@ -10,7 +10,13 @@ import msgspec
 from msgspec import Struct
 
 from shared.config import split_path
-from shared.errors import InvalidRequest, PagemillError, RequestError, WorkerFailure
+from shared.errors import (
+    InvalidRequest,
+    PagemillError,
+    RequestError,
+    UnsupportedContent,
+    WorkerFailure,
+)
 from shared.messages import ErrorInfo, error_info
 
 
@@ -58,6 +64,15 @@ class TooSlow(RequestError):
     code = "request_timeout"
 
 
+class Failed(PagemillError):
+    """A request whose log says that it has failed."""
+
+    def __init__(self, info: ErrorInfo, event_id: str) -> None:
+        super().__init__(info.message, field=info.field)
+        self.info = info
+        self.event_id = event_id
+
+
 STATUSES = {
     InvalidKey.code: 401,
     "media_url_blocked": 403,
@@ -101,6 +116,10 @@ _TYPES = {
 }
 
 
+CONTENT = ("input_audio", "audio_url", "video_url", "file", "image_embeds", "audio_embeds")
+"""Parts of messages that others take: told apart from a typing error."""
+
+
 class ErrorBody(Struct, frozen=True):
     message: str
     type: str
@@ -126,16 +145,13 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
 
 def info_of(error: Exception) -> ErrorInfo:
     """Of anything that was raised; what nobody expected is an error of ours."""
+    if isinstance(error, Failed):
+        return error.info
+    if isinstance(error, RateLimited):
+        return msgspec.structs.replace(error_info(error), retry_after_s=error.wait_s)
     if isinstance(error, PagemillError):
         return error_info(error)
     return error_info(WorkerFailure("not expected"))
-
-
-def retry_after_s(error: Exception) -> float | None:
-    """Seconds after which it may go better."""
-    if isinstance(error, RateLimited):
-        return error.wait_s
-    return error.retry_after_s if isinstance(error, PagemillError) else None
 
 
 def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
@@ -148,6 +164,11 @@ def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> Requ
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
         return UnknownParameter(f"unknown parameter: {path}", field=path)
+    for part in CONTENT:
+        if what == f"Invalid value {part!r}":
+            return UnsupportedContent(
+                f"{part} is not supported by this model", field=field.removesuffix(".type")
+            )
     root = field.partition(".")[0].partition("[")[0]
     if root in unsupported:
         return UnsupportedParameter(f"{root}: this value is not supported here", field=root)

@@ -20,11 +20,11 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.runtime import Context
-from workers.gateway import health, models, openapi, page
+from workers.gateway import completing, health, models, openapi, page, requests
 from workers.gateway.app import Door, application
 from workers.gateway.wire import Wire
 
-FEATURES = (health, models, page, openapi)
+FEATURES = (health, models, completing, requests, page, openapi)
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024
@@ -50,6 +50,7 @@ async def main(context: Context) -> None:
         await asyncio.wait({serving, hurried}, return_when=asyncio.FIRST_COMPLETED)
         server.force_exit = True
         await serving
+        await door.close()
 
 
 def every_route(door: Door) -> list[Route]:

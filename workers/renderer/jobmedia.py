@@ -7,6 +7,7 @@ request in hand, only one hands it on with what it has fetched.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,8 +16,9 @@ import structlog
 from shared import media, subjects
 from shared.bus import Bus
 from shared.config import RendererConfig
-from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge
-from shared.messages import MediaPin, PinnedPart, to_msgpack
+from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
+from shared.messages import Feature, MediaPin, PinnedPart, to_msgpack
+from workers.renderer.items import Items
 from workers.renderer.media import MediaLoader, is_remote, is_stored
 from workers.renderer.pictures import InThread
 
@@ -43,8 +45,10 @@ class JobMedia:
         request_id: str,
         sequence: int,
         tenant: str = "",
+        scope: str = "",
+        model: str = "",
     ) -> None:
-        """`sequence` is that of the request's acceptance."""
+        """`sequence` is that of the request's acceptance, `scope` that of its caches."""
         self._bus = bus
         self._loader = loader
         self._max_bytes = config.max_image_bytes
@@ -52,6 +56,8 @@ class JobMedia:
         self._request_id = request_id
         self._subject = subjects.pin(request_id, sequence)
         self._tenant = tenant
+        self._scope = scope
+        self._items = Items(bus, scope, model)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Of the pin; 0 for none."""
@@ -73,7 +79,26 @@ class JobMedia:
             return await self._read_stored(url, field)
         if is_remote(url):
             return await self._read_remote(url, field)
-        return Source(await self._in_thread(self._loader.read, url, field, self._tenant))
+        return Source(await self._in_thread(self._loader.read, url, field, self._scope))
+
+    async def read_item(self, feature: Feature, field: str) -> Source:
+        """The bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
+        if feature.data is not None:
+            return await self._read_stored(feature.data, field)
+        name = await self._items.find(feature.mm_hash)
+        if name is None:
+            raise _miss(field)
+        try:
+            return await self._read_stored(media.url_of(name), field)
+        except MediaNotFound:
+            raise _miss(field) from None
+
+    async def note(self, features: Sequence[Feature]) -> None:
+        """Have these items found by their hashes from now on. Raises Unavailable."""
+        for feature in features:
+            name = None if feature.data is None else media.name_in(feature.data)
+            if name is not None:
+                await self._items.note(feature.mm_hash, name)
 
     async def keep(self, source: Source) -> None:
         """Have a fetched file stored, if it is not yet. Raises Unavailable."""
@@ -104,7 +129,7 @@ class JobMedia:
                 self._found.append(pinned)
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
-        data = await self._in_thread(self._loader.read, url, field, self._tenant)
+        data = await self._in_thread(self._loader.read, url, field, self._scope)
         name = await media.name_of(data)
         self._found.append(PinnedPart(url_hash, name))
         return Source(data, name)
@@ -115,10 +140,14 @@ class JobMedia:
         return part if part is not None and part.url_hash == url_hash else None
 
     async def _read_stored(self, url: str, field: str) -> Source:
-        if (data := self._loader.recall(url, self._tenant)) is None:
+        if (data := self._loader.recall(url, self._scope)) is None:
             data = await read_stored(self._bus, url, field, self._max_bytes, self._tenant)
-            self._loader.remember(url, data, self._tenant)
+            self._loader.remember(url, data, self._scope)
         return Source(data, media.name_in(url))
+
+
+def _miss(field: str) -> MMCacheMiss:
+    return MMCacheMiss("no item of this hash is known here: send its data", field=field)
 
 
 async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:

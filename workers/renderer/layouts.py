@@ -7,6 +7,7 @@ processor's output is restored bit for bit: `pixel_table[channel, pixel]`.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,9 +20,12 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from shared.codec import TensorData
-from shared.errors import ConfigError, InvalidMedia
+from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.multimodal import content_hash
 from shared.tensors import from_numpy
+from shared.vllmwire import Batched, Flat, WireField
+from workers.renderer import wireformat
+from workers.renderer.wireformat import to_numpy
 
 # transformers leaves this one without types.
 _load_image_processor: Any = AutoImageProcessor.from_pretrained
@@ -41,6 +45,19 @@ class Layout(Protocol):
         """Fields of one RGB picture, and how many tokens it fills.
 
         Raises InvalidMedia, naming `field`, for a picture that the model cannot take.
+        """
+        ...
+
+    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
+        """What `process` has made, as vLLM's servers give it to each other."""
+        ...
+
+    def from_wire(
+        self, wire: Mapping[str, WireField], field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        """What `process` makes, of a picture that another server has processed.
+
+        Raises InvalidRequest, naming `field`, for what is no picture of this model's.
         """
         ...
 
@@ -98,6 +115,51 @@ class Qwen2VL:
         num_tokens = int(grid.prod()) // self._processor.merge_size**2
         return fields, num_tokens
 
+    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
+        patches = to_numpy(fields["pixel_patches"])
+        frames = np.repeat(patches[:, :, None], self._processor.temporal_patch_size, axis=2)
+        rows = frames.reshape(len(patches), -1)
+        return {
+            "image_grid_thw": WireField(fields["image_grid_thw"], Batched(keep_on_cpu=True)),
+            "pixel_values": WireField(from_numpy(rows), Flat([[[0, len(rows), None]]])),
+        }
+
+    def from_wire(
+        self, wire: Mapping[str, WireField], field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        """Rows may be pixels, or the values that they have become."""
+        grid, rows = wireformat.tensors_of(wire, ("image_grid_thw", "pixel_values"), field)
+        height, width = self._check_grid(grid, field)
+        side, frames = self._processor.patch_size, self._processor.temporal_patch_size
+        channels, num_patches = self._table.shape[0], height * width
+        shape = (num_patches, channels * frames * side**2)
+        wireformat.check_shape("pixel_values", rows, shape, field)
+        each = to_numpy(rows).reshape(num_patches, channels, frames, side**2)
+        first = np.ascontiguousarray(each[:, :, 0])
+        if not all(np.array_equal(first, each[:, :, i]) for i in range(1, frames)):
+            raise InvalidRequest("the frames of a still picture differ", field=field)
+        pixels, table = wireformat.indexed(first, self._table, field)
+        fields = {
+            "pixel_patches": from_numpy(pixels),
+            "pixel_table": table,
+            "image_grid_thw": grid,
+        }
+        return fields, num_patches // self._processor.merge_size**2
+
+    def _check_grid(self, tensor: TensorData, field: str) -> tuple[int, int]:
+        """Rows and columns. Raises InvalidRequest."""
+        wireformat.check_shape("image_grid_thw", tensor, (3,), field)
+        if tensor.dtype != "int64":
+            raise InvalidRequest("image_grid_thw must be int64", field=field)
+        frames, height, width = map(int, to_numpy(tensor))
+        merge = self._processor.merge_size
+        if frames != 1 or min(height, width) < 1 or height % merge or width % merge:
+            raise InvalidRequest(
+                f"image_grid_thw is {[frames, height, width]}, not 1 and multiples of {merge}",
+                field=field,
+            )
+        return height, width
+
     def _first_frame(self, pixel_values: NDArray[Any]) -> NDArray[np.uint8]:
         """float [num_patches, channels * frames * patch_h * patch_w] of whole numbers, as uint8."""
         frames, patch_len = self._processor.temporal_patch_size, self._processor.patch_size**2
@@ -128,6 +190,8 @@ class Llava:
         table = _value_table(processor)
         self._table = from_numpy(table)
         self.fingerprint = _fingerprint(processor, self._settings)
+        vision = config.vision_config
+        self._shape = (vision.num_channels, vision.image_size, vision.image_size)
         try:
             self._check_settings(config)
             self._check_output(config.vision_config, table)
@@ -139,6 +203,20 @@ class Llava:
         pixels = self._pixels(image)
         fields = {"pixels": from_numpy(pixels), "pixel_table": self._table}
         return fields, self._num_tokens(*pixels.shape[1:])
+
+    def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
+        pixels, table = to_numpy(fields["pixels"]), to_numpy(fields["pixel_table"])
+        values = table[np.arange(len(table))[:, None, None], pixels]
+        return {"pixel_values": WireField(from_numpy(values), Batched())}
+
+    def from_wire(
+        self, wire: Mapping[str, WireField], field: str
+    ) -> tuple[dict[str, TensorData], int]:
+        (values,) = wireformat.tensors_of(wire, ("pixel_values",), field)
+        wireformat.check_shape("pixel_values", values, self._shape, field)
+        pixels, table = wireformat.indexed(to_numpy(values)[None], self._table, field)
+        fields = {"pixels": from_numpy(pixels[0]), "pixel_table": table}
+        return fields, self._num_tokens(*self._shape[1:])
 
     def _pixels(self, image: Image.Image) -> NDArray[np.uint8]:  # [channels, height, width]
         output = self._processor(

@@ -73,11 +73,36 @@ class Pictures:
         Raises a RequestError naming `field`.
         """
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
+
+        def process() -> Picture:
+            return processor.process(decode_image(data, self._config, field), field, tenant)
+
+        return await self._prepare(processor, mm_hash, process, field, ttl_s)
+
+    async def prepare_item(
+        self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
+    ) -> Prepared:
+        """Like `prepare`, of a picture that another server has processed: `data` is its item."""
+        mm_hash = processor.hash_item(await self._in_thread(hash_source, data), tenant)
+
+        def take() -> Picture:
+            return processor.take_item(data, mm_hash, field)
+
+        return await self._prepare(processor, mm_hash, take, field, ttl_s)
+
+    async def _prepare(
+        self,
+        processor: Processor,
+        mm_hash: str,
+        process: Callable[[], Picture],
+        field: str,
+        ttl_s: float,
+    ) -> Prepared:
         self.counters.queries += 1
         if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
             return known
-        picture = await self._make(processor, mm_hash, data, field, tenant, ttl_s)
+        picture = await self._make(mm_hash, process, field, ttl_s)
         ref = self._put(mm_hash, picture, ttl_s)
         metadata = {name: picture.fields[name] for name in processor.metadata}
         return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
@@ -108,20 +133,11 @@ class Pictures:
         return parcels.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
 
     async def _make(
-        self,
-        processor: Processor,
-        mm_hash: str,
-        data: bytes,
-        field: str,
-        tenant: str,
-        ttl_s: float,
+        self, mm_hash: str, process: Callable[[], Picture], field: str, ttl_s: float
     ) -> Picture:
         """Those who want the same picture at the same time wait for the first."""
         making = self._making.get(mm_hash)
         if making is None:
-
-            def process() -> Picture:
-                return processor.process(decode_image(data, self._config, field), field, tenant)
 
             async def make() -> Picture:
                 picture = await self._in_thread(process)

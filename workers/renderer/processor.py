@@ -4,14 +4,14 @@ What is particular to a model family, the layout of its pictures, is in `layouts
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoConfig, AutoTokenizer
 
+from shared import vllmwire
 from shared.codec import TensorData
 from shared.config import ModelConfig
 from shared.errors import (
@@ -21,11 +21,12 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import Message
+from shared.messages import Message, ModelCard, Prompt
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage
 from workers.renderer.layouts import Layout, layout_of
+from workers.renderer.texts import Texts
 
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
@@ -70,30 +71,33 @@ class Processor:
         self._layout: Layout | None = None
         if self._image_token_id is not None:
             self._layout = layout_of(folder, config)
-        self._takes_strings = self._layout is None or _writes_strings(tokenizer)
+        self._texts = Texts(tokenizer, self._image_token_id, self._layout is not None)
+        self._tool_parser = model.tool_parser or self._texts.tool_parser
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
         self.max_model_len = min(longest, model.max_model_len or longest)
         """In tokens, prompt and answer together."""
-        self._control_ids = {
-            token_id
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.special or token_id == self._image_token_id
-        }
-        # transformers' call sets truncation and padding on the shared Rust object at every call;
-        # the object itself may be used by many threads as long as nobody does.
-        self._encoder = tokenizer.backend_tokenizer
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
+        self.vocab_size: int = config.get_text_config().vocab_size
 
     @property
     def takes_pictures(self) -> bool:
         return self._layout is not None and self._max_images > 0
 
-    def check(self, messages: Sequence[Message]) -> None:
-        """What can be refused before a picture is loaded or a token is made.
+    def card(self, name: str) -> ModelCard:
+        """What can be asked of the model, which is called `name` here."""
+        return ModelCard(
+            model=name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            takes_pictures=self.takes_pictures,
+            takes_tools=self._texts.takes_tools,
+            tool_parser=self._tool_parser,
+        )
 
-        Raises UnsupportedContent, MediaTooLarge or ContextTooLong.
+    def check(self, messages: Sequence[Message]) -> None:
+        """Whether the model takes so many pictures, before one is loaded.
+
+        Raises UnsupportedContent or MediaTooLarge.
         """
         fields = [field for field, _ in prompt.image_parts(messages)]
         if fields and self._layout is None:
@@ -103,7 +107,6 @@ class Processor:
                 f"{len(fields)} pictures are over the limit of {self._max_images} a request",
                 field=fields[self._max_images],
             )
-        self._check_bytes((text for m in messages for text in prompt.texts(m)), "messages")
 
     def render(
         self, messages: Sequence[Message], images: Iterable[LoadedImage], tenant: str = ""
@@ -114,7 +117,7 @@ class Processor:
         Raises a RequestError: besides those of `check`, InvalidRequest for text with control
         tokens or messages that the template refuses, InvalidMedia, ContextTooLong.
         """
-        token_ids = self.tokenize(messages)
+        token_ids = self.tokenize(Prompt(list(messages)))
         fields = [field for field, _ in prompt.image_parts(messages)]
         processed = [
             self.process(image, field, tenant) for image, field in zip(images, fields, strict=True)
@@ -142,100 +145,96 @@ class Processor:
         fields, num_tokens = self._layout.process(image.image, field)
         return Picture(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
 
+    def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
+        """Where the prompt has room for pictures that others have processed.
+
+        Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
+        for places that are none.
+        """
+        token_ids, features = asked.token_ids or [], asked.features
+        self.check_len(token_ids, "prompt_token_ids")
+        if features and self._layout is None:
+            raise UnsupportedContent("this model takes no pictures", field="features")
+        if len(features) > self._max_images:
+            raise MediaTooLarge(
+                f"{len(features)} pictures are over the limit of {self._max_images} a request",
+                field="features",
+            )
+        if self._image_token_id is None:
+            return []
+        ranges = [PlaceholderRange(feature.offset, feature.length) for feature in features]
+        prompt.check_ranges(token_ids, self._image_token_id, ranges)
+        return ranges
+
+    def take_item(self, data: bytes, mm_hash: str, field: str) -> Picture:
+        """The picture in the bytes of an item. Raises InvalidRequest naming `field`."""
+        assert self._layout is not None
+        fields, num_tokens = self._layout.from_wire(vllmwire.decode_item(data, field), field)
+        return Picture(mm_hash, num_tokens, fields)
+
+    def give_item(self, picture: Picture) -> tuple[bytes, bytes]:
+        """The bytes of an item, and of its metadata."""
+        assert self._layout is not None
+        wire = self._layout.to_wire(picture.fields)
+        return vllmwire.encode_item(wire), vllmwire.encode_item(vllmwire.metadata_of(wire))
+
+    def hash_item(self, source_hash: str, tenant: str) -> str:
+        """The mm_hash of what `take_item` makes of these bytes, like `hash_picture`."""
+        assert self._layout is not None
+        return content_hash("item", tenant, source_hash, self._layout.fingerprint)
+
     def expand(
-        self, token_ids: list[int], counts: Sequence[int]
+        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
         """The prompt with room for pictures of so many tokens, and where that is.
 
-        Raises ContextTooLong.
+        Raises InvalidRequest for more or fewer places than pictures, or ContextTooLong.
         """
-        token_ids, ranges = self.make_room(token_ids, counts)
-        self._check_len(token_ids)
+        token_ids, ranges = self.make_room(token_ids, counts, field)
+        self.check_len(token_ids, field)
         return token_ids, ranges
 
     def make_room(
-        self, token_ids: list[int], counts: Sequence[int]
+        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
         """Like `expand`, however long the prompt becomes."""
         if self._image_token_id is None:
             return token_ids, []
-        return prompt.expand(token_ids, self._image_token_id, counts)
+        return prompt.expand(token_ids, self._image_token_id, counts, field)
 
-    def tokenize_text(self, text: str, field: str) -> list[int]:
-        """Token ids of a text as it is: no template, and control tokens where it spells them.
+    def tokenize(self, asked: Prompt) -> list[int]:
+        """Token ids of a prompt in any form; of templated messages, one for each picture.
 
-        Raises ContextTooLong for one that is longer than any prompt can be.
+        Raises a RequestError: those of `check`, InvalidRequest for what the template refuses, for
+        control tokens in messages or for ids that are none, UnsupportedContent, ContextTooLong.
         """
-        self._check_bytes([text], field)
-        return self._encode(text)
+        if asked.token_ids is not None:
+            self._check_ids(asked.token_ids, "prompt_token_ids")
+            return asked.token_ids
+        if asked.text is not None:
+            self._check_bytes([asked.text], "prompt")
+            return self._texts.encode(asked.text, asked.add_special_tokens is not False)
+        self.check(asked.messages)
+        strings = (text for _, text in prompt.strings_by_field(asked))
+        self._check_bytes(strings, "messages")
+        return self._texts.tokenize(asked)
 
-    def tokenize(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the templated messages, one for each picture.
+    def detokenize(self, token_ids: Sequence[int]) -> tuple[str, list[bytes]]:
+        """The text of all tokens, and the bytes of each. Raises InvalidRequest."""
+        self._check_ids(token_ids, "tokens")
+        return self._texts.decode(token_ids), self._texts.bytes_of(token_ids)
 
-        Raises a RequestError: those of `check`, and InvalidRequest for text with control tokens or
-        messages that the template refuses.
-        """
-        self.check(messages)
-        return self._tokenize(messages)
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the tokenizer itself spells it."""
+        return self._texts.spellings(token_ids)
 
-    def _tokenize(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the templated messages, in which no text of a user made a control token.
-
-        A user who types `<|image_pad|>` or `<|im_start|>system` would bind pictures to other
-        places or speak in another role. Such text is refused rather than encoded as plain
-        characters: that would need the text to be tokenized apart from the template's, and so
-        differently from how the model saw it in training. The test is on tokens, not on strings,
-        because only the tokenizer knows what its normaliser turns into a control token, and only
-        the template what it joins: with every text replaced by a letter, the control tokens must
-        be the same.
-        """
-        neutral = self._apply_template(messages, _neutral)
-        special = self._adds_special_tokens(neutral)
-        token_ids = self._encode(self._apply_template(messages, str), special)
-        control = [token_id for token_id in token_ids if token_id in self._control_ids]
-        harmless = self._encode(neutral, special)
-        if control != [token_id for token_id in harmless if token_id in self._control_ids]:
-            raise self._control_token_error(messages)
-        return token_ids
-
-    def _adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer sets a BOS before what the template made, or whatever it adds.
-
-        As transformers has it: never where a tokenizer applies its template, but where a model's
-        processor does, unless the template has written one. LLaVA's does not.
-        """
-        bos: str | None = self._tokenizer.bos_token
-        return self._layout is not None and not (bos and text.startswith(bos))
-
-    def _control_token_error(self, messages: Sequence[Message]) -> InvalidRequest:
-        for i, message in enumerate(messages):
-            for token_id in self._encode("".join(prompt.texts(message))):
-                if token_id in self._control_ids:
-                    token = self._tokenizer.convert_ids_to_tokens(token_id)
-                    return InvalidRequest(
-                        f"the text contains the model's control token {token}",
-                        field=f"messages[{i}].content",
-                    )
-        return InvalidRequest("the texts join into a control token", field="messages")
-
-    def _apply_template(self, messages: Sequence[Message], text: Callable[[str], str]) -> str:
-        """`text` is applied to every text."""
-        conversation = prompt.template_messages(
-            messages, parts=self._layout is not None, strings=self._takes_strings, text=text
-        )
-        try:
-            templated: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
-            )
-        except jinja2.TemplateError as error:  # such as roles that do not alternate
+    def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        if token_ids and max(token_ids) >= self.vocab_size:
+            i = next(i for i, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
             raise InvalidRequest(
-                f"the model's chat template refuses the messages: {error}", field="messages"
-            ) from error
-        return templated
-
-    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+                f"token id {token_ids[i]} is out of the vocabulary of {self.vocab_size}",
+                field=f"{field}[{i}]",
+            )
 
     def _check_bytes(self, texts: Iterable[str], field: str) -> None:
         num_bytes = sum(len(text.encode()) for text in texts)
@@ -246,12 +245,13 @@ class Processor:
                 field=field,
             )
 
-    def _check_len(self, token_ids: Sequence[int]) -> None:
+    def check_len(self, token_ids: Sequence[int], field: str) -> None:
+        """Raises ContextTooLong."""
         if len(token_ids) >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
                 f" {self.max_model_len}",
-                field="messages",
+                field=field,
             )
 
 
@@ -266,24 +266,6 @@ def join(
         items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
         tensors += picture.fields.values()
     return Rendered(token_ids, items, tensors)
-
-
-def _neutral(text: str) -> str:
-    """A stand-in without control tokens, empty or blank where `text` is, for templates look."""
-    return "x" if text.strip() else text
-
-
-def _writes_strings(tokenizer: Any) -> bool:
-    """Whether the chat template writes a text that is in no list of parts; LLaVA's drops it."""
-    prompts = set()
-    for text in ("a", "b"):
-        try:
-            prompts.add(
-                tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
-            )
-        except jinja2.TemplateError:
-            return False
-    return len(prompts) == 2
 
 
 def _legacy_chat_template(folder: Path) -> str | None:

@@ -4,12 +4,15 @@ It neither looks into what the main path keeps nor adds to it, so whoever asks c
 from it what others have sent nor push that out.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
+from shared import vllmwire
 from shared.bus import Bus
 from shared.config import RendererConfig
-from shared.errors import PayloadTooLarge
-from shared.messages import Message
+from shared.errors import PayloadTooLarge, UnsupportedContent
+from shared.messages import Prompt, RenderedFeature, RenderedFeatures
+from shared.multimodal import PlaceholderRange
 from workers.renderer import prompt
 from workers.renderer.images import decode_image
 from workers.renderer.jobmedia import read_stored
@@ -28,49 +31,112 @@ class ReadOnlyPath:
         self._in_thread = in_thread
 
     async def render(
-        self, processor: Processor, messages: Sequence[Message], max_bytes: int
+        self, processor: Processor, asked: Prompt, max_bytes: int, tenant: str = ""
     ) -> Rendered:
         """Items with all their tensors.
 
         Raises a RequestError: PayloadTooLarge for tensors of more than `max_bytes`, as soon as
         there are so many.
         """
-        token_ids = await self._in_thread(processor.tokenize, messages)
+        token_ids = await self._tokenize(processor, asked)
         pictures: list[Picture] = []
-        num_bytes = 0
-        for field, part in prompt.image_parts(messages):
-            picture = await self._process(processor, part.image_url.url, field)
-            num_bytes += sum(tensor.data.nbytes for tensor in picture.fields.values())
-            if num_bytes > max_bytes:
-                raise PayloadTooLarge(
-                    f"the pictures' tensors have more than the {max_bytes} bytes of a message",
-                    field=field,
-                )
+        budget = Budget(max_bytes)
+        async for field, data in self._files(asked, tenant):
+            picture = await self._process(processor, data, field)
+            budget.spend(sum(tensor.data.nbytes for tensor in picture.fields.values()), field)
             pictures.append(picture)
-        counts = [picture.num_tokens for picture in pictures]
-        token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts)
+        token_ids, ranges = await self._expand(processor, asked, token_ids, pictures)
         return join(token_ids, ranges, pictures)
 
-    async def tokenize(self, processor: Processor, messages: Sequence[Message]) -> list[int]:
-        """Token ids with room for the pictures. Raises a RequestError, but not for their number."""
-        token_ids = await self._in_thread(processor.tokenize, messages)
-        counts = [
-            (await self._process(processor, part.image_url.url, field)).num_tokens
-            for field, part in prompt.image_parts(messages)
+    async def render_features(
+        self,
+        processor: Processor,
+        asked: Prompt,
+        model_id: str,
+        max_bytes: int,
+        tenant: str = "",
+        *,
+        with_data: bool,
+    ) -> RenderedFeatures:
+        """The same for another server, which knows the model as `model_id`.
+
+        Raises what `render` raises.
+        """
+        token_ids = await self._tokenize(processor, asked)
+        pictures: list[Picture] = []
+        found: list[tuple[str, bytes | None, bytes | None]] = []
+        budget = Budget(max_bytes)
+        async for field, data in self._files(asked, tenant):
+            picture = await self._process(processor, data, field)
+            mm_hash = await self._in_thread(vllmwire.mm_hash, "image", data, model_id)
+            kwargs_data = mm_metadata = None
+            if with_data:
+                kwargs_data, mm_metadata = await self._in_thread(processor.give_item, picture)
+                budget.spend(len(kwargs_data) + len(mm_metadata), field)
+            found.append((mm_hash, kwargs_data, mm_metadata))
+            pictures.append(replace(picture, fields={}))
+        token_ids, ranges = await self._expand(processor, asked, token_ids, pictures)
+        features = [
+            RenderedFeature("image", mm_hash, placeholder, kwargs_data, mm_metadata)
+            for placeholder, (mm_hash, kwargs_data, mm_metadata) in zip(ranges, found, strict=True)
         ]
-        token_ids, _ = await self._in_thread(processor.make_room, token_ids, counts)
+        return RenderedFeatures(token_ids, features)
+
+    async def tokenize(self, processor: Processor, asked: Prompt, tenant: str = "") -> list[int]:
+        """Token ids with room for the pictures. Raises a RequestError, but not for their number."""
+        token_ids = await self._tokenize(processor, asked)
+        counts = [
+            (await self._process(processor, data, field)).num_tokens
+            async for field, data in self._files(asked, tenant)
+        ]
+        if asked.text is None:
+            token_ids, _ = await self._in_thread(processor.make_room, token_ids, counts)
         return token_ids
 
-    async def tokenize_text(self, processor: Processor, text: str, field: str) -> list[int]:
-        return await self._in_thread(processor.tokenize_text, text, field)
+    async def _tokenize(self, processor: Processor, asked: Prompt) -> list[int]:
+        if asked.features:
+            raise UnsupportedContent("these pictures are rendered already", field="features")
+        return await self._in_thread(processor.tokenize, asked)
 
-    async def _process(self, processor: Processor, url: str, field: str) -> Picture:
-        if is_stored(url):
-            data = await read_stored(self._bus, url, field, self._config.max_image_bytes)
-        else:
-            data = await self._in_thread(self._loader.read_afresh, url, field)
+    async def _expand(
+        self, processor: Processor, asked: Prompt, token_ids: list[int], pictures: list[Picture]
+    ) -> tuple[list[int], list[PlaceholderRange]]:
+        field = prompt.field_of(asked)
+        if asked.token_ids is not None:
+            processor.check_len(token_ids, field)
+            return token_ids, []
+        counts = [picture.num_tokens for picture in pictures]
+        return await self._in_thread(processor.expand, token_ids, counts, field)
 
+    async def _files(self, asked: Prompt, tenant: str) -> AsyncIterator[tuple[str, bytes]]:
+        """The pictures' files, each read when its turn comes, with their fields."""
+        for field, part in prompt.image_parts(asked.messages):
+            url = part.image_url.url
+            if is_stored(url):
+                limit = self._config.max_image_bytes
+                yield field, await read_stored(self._bus, url, field, limit, tenant)
+            else:
+                yield field, await self._in_thread(self._loader.read_afresh, url, field)
+
+    async def _process(self, processor: Processor, data: bytes, field: str) -> Picture:
         def process() -> Picture:
             return processor.process(decode_image(data, self._config, field), field, "")
 
         return await self._in_thread(process)
+
+
+class Budget:
+    """What fits into an answer."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def spend(self, num_bytes: int, field: str) -> None:
+        """Raises PayloadTooLarge."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._max_bytes:
+            raise PayloadTooLarge(
+                f"the pictures' tensors have more than the {self._max_bytes} bytes of a message",
+                field=field,
+            )

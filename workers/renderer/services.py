@@ -14,18 +14,25 @@ import structlog
 
 from shared import codec, subjects
 from shared.bus import Bus, Share
-from shared.config import RendererConfig, split_path
+from shared.config import Config, split_path
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
 from shared.messages import (
+    Detokenized,
+    GenerateRequest,
     Refusal,
     RenderedPrompt,
     Tokenized,
+    decode_detokenize_request,
+    decode_features_request,
     decode_request,
     decode_tokenize_request,
     error_info,
     tenant_of,
     to_json,
+    to_msgpack,
 )
+from shared.prompts import prompt_of, prompt_to_count
+from workers.renderer.pictures import InThread
 from workers.renderer.processor import Processor
 from workers.renderer.readonly_path import ReadOnlyPath
 
@@ -43,12 +50,15 @@ class Services:
         bus: Bus,
         path: ReadOnlyPath,
         processors: Mapping[str, Processor],
-        limits: RendererConfig,
+        config: Config,
+        in_thread: InThread,
     ) -> None:
         self._bus = bus
         self._path = path
         self._processors = processors
-        self._credit = asyncio.Semaphore(max(1, limits.threads // 2))
+        self._config = config
+        self._in_thread = in_thread
+        self._credit = asyncio.Semaphore(max(1, config.renderer.threads // 2))
         self._num_held = 0
         self._shares: list[Share] = []
 
@@ -56,7 +66,10 @@ class Services:
         for model in self._processors:
             for subject, work in (
                 (subjects.render(model), self._render),
+                (subjects.features(model), self._features),
                 (subjects.tokenize(model), self._tokenize),
+                (subjects.detokenize(model), self._detokenize),
+                (subjects.card(model), self._card),
             ):
                 answer = partial(self._answer, partial(work, model))
                 self._shares.append(
@@ -87,29 +100,54 @@ class Services:
 
     async def _render(self, model: str, question: bytes, tenant: str) -> bytes:
         request = await _decoded(decode_request, question)
-        if request.model != model:
-            raise InvalidRequest(
-                f"model is {request.model!r}, but the subject names {model!r}", field="model"
-            )
-        processor = self._processors[model]
-        rendered = await self._path.render(processor, request.messages or [], self._bus.max_payload)
+        _check_model(request, model)
+        rendered = await self._path.render(
+            self._processors[model], prompt_of(request), self._bus.max_payload, tenant
+        )
         head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
-        answer = codec.encode(head, rendered.tensors)
+        return self._fitting(codec.encode(head, rendered.tensors))
+
+    async def _features(self, model: str, question: bytes, tenant: str) -> bytes:
+        asked = await _decoded(decode_features_request, question)
+        _check_model(asked.request, model)
+        rendered = await self._path.render_features(
+            self._processors[model],
+            prompt_of(asked.request),
+            self._config.models[model].hash_model_id or self._config.models[model].path,
+            self._bus.max_payload,
+            tenant,
+            with_data=asked.payload == "tensors",
+        )
+        return self._fitting(to_msgpack(rendered))
+
+    async def _tokenize(self, model: str, question: bytes, tenant: str) -> bytes:
+        asked = prompt_to_count(await _decoded(decode_tokenize_request, question))
+        processor = self._processors[model]
+        token_ids = await self._path.tokenize(processor, asked, tenant)
+        spellings = await self._in_thread(processor.spellings, token_ids)
+        counted = Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings)
+        return self._fitting(to_json(counted))
+
+    async def _detokenize(self, model: str, question: bytes, tenant: str) -> bytes:
+        request = await _decoded(decode_detokenize_request, question)
+        detokenize = self._processors[model].detokenize
+        return self._fitting(
+            to_json(Detokenized(*await self._in_thread(detokenize, request.tokens)))
+        )
+
+    async def _card(self, model: str, question: bytes, tenant: str) -> bytes:
+        return to_json(self._processors[model].card(model))
+
+    def _fitting(self, answer: bytes) -> bytes:
         self._bus.check_size(answer, "this answer")
         return answer
 
-    async def _tokenize(self, model: str, question: bytes, tenant: str) -> bytes:
-        request = await _decoded(decode_tokenize_request, question)
-        processor = self._processors[model]
-        if request.messages is not None and request.prompt is None:
-            token_ids = await self._path.tokenize(processor, request.messages)
-        elif request.prompt is not None and request.messages is None:
-            token_ids = await self._path.tokenize_text(processor, request.prompt, "prompt")
-        else:
-            raise InvalidRequest("give either messages or a prompt", field="messages")
-        answer = to_json(Tokenized(len(token_ids), processor.max_model_len, token_ids))
-        self._bus.check_size(answer, "this answer")
-        return answer
+
+def _check_model(request: GenerateRequest, model: str) -> None:
+    if request.model != model:
+        raise InvalidRequest(
+            f"model is {request.model!r}, but the subject names {model!r}", field="model"
+        )
 
 
 async def _decoded(decode: Callable[[bytes], Asked], question: bytes) -> Asked:

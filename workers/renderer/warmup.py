@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from PIL import Image
 
 from shared import codec
-from shared.messages import ImagePart, ImageURL, Message, RenderedPrompt, TextPart
+from shared.messages import ImagePart, ImageURL, Message, Prompt, RenderedPrompt, TextPart
 from workers.renderer.images import FORMATS
 from workers.renderer.jobmedia import JobMedia
 from workers.renderer.main_path import MainPath
@@ -28,7 +28,7 @@ async def main_path(path: MainPath, processor: Processor, media: JobMedia) -> No
     """Before anything else is in its cache, which is empty again afterwards."""
 
     async def render(messages: list[Message]) -> None:
-        _encode(await path.render(processor, messages, media, TTL_S, None, []))
+        _encode(await path.render(processor, Prompt(messages), media, TTL_S, None, []))
 
     try:
         await _at_once(render(messages) for messages in _conversations(processor))
@@ -38,7 +38,7 @@ async def main_path(path: MainPath, processor: Processor, media: JobMedia) -> No
 
 async def readonly_path(path: ReadOnlyPath, processor: Processor) -> None:
     async def render(messages: list[Message]) -> None:
-        _encode(await path.render(processor, messages, MAX_BYTES))
+        _encode(await path.render(processor, Prompt(messages), MAX_BYTES))
 
     await _at_once(render(messages) for messages in _conversations(processor))
 

@@ -63,7 +63,7 @@ class RendererWorker:
             await self._warm_up(name, processor)
 
     async def _warm_up(self, model: str, processor: Processor) -> None:
-        media = self._open_media("warm-up", 0, "")
+        media = self._open_media("warm-up", 0)
         log = self._context.log.bind(model=model)
         with self._timed(log.bind(path="main")):
             await warmup.main_path(self._main_path, processor, media)
@@ -96,7 +96,9 @@ class RendererWorker:
             for lane in subjects.LANES
         ]
         await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
-        services = Services(context.bus, self._readonly_path, self._processors, config.renderer)
+        services = Services(
+            context.bus, self._readonly_path, self._processors, config, self._in_thread
+        )
         await services.start()
         counters = self._main_path.pictures.counters
         context.metrics.watch("mm_cache_queries_total", lambda: counters.queries)
@@ -172,7 +174,7 @@ class RendererWorker:
 
         rendered = await self._main_path.render(
             self._processors[task.model],
-            task.prompt.messages,
+            task.prompt,
             await self._media_of(task, job),
             (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
             task,
@@ -195,17 +197,20 @@ class RendererWorker:
         return codec.encode(engine_task, rendered.tensors)
 
     async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
-        media = self._open_media(task.request_id, task.accepted.sequence, task.accepted.tenant)
+        accepted = task.accepted
+        media = self._open_media(
+            task.request_id, accepted.sequence, accepted.tenant, accepted.cache_scope, task.model
+        )
         tried_before = job.delivery.attempt > 1 or task.round > 0
         urls = (part.image_url.url for _, part in prompt.image_parts(task.prompt.messages))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media
 
-    def _open_media(self, request_id: str, sequence: int, tenant: str) -> JobMedia:
+    def _open_media(self, request_id: str, sequence: int, *whose: str) -> JobMedia:
         limits = self._config.renderer
         return JobMedia(
-            self._context.bus, self._loader, limits, self._in_thread, request_id, sequence, tenant
+            self._context.bus, self._loader, limits, self._in_thread, request_id, sequence, *whose
         )
 
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:

@@ -1,0 +1,270 @@
+"""A request on its way: noted, published, its log followed, and answered from it.
+
+The note and the log are all that there is of an answer. Whoever has both can go on with it, so
+another gateway does where this one has died.
+"""
+
+import asyncio
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared import client, jobs, subjects
+from shared.errors import InvalidRequest, NotFound
+from shared.messages import Failure, Finish, GenerateRequest, JobRecord, LogRecord, TokenChunk
+from shared.tokenlog import last_record
+from workers.gateway import errors
+from workers.gateway.app import Door, Json, answer_of
+from workers.gateway.assembling import tokens_to_spell
+from workers.gateway.auth import Caller
+from workers.gateway.ordering import Order
+from workers.gateway.pictures import pinned
+from workers.gateway.sse import DONE, EventStream, event, unless_gone
+
+MAX_ID_LEN = 256
+_OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
+PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
+
+
+def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
+    """With whether the client has chosen it: the same then names the same request, of the same
+    tenant. Nobody can name another tenant's. Raises InvalidRequest."""
+    given = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
+    if given is None:
+        return f"{PREFIXES[kind]}-{secrets.token_hex(16)}", False
+    if _OWN_ID.fullmatch(given) is None:
+        raise InvalidRequest(
+            f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
+        )
+    name = hashlib.sha256(f"{kind}:{tenant}:{given}".encode()).hexdigest()
+    return f"{PREFIXES[kind]}-{name[:32]}", True
+
+
+def parts_of(request_id: str, record: JobRecord) -> list[str]:
+    """The ids on the bus: of each prompt, where there are several."""
+    parts = record.options.get("parts", 1)
+    return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
+
+
+def start_of(request: Request, parts: int) -> list[int]:
+    """The first record that is to be shown, of each log. Raises InvalidRequest."""
+    last, start = request.headers.get("last-event-id"), request.query_params.get("from")
+    given, field = (start, "from") if last is None else (last, "Last-Event-ID")
+    if not given:
+        return [0] * parts
+    try:
+        numbers = [int(number) for number in given.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        numbers *= parts if field == "from" else 1
+    if len(numbers) != parts or min(numbers) < -1 or max(numbers) >= 2**53:
+        raise InvalidRequest(f"{field} is not the id of an event of this stream", field=field)
+    return [number + (last is not None) for number in numbers]
+
+
+class Job:
+    """One request, being answered here."""
+
+    def __init__(self, door: Door, request_id: str, record: JobRecord, endpoint: str) -> None:
+        self.request_id = request_id
+        self.record = record
+        self.parts = parts_of(request_id, record)
+        self._door = door
+        self._began_s = time.monotonic()
+        self._tokens = door.metrics.counter("http_tokens_total", endpoint=endpoint)
+        self._first = door.metrics.histogram("http_time_to_first_token_seconds", endpoint=endpoint)
+        spelling = door.spellings.of(record.model)
+        self._assembler = door.assemblers[record.kind](request_id, record, spelling)
+
+    async def events(
+        self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
+    ) -> AsyncIterator[bytes]:
+        """One for every record from `start` on that has something to show. Raises Failed."""
+        position = [-1] * len(logs)
+        async for part, record in _merged(logs):
+            position[part] = record.index
+            event_id = ",".join(map(str, position))
+            shown = await self._take(part, record, event_id, start[part])
+            if shown is not None and record.index >= start[part]:
+                yield event(errors.to_json(shown), event_id)
+        yield DONE
+
+    async def whole(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
+        """The answer. Raises Failed."""
+        async for part, record in _merged(logs):
+            await self._take(part, record, "", 0)
+        return self._assembler.answer()
+
+    async def _take(self, part: int, record: LogRecord, event_id: str, start: int) -> Any | None:
+        match record:
+            case TokenChunk():
+                if record.index == 0 and start == 0:
+                    self._first.observe(time.monotonic() - self._began_s)
+                self._tokens.add(sum(len(delta.token_ids) for delta in record.choices))
+                await self._door.spellings.learn(self.record.model, tokens_to_spell(record))
+                return self._assembler.take(part, record)
+            case Finish():
+                return self._assembler.finish(part, record.usage)
+            case Failure():
+                if record.index < start:
+                    return None
+                self.cancel_soon()  # The others, if there are any.
+                raise errors.Failed(record.error, event_id)
+
+    def follow(self) -> list[AsyncIterator[LogRecord]]:
+        return [client.follow(self._door.bus, part) for part in self.parts]
+
+    def cancel_soon(self) -> None:
+        async def cancel(part: str) -> None:
+            await client.cancel(self._door.bus, part)
+
+        for part in self.parts:
+            self._door.in_background(cancel(part))
+
+    def gone(self) -> None:
+        """The client is."""
+        if not self.record.durable:
+            self.cancel_soon()
+
+
+async def submit(
+    door: Door,
+    request: Request,
+    caller: Caller,
+    kind: Any,
+    order: Order,
+    *,
+    stream: bool,
+    durable: bool,
+) -> Response:
+    """Have a request done, and answer with what becomes of it; or go on with the answer of an
+    earlier one, where the client names that."""
+    first = order.requests[0]
+    door.check_model(first.model)
+    request_id, named = request_id_for(request, kind, caller.tenant)
+    created_s = int(door.bus.now_ms() / 1000)
+    record = JobRecord(kind, first.model, caller.tenant, created_s, durable, order.options)
+    start = start_of(request, order.options.get("parts", 1))
+    requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
+    endpoint = request.scope["endpoint_path"]
+    if not named:
+        noted = asyncio.create_task(jobs.put(door.bus, request_id, record))
+        job = Job(door, request_id, record, endpoint)
+        logs = _asked(door, job, requests, order, noted)
+    else:
+        record = await jobs.put(door.bus, request_id, record)
+        job = Job(door, request_id, record, endpoint)
+        if len(start) != len(job.parts):
+            raise InvalidRequest("this id is that of another request", field="X-Request-Id")
+        logs = await _asked_again(door, job, requests, order)
+    return await respond(request, job, logs, start, stream=stream)
+
+
+def _asked(
+    door: Door,
+    job: Job,
+    requests: Sequence[GenerateRequest],
+    order: Order,
+    noted: "asyncio.Task[JobRecord] | None" = None,
+) -> list[AsyncIterator[LogRecord]]:
+    return [
+        _ask(door, job, part, request, order, noted)
+        for part, request in zip(job.parts, requests, strict=True)
+    ]
+
+
+async def _ask(
+    door: Door,
+    job: Job,
+    part: str,
+    request: GenerateRequest,
+    order: Order,
+    noted: "asyncio.Task[JobRecord] | None",
+) -> AsyncIterator[LogRecord]:
+    records = client.ask(door.bus, request, part, job.record.tenant, order.sampling)
+    async for record in records:
+        if noted is not None:
+            # By now it has been for long; nobody may see an answer that could not be resumed.
+            await noted
+        yield record
+
+
+async def _asked_again(
+    door: Door, job: Job, requests: Sequence[GenerateRequest], order: Order
+) -> list[AsyncIterator[LogRecord]]:
+    """What has a log is followed; what has none may never have been published."""
+    known = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+    return [
+        asked if last is None else followed
+        for asked, followed, last in zip(
+            _asked(door, job, requests, order), job.follow(), known, strict=True
+        )
+    ]
+
+
+async def respond(
+    request: Request,
+    job: Job,
+    logs: Sequence[AsyncIterator[LogRecord]],
+    start: Sequence[int],
+    *,
+    stream: bool,
+) -> Response:
+    headers = {"x-request-id": job.request_id}
+    if stream:
+        return EventStream(job.events(logs, start), job.gone, answer_of, headers)
+    try:
+        answer = await unless_gone(request.receive, job.whole(logs), job.gone)
+    except errors.Failed as error:
+        refusal = answer_of(error)
+        refusal.headers.update(headers)
+        return refusal
+    return Json(answer, headers=headers)
+
+
+async def job_of(door: Door, request: Request, caller: Caller) -> Job:
+    """The one that the path names. Raises NotFound, also for other tenants' requests."""
+    request_id = request.path_params["id"]
+    known = subjects.is_request_id(request_id)
+    record = await jobs.get(door.bus, request_id) if known else None
+    if record is None or record.tenant != caller.tenant:
+        raise NotFound("there is no such request, or not any more", field="id")
+    return Job(door, request_id, record, request.scope["endpoint_path"])
+
+
+async def _merged(
+    logs: Sequence[AsyncIterator[LogRecord]],
+) -> AsyncIterator[tuple[int, LogRecord]]:
+    """Records of several logs as they come, with the number of their log."""
+    if len(logs) == 1:
+        async for record in logs[0]:
+            yield 0, record
+        return
+    queue: asyncio.Queue[tuple[int, LogRecord] | None] = asyncio.Queue(len(logs))
+
+    async def read(part: int) -> None:
+        async for record in logs[part]:
+            await queue.put((part, record))
+
+    async def read_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in range(len(logs)):
+                    group.create_task(read(part))
+        finally:
+            await queue.put(None)
+
+    reading = asyncio.create_task(read_all())
+    try:
+        while (item := await queue.get()) is not None:
+            yield item
+        await reading
+    finally:
+        reading.cancel()

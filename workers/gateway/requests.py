@@ -1,0 +1,103 @@
+"""`/v1/requests/{id}`: what has become of a request; its answer once more; its end."""
+
+import asyncio
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client, whereabouts
+from shared.messages import Failure, LogRecord
+from shared.tokenlog import is_final, last_record
+from workers.gateway import errors
+from workers.gateway.answering import Job, job_of, start_of
+from workers.gateway.app import Door, Json, answer_of
+from workers.gateway.auth import Caller
+from workers.gateway.sse import EventStream
+
+State = Literal["queued", "running", "finished", "failed", "cancelled"]
+
+
+class RequestBody(Struct, frozen=True):
+    id: str
+    state: State
+    stage: str | None
+    """Where it is, or has ended."""
+    created: int
+    model: str
+    durable: bool
+    records: int
+    """In its log so far; of several prompts, all together."""
+    attempt: int | None
+    object: str = "request"
+    result: Any = UNSET
+    error: errors.ErrorBody | UnsetType = UNSET
+
+
+def routes(door: Door) -> list[Route]:
+    async def show(request: Request, caller: Caller) -> Response:
+        job = await job_of(door, request, caller)
+        return Json(await _described(door, job))
+
+    async def stream(request: Request, caller: Caller) -> Response:
+        job = await job_of(door, request, caller)
+        start = start_of(request, len(job.parts))
+        # Whoever looks on may go again.
+        headers = {"x-request-id": job.request_id}
+        return EventStream(job.events(job.follow(), start), lambda: None, answer_of, headers)
+
+    async def cancel(request: Request, caller: Caller) -> Response:
+        job = await job_of(door, request, caller)
+        for part in job.parts:
+            await client.cancel(door.bus, part)
+        return Json({"id": job.request_id, "object": "request", "cancelled": True}, 202)
+
+    path = "/v1/requests/{id}"
+    return [
+        door.route(path, show),
+        door.route(path, cancel, ["DELETE"]),
+        door.route(f"{path}/stream", stream),
+    ]
+
+
+async def _described(door: Door, job: Job) -> RequestBody:
+    lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+    ended = [last for last in lasts if last is not None and is_final(last)]
+    # The one that the others wait for.
+    open_part = next(
+        (part for part, last in zip(job.parts, lasts, strict=True) if last not in ended),
+        job.parts[-1],
+    )
+    where = await whereabouts.find(door.bus, open_part)
+    failure = next((last for last in ended if isinstance(last, Failure)), None)
+    state = _state(lasts, ended, failure, where)
+    result: Any = UNSET
+    if state == "finished":
+        result = await job.whole(job.follow())
+    return RequestBody(
+        id=job.request_id,
+        state=state,
+        stage=where.stage,
+        created=job.record.created_s,
+        model=job.record.model,
+        durable=job.record.durable,
+        records=sum(last.index + 1 for last in lasts if last is not None),
+        attempt=where.attempt,
+        result=result,
+        error=UNSET if failure is None else errors.body_of(failure.error).error,
+    )
+
+
+def _state(
+    lasts: list[LogRecord | None],
+    ended: list[LogRecord],
+    failure: Failure | None,
+    where: whereabouts.Whereabouts,
+) -> State:
+    if failure is not None:
+        return "cancelled" if failure.error.code == "cancelled" else "failed"
+    if len(ended) == len(lasts):
+        return "finished"
+    return "running" if any(lasts) or where.state == "in_hand" else "queued"

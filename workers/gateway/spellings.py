@@ -1,0 +1,29 @@
+"""The bytes of tokens, asked of renderers and kept: a model has only so many."""
+
+from collections.abc import Collection
+
+from shared import client
+from shared.bus import Bus
+from shared.messages import DetokenizeRequest, Refusal
+from workers.gateway.assembling import Spelling
+from workers.gateway.errors import Failed
+
+
+class Spellings:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._known: dict[str, dict[int, bytes]] = {}
+
+    def of(self, model: str) -> Spelling:
+        return self._known.setdefault(model, {})
+
+    async def learn(self, model: str, token_ids: Collection[int]) -> None:
+        """Returns when the model's spelling has all of these. Raises Unavailable."""
+        known = self._known.setdefault(model, {})
+        unknown = [token_id for token_id in token_ids if token_id not in known]
+        if not unknown:
+            return
+        answer = await client.detokenize(self._bus, model, DetokenizeRequest(unknown))
+        if isinstance(answer, Refusal):
+            raise Failed(answer.error, "")
+        known.update(zip(unknown, answer.token_bytes, strict=True))

@@ -1,0 +1,135 @@
+"""Server-sent events: their form, and an answer that consists of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from workers.gateway import errors
+
+T = TypeVar("T")
+
+# Proxies close what is silent for a minute, some for half of one.
+PING_S = 15.0
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+AnswerOf = Callable[[Exception], Response]
+
+
+def event(data: bytes, event_id: str = "") -> bytes:
+    """`data` is JSON, which has no line ends of its own."""
+    named = f"id: {event_id}\n".encode() if event_id else b""
+    return b"%bdata: %b\n\n" % (named, data)
+
+
+class EventStream(Response):
+    """The status waits for the first event: what fails before it is an error like any other.
+
+    What fails later is told as the last event but one. When the client goes, `gone` is called.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        gone: Callable[[], None],
+        answer_of: AnswerOf,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(None, 200, headers, "text/event-stream")
+        del self.headers["content-length"]
+        self.headers["x-accel-buffering"] = "no"
+        self._events = events
+        self._gone = gone
+        self._answer_of = answer_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._run(scope, receive, send), self._gone)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first = asyncio.create_task(_first(self._events))
+        try:
+            await asyncio.wait({first}, timeout=PING_S)
+            error = first.exception() if first.done() else None
+            if isinstance(error, Exception):
+                answer = self._answer_of(error)
+                answer.headers["x-request-id"] = self.headers["x-request-id"]
+                await answer(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await self._pump(first, send)
+        finally:
+            first.cancel()
+
+    async def _pump(self, first: "asyncio.Task[bytes]", send: Send) -> None:
+        line = _Line(send)
+        pinging = asyncio.create_task(line.ping())
+        try:
+            if not first.done():
+                await line.write(PING)
+            await line.write(await first)
+            async for sent in self._events:
+                await line.write(sent)
+        except Exception as error:
+            info = errors.info_of(error)
+            if not isinstance(error, errors.Failed):
+                self._answer_of(error)  # For the log.
+            event_id = error.event_id if isinstance(error, errors.Failed) else ""
+            await line.write(event(errors.to_json(errors.body_of(info)), event_id) + DONE)
+        finally:
+            pinging.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    """None of them has no event."""
+    return await anext(events)
+
+
+class _Line:
+    """What has been written last, and when."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._written_s = self._loop.time()
+
+    async def ping(self) -> None:
+        while True:
+            rest_s = self._written_s + PING_S - self._loop.time()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                await self.write(PING)
+
+
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], gone: Callable[[], None]
+) -> T:
+    """The result of `work`; when the client goes before, ends it, calls `gone` and raises
+    ClientDisconnect. To be used when the body has been read."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        gone()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
