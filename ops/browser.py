@@ -121,8 +121,9 @@ class Browser:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         with contextlib.closing(connection):
             connection.request(method, path, None if body is None else json.dumps(body))
-            value = json.loads(connection.getresponse().read())["value"]
-        if isinstance(value, dict) and "error" in value:
+            answer = connection.getresponse()
+            value = json.loads(answer.read())["value"]
+        if answer.status != 200:
             raise RuntimeError(f"{value['error']}: {value['message']}")
         return value
 

@@ -42,8 +42,13 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    name = hashlib.sha256(f"{kind}:{tenant}:{given}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{name[:32]}", True
+    return _id_of(given, kind, tenant), True
+
+
+def _id_of(name: str, kind: str, tenant: str) -> str:
+    """Of a request that its client has named."""
+    salted = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
+    return f"{PREFIXES[kind]}-{salted[:32]}"
 
 
 def parts_of(request_id: str, record: JobRecord) -> list[str]:
@@ -230,13 +235,16 @@ async def respond(
 
 
 async def job_of(door: Door, request: Request, caller: Caller) -> Job:
-    """The one that the path names. Raises NotFound, also for other tenants' requests."""
-    request_id = request.path_params["id"]
-    known = subjects.is_request_id(request_id)
-    record = await jobs.get(door.bus, request_id) if known else None
-    if record is None or record.tenant != caller.tenant:
-        raise NotFound("there is no such request, or not any more", field="id")
-    return Job(door, request_id, record, request.scope["endpoint_path"])
+    """The one that the path names, by its id or as its client has named it. Raises NotFound, also
+    for other tenants' requests."""
+    name = request.path_params["id"]
+    of_client = [_id_of(name, kind, caller.tenant) for kind in PREFIXES]
+    ids = [name, *of_client] if subjects.is_request_id(name) else of_client
+    for request_id in ids:
+        record = await jobs.get(door.bus, request_id)
+        if record is not None and record.tenant == caller.tenant:
+            return Job(door, request_id, record, request.scope["endpoint_path"])
+    raise NotFound("there is no such request, or not any more", field="id")
 
 
 async def _merged(

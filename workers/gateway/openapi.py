@@ -105,12 +105,12 @@ def _answers(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
     elif answer is not None:
         content[answer] = {}
     if operation.chunk is not None:
-        # Events have no schema in OpenAPI 3.1.
+        # Of events OpenAPI 3.1 has no schema.
         content[EVENTS] = {"x-event-data": schemas[operation.chunk]}
     described: dict[str, Any] = {"description": operation.summary}
     if content:
         described["content"] = content
-    return {str(status): described for status in (200, *operation.also)}
+    return {str(status): described for status in operation.statuses}
 
 
 def _refusals(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _refusals(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
     return {
         str(status): {"description": ", ".join(codes), "content": content}
         for status, codes in operation.refusals.items()
-        if status not in operation.also
+        if status not in operation.statuses
     }
 
 

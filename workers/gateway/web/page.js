@@ -22,6 +22,7 @@ class Run {
     this.id = null;
     this.began = performance.now();
     this.first = null;
+    this.counted = null; // tokens that had come with the first
     this.resumes = 0;
     this.cancelled = false;
     this.over = false;
@@ -74,7 +75,9 @@ class Run {
     if (usage.prompt_tokens) {
       $("prompt").textContent = tokens(usage.prompt_tokens) + (cached ? `, ${cached} cached` : "");
     }
-    $("rate").textContent = (usage.completion_tokens / ((now - this.began) / 1000)).toFixed(1);
+    this.counted ??= usage.completion_tokens;
+    const more = usage.completion_tokens - this.counted;
+    if (more > 0) $("rate").textContent = ((1000 * more) / (now - this.first)).toFixed(1);
   }
 
   /** Follow the request through the stages, until it has ended. */

@@ -3,7 +3,7 @@
 const STAGES = [
   ["coordinator", "Coordinator", "checks it and plans its way"],
   ["renderer", "Renderer", "text and pictures become tokens"],
-  ["encoder", "Encoder", "pictures become embeddings, if not in the engine"],
+  ["encoder", "Encoder", "pictures, if not in the engine"],
   ["engine", "Engine", "writes the answer"],
 ];
 const ENDED = new Set(["finished", "failed", "cancelled"]);
