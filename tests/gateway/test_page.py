@@ -94,7 +94,7 @@ def test_a_question_about_a_picture(page: Browser) -> None:
     times = page.run("return [...document.querySelectorAll('.stage-head')].map((e) => e.innerText)")
     assert [text.split()[0] for text in times] == ["Coordinator", "Renderer", "Encoder", "Engine"]
     assert all(re.search(r"\d m?s$", times[at]) for at in (0, 1, 3))
-    for fact in ("#first", "#rate", "#tokens", "#prompt", "#request"):
+    for fact in ("#first", "#tokens", "#prompt", "#request"):
         assert re.search(r"\d", page.text(fact)), fact
     assert page.text("#resumed") == "never"
 
@@ -127,6 +127,7 @@ def test_tokens_and_stages_are_shown_while_it_works(page: Browser) -> None:
     assert len(set(lengths)) > 3
     assert lengths == sorted(lengths)
     assert page.text("#tokens") == "900 tokens"
+    assert float(page.text("#rate")) > 0
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])
