@@ -96,9 +96,12 @@ async def test_a_large_picture_is_stored_beside_the_request(http: httpx.AsyncCli
 
 async def test_what_was_given_wins_over_the_configured_defaults(http: httpx.AsyncClient) -> None:
     # The model is configured to be greedy; 1.0 is everybody's default.
-    asked = question("Describe it.") | {"temperature": 1.0, "n": 8, "seed": 1, "max_tokens": 16}
-    choices = (await http.post("/v1/chat/completions", json=asked)).json()["choices"]
-    assert len({choice["message"]["content"] for choice in choices}) > 1
+    asked = {"model": "demo", "prompt": "a", "n": 8, "seed": 1, "max_tokens": 16}
+    greedy = (await http.post("/v1/completions", json=asked)).json()["choices"]
+    assert len({choice["text"] for choice in greedy}) == 1
+    given = asked | {"temperature": 1.0}
+    choices = (await http.post("/v1/completions", json=given)).json()["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
 
 
 async def test_usage_with_every_chunk(http: httpx.AsyncClient) -> None:

@@ -161,12 +161,8 @@ class ToolParser:
                 self._give(call, text)  # JSON in a string: some write it so.
             return ""
         if character in "{[":
-            if call is not None and character == "[":
-                raise _NoCall
             yield from self._nested(character, call)
             return ""
-        if call is not None:
-            raise _NoCall
         while character not in ",}]" and not character.isspace():
             character = yield from self._next()
         return character
@@ -212,6 +208,8 @@ class ToolParser:
                     raise _NoCall
                 after = ""
             elif key in ("arguments", "parameters"):
+                if character not in '{"':
+                    raise _NoCall
                 self._tell(call)
                 after = yield from self._value(character, call)
             else:
