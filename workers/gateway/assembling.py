@@ -6,7 +6,7 @@ process or after years, says the same: that is how a stream goes on elsewhere.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import UNSET, UnsetType
 
@@ -24,13 +24,40 @@ class Assembler(Protocol):
     """A request may be several on the bus, one for each prompt: its parts."""
 
     def take(self, part: int, record: TokenChunk) -> Any | None:
-        """What a stream shows of it; None for nothing."""
+        """What a stream shows of it; None for nothing, and an Events for more than one event."""
 
     def finish(self, part: int, usage: Usage) -> Any | None:
         """The same of the end of a part."""
 
     def answer(self) -> Any:
         """The whole, when all parts have finished."""
+
+
+class Events(list[Any]):
+    """Several events of one record."""
+
+
+@runtime_checkable
+class Splitting(Protocol):
+    """An assembler that shows a record as several events."""
+
+    max_events: int
+    """Of one record."""
+
+
+@runtime_checkable
+class Abortable(Protocol):
+    """An assembler whose answer, when the request is cancelled, is what there was by then."""
+
+    def abort(self) -> Any | None:
+        """What a stream shows of that."""
+
+
+@runtime_checkable
+class Prompted(Protocol):
+    """An assembler that needs the bytes of tokens which no record names."""
+
+    prompt_token_ids: list[int]
 
 
 def tokens_to_spell(record: TokenChunk) -> set[int]:

@@ -20,11 +20,26 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.runtime import Context
-from workers.gateway import completing, health, models, openapi, page, requests
+from workers.gateway import (
+    completing,
+    derendering,
+    generating,
+    health,
+    models,
+    openapi,
+    page,
+    rendering,
+    requests,
+    tokenizing,
+)
 from workers.gateway.app import Door, application
 from workers.gateway.wire import Wire
 
-FEATURES = (health, models, completing, requests, page, openapi)
+FEATURES = (
+    *(health, models, completing, requests),
+    *(rendering, generating, derendering, tokenizing),
+    *(page, openapi),
+)
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024

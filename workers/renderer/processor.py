@@ -219,10 +219,13 @@ class Processor:
         self._check_bytes(strings, "messages")
         return self._texts.tokenize(asked)
 
-    def detokenize(self, token_ids: Sequence[int]) -> tuple[str, list[bytes]]:
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> tuple[str, list[bytes]]:
         """The text of all tokens, and the bytes of each. Raises InvalidRequest."""
         self._check_ids(token_ids, "tokens")
-        return self._texts.decode(token_ids), self._texts.bytes_of(token_ids)
+        text = self._texts.decode(token_ids, skip_special_tokens)
+        return text, self._texts.bytes_of(token_ids)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer itself spells it."""

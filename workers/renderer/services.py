@@ -130,10 +130,10 @@ class Services:
 
     async def _detokenize(self, model: str, question: bytes, tenant: str) -> bytes:
         request = await _decoded(decode_detokenize_request, question)
-        detokenize = self._processors[model].detokenize
-        return self._fitting(
-            to_json(Detokenized(*await self._in_thread(detokenize, request.tokens)))
+        told = await self._in_thread(
+            self._processors[model].detokenize, request.tokens, request.skip_special_tokens
         )
+        return self._fitting(to_json(Detokenized(*told)))
 
     async def _card(self, model: str, question: bytes, tenant: str) -> bytes:
         return to_json(self._processors[model].card(model))

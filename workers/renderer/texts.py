@@ -99,9 +99,9 @@ class Texts:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens, control tokens included."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of all tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:

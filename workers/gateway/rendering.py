@@ -1,0 +1,155 @@
+"""`/v1/chat/completions/render` and `/v1/completions/render`: a request as other engines take it.
+
+Renderers do it, without an engine; what is answered here can be sent to `/inference/v1/generate` of
+any server of the model, and to ours.
+"""
+
+import asyncio
+import secrets
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client
+from shared.messages import FeaturesRequest, GenerateRequest, RenderedFeatures
+from workers.gateway import openai
+from workers.gateway.app import Door, Json
+from workers.gateway.auth import Caller
+from workers.gateway.chat import chat_order
+from workers.gateway.completions import completion_order
+from workers.gateway.desk import Desk, answered
+from workers.gateway.errors import UnsupportedParameter
+from workers.gateway.generatewire import RenderedRequest, StreamOptions
+from workers.gateway.ordering import Order
+from workers.gateway.pictures import pinned
+from workers.gateway.rendered import num_to_answer, rendered_request, resolved
+from workers.gateway.scaleouterrors import decode
+
+Payload = Literal["tensors", "none"]
+
+
+class RenderChat(openai.ChatRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    request_id: str | None = None
+    mm_payload: Payload | None = None
+    return_mm_kwargs: bool | None = None
+    """An old name: false for the payload `none`."""
+    return_token_offsets: Literal[False] | None = None
+
+
+class RenderCompletion(
+    openai.CompletionRequest, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """The same fields: Structs have one base."""
+
+    request_id: str | None = None
+    mm_payload: Payload | None = None
+    return_mm_kwargs: bool | None = None
+    return_token_offsets: Literal[False] | None = None
+
+
+Asked = RenderChat | RenderCompletion
+
+# Known to renderers, and not done by ours.
+UNSUPPORTED = openai.UNSUPPORTED | {"return_token_offsets"}
+
+_chat = msgspec.json.Decoder(RenderChat).decode
+_completion = msgspec.json.Decoder(RenderCompletion).decode
+
+
+def routes(door: Door) -> list[Route]:
+    if not door.limits.scale_out:
+        return []
+    renderer = _Renderer(Desk(door))
+    return [
+        renderer.desk.post("/v1/chat/completions/render", renderer.chat),
+        renderer.desk.post("/v1/completions/render", renderer.completion),
+    ]
+
+
+class _Renderer:
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    async def chat(self, request: Request, caller: Caller) -> Response:
+        asked = decode(await self.desk.read(request), _chat, UNSUPPORTED)
+        model = self.desk.model(asked.model)
+        card = await self.desk.door.card(model) if asked.tools else None
+        order = chat_order(asked, card)
+        wire_id = f"chatcmpl-{_base_id(request, asked)}"
+        return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
+
+    async def completion(self, request: Request, caller: Caller) -> Response:
+        asked = decode(await self.desk.read(request), _completion, UNSUPPORTED)
+        self.desk.model(asked.model)
+        if asked.echo:
+            raise UnsupportedParameter("echo: what is rendered begins no answer", field="echo")
+        order = completion_order(asked)
+        wire_id, alone = f"cmpl-{_base_id(request, asked)}", len(order.requests) == 1
+        wire_ids = [wire_id if alone else f"{wire_id}-{i}" for i in range(len(order.requests))]
+        rendered = await asyncio.gather(
+            *(
+                self._render(one, its_id, asked, order, caller)
+                for one, its_id in zip(order.requests, wire_ids, strict=True)
+            )
+        )
+        return Json(rendered)
+
+    async def _render(
+        self,
+        request: GenerateRequest,
+        wire_id: str,
+        asked: Asked,
+        order: Order,
+        caller: Caller,
+    ) -> RenderedRequest:
+        model = request.model
+        sampling = resolved(self.desk.door.config.models[model].sampling_defaults, order.sampling)
+        payload = _payload_of(asked)
+        card, rendered = await asyncio.gather(
+            self.desk.door.card(model),
+            self._features(request, payload, caller),
+        )
+        num_prompt = len(rendered.prompt_token_ids)
+        return rendered_request(
+            wire_id,
+            rendered,
+            sampling,
+            num_to_answer(sampling.max_tokens, num_prompt, card.max_model_len),
+            model=model,
+            with_tensors=payload == "tensors",
+            stream=bool(asked.stream),
+            stream_options=_stream_options(asked),
+            cache_salt=asked.cache_salt,
+            priority=asked.priority or 0,
+        )
+
+    async def _features(
+        self, request: GenerateRequest, payload: Payload, caller: Caller
+    ) -> RenderedFeatures:
+        small = await pinned(self.desk.door, request, caller.tenant)
+        question = FeaturesRequest(small, payload)
+        bus = self.desk.door.bus
+        return answered(await client.render_features(bus, question, tenant=caller.tenant))
+
+
+def _base_id(request: Request, asked: Asked) -> str:
+    return request.headers.get("x-request-id") or asked.request_id or secrets.token_hex(8)
+
+
+def _payload_of(asked: Asked) -> Payload:
+    if asked.mm_payload is not None:
+        return asked.mm_payload
+    return "none" if asked.return_mm_kwargs is False else "tensors"
+
+
+def _stream_options(asked: Asked) -> StreamOptions | None:
+    options = asked.stream_options
+    if options is None:
+        return None
+    return StreamOptions(
+        include_usage=options.include_usage,
+        continuous_usage_stats=options.continuous_usage_stats,
+    )

@@ -1,0 +1,43 @@
+"""The text that new tokens add to what is out already, from the text of whole runs of them. Pure.
+
+A tokenizer may write the first token of a text in another way than a later one, so the last tokens
+stay as context; and a character may need several tokens, so one that is not whole waits.
+"""
+
+from typing import NamedTuple
+
+# A character has at most 4 bytes, hence tokens; the rest is context.
+KEPT_TOKENS = 16
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Window(NamedTuple):
+    token_ids: list[int]
+    num_out: int
+    """Characters of their text that are out."""
+
+
+def kept(token_ids: list[int]) -> list[int]:
+    return token_ids[-KEPT_TOKENS:]
+
+
+def opened(token_ids: list[int], text: str) -> Window:
+    """Before an answer: the end of its prompt, and the text of that."""
+    return Window(token_ids, len(text) - _num_waiting(text))
+
+
+def read(
+    window: Window, token_ids: list[int], text: str, kept_text: str, last: bool
+) -> tuple[str, Window]:
+    """What is new in `text`, that of the window's tokens and these; and the window that is left.
+
+    `kept_text` is the text of those that are `kept`; `last` for no more to come.
+    """
+    num_waiting = 0 if last else _num_waiting(text)
+    new = text[window.num_out : len(text) - num_waiting]
+    left = kept(window.token_ids + token_ids)
+    return new, Window(left, max(0, len(kept_text) - num_waiting))
+
+
+def _num_waiting(text: str) -> int:
+    return int(text.endswith(REPLACEMENT))
