@@ -9,13 +9,14 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from shared.errors import PagemillError
 from workers.gateway import errors
 from workers.gateway.openapi import document
+from workers.gateway.operation import types_of
 from workers.gateway.operations import OPERATIONS
 
 FILE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -76,19 +77,27 @@ def _endpoints() -> str:
         [
             f"`{operation.method} {operation.path}`",
             operation.summary,
-            "-" if operation.body is None else f"`{operation.body.__name__}`",
-            _answer(operation.answer)
-            + ("" if operation.chunk is None else f", or SSE of `{operation.chunk.__name__}`"),
+            _name(operation.body),
+            _name(operation.answer)
+            + ("" if operation.chunk is None else f", or SSE of {_name(operation.chunk)}"),
         ]
         for operation in OPERATIONS
     ]
     return _table(["", "", "body", "answer"], rows)
 
 
-def _answer(answer: Any) -> str:
-    if answer is None:
-        return "-"
-    return answer if isinstance(answer, str) else f"`{answer.__name__}`"
+def bodies() -> str:
+    """Names of all types that bodies may be of."""
+    return " ".join(_name(operation.body) for operation in OPERATIONS)
+
+
+def _name(one: Any) -> str:
+    if one is None or isinstance(one, str):
+        return one or "-"
+    if inspect.isclass(one) and not get_args(one):
+        return f"`{one.__name__}`"
+    kind = "list of " if get_origin(one) is list else ""
+    return kind + " or ".join(_name(part) for part in get_args(one))
 
 
 def _errors() -> str:
@@ -108,21 +117,16 @@ def _subclasses(cls: type[PagemillError]) -> list[type[PagemillError]]:
 
 def _structs() -> dict[str, Any]:
     """By name: every Struct that the document has a schema of."""
-    types = [t for o in OPERATIONS for t in (o.body, o.answer, o.chunk) if isinstance(t, type)]
     found: dict[str, Any] = {}
-    pending = [msgspec.inspect.type_info(t) for t in types]
+    pending = types_of(OPERATIONS)
     while pending:
-        info = pending.pop()
-        cls = getattr(info, "cls", None)
-        if isinstance(info, msgspec.inspect.StructType):
-            if cls.__name__ in found:
-                continue
-            found[cls.__name__] = cls
-            pending += [field.type for field in info.fields]
-        for name in ("item_type", "value_type"):
-            if hasattr(info, name):
-                pending.append(getattr(info, name))
-        pending += getattr(info, "types", ())
+        one = pending.pop(0)
+        pending += get_args(one)
+        if not inspect.isclass(one) or not issubclass(one, msgspec.Struct):
+            continue
+        if one.__name__ not in found:
+            found[one.__name__] = one
+            pending += get_type_hints(one, include_extras=True).values()
     return found
 
 

@@ -14,14 +14,16 @@ from shared.runtime import VERSION
 from workers.gateway import errors
 from workers.gateway.app import Door, Json
 from workers.gateway.auth import Caller
-from workers.gateway.operations import OPERATIONS, Operation
+from workers.gateway.operation import Operation, is_type, types_of
+from workers.gateway.operations import OPERATIONS, SCALE_OUT
+from workers.gateway.schemas import Schemas
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
 
 def routes(door: Door) -> list[Route]:
-    written = Json(document()).body
+    written = Json(document(scale_out=door.limits.scale_out)).body
 
     async def send(_: Request, __: Caller) -> Response:
         return Response(written, media_type=JSON)
@@ -29,16 +31,11 @@ def routes(door: Door) -> list[Route]:
     return [door.route("/openapi.json", send, public=True)]
 
 
-def document() -> dict[str, Any]:
-    types = {t for o in OPERATIONS for t in (o.answer, o.body, o.chunk) if _is_type(t)}
-    types.add(errors.ErrorAnswer)
-    listed = sorted(types, key=repr)
-    found, components = msgspec.json.schema_components(
-        listed, ref_template="#/components/schemas/{name}"
-    )
-    schemas = dict(zip(listed, found, strict=True))
+def document(*, scale_out: bool = True) -> dict[str, Any]:
+    operations = [o for o in OPERATIONS if scale_out or o.tag != SCALE_OUT]
+    schemas = Schemas([*types_of(operations), errors.ErrorAnswer])
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
-    for operation in OPERATIONS:
+    for operation in operations:
         paths[operation.path][operation.method.lower()] = _described(operation, schemas)
     return {
         "openapi": "3.1.0",
@@ -52,13 +49,13 @@ def document() -> dict[str, Any]:
         "security": [{"key": []}, {}],
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": schemas.components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
-def _described(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _described(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _name(operation),
         "tags": [operation.tag],
@@ -68,7 +65,7 @@ def _described(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
     if parameters := _parameters(operation):
         described["parameters"] = parameters
     if operation.body is not None:
-        content = {JSON: {"schema": schemas[operation.body]}}
+        content = {JSON: {"schema": schemas.of(operation.body)}}
         described["requestBody"] = {"required": True, "content": content}
     if operation.public:
         described["security"] = []
@@ -97,30 +94,26 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     return in_path + others
 
 
-def _answers(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _answers(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     answer = operation.answer
     content: dict[str, Any] = {}
-    if _is_type(answer):
-        content[JSON] = {"schema": schemas[answer]}
+    if is_type(answer):
+        content[JSON] = {"schema": schemas.of(answer)}
     elif answer is not None:
         content[answer] = {}
     if operation.chunk is not None:
         # Of events OpenAPI 3.1 has no schema.
-        content[EVENTS] = {"x-event-data": schemas[operation.chunk]}
+        content[EVENTS] = {"x-event-data": schemas.of(operation.chunk)}
     described: dict[str, Any] = {"description": operation.summary}
     if content:
         described["content"] = content
     return {str(status): described for status in operation.statuses}
 
 
-def _refusals(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
-    content = {JSON: {"schema": schemas[errors.ErrorAnswer]}}
+def _refusals(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    content = {JSON: {"schema": schemas.of(errors.ErrorAnswer)}}
     return {
         str(status): {"description": ", ".join(codes), "content": content}
         for status, codes in operation.refusals.items()
         if status not in operation.statuses
     }
-
-
-def _is_type(answer: Any) -> bool:
-    return answer is not None and not isinstance(answer, str)

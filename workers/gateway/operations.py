@@ -5,7 +5,7 @@ A test holds it equal to the routes that there are.
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from shared.errors import (
     Cancelled,
@@ -18,73 +18,36 @@ from shared.errors import (
     MediaBlocked,
     MediaNotFound,
     MediaTooLarge,
+    MMCacheMiss,
     NotFound,
     Overloaded,
-    PagemillError,
     PayloadTooLarge,
     Poisoned,
     Unavailable,
     UnknownAdapter,
     UnknownModel,
     UnsupportedContent,
-    WorkerFailure,
 )
-from workers.gateway import errors, health, models, requests
+from workers.gateway import (
+    derenderwire,
+    errors,
+    generating,
+    health,
+    models,
+    rendering,
+    requests,
+    scaleouterrors,
+    tokenizing,
+)
 from workers.gateway.answers import ChatChunk, ChatCompletion, Completion
+from workers.gateway.generatewire import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.openai import ChatRequest, CompletionRequest
+from workers.gateway.operation import Operation, Parameter
+
+SCALE_OUT = "Scale-out"
+"""What `gateway.scale_out` is for."""
 
 Index = Annotated[int, Meta(ge=0)]
-
-
-class Parameter(Struct, frozen=True):
-    name: str
-    place: str
-    """`path`, `query` or `header`."""
-    about: str
-    type: Any = str
-
-
-class Operation(Struct, frozen=True):
-    method: str
-    path: str
-    tag: str
-    summary: str
-    answer: Any
-    """A type of JSON, or a media type of something else."""
-    body: Any = None
-    """A type of JSON."""
-    chunk: Any = None
-    """What an event of the answer's stream carries, where there is one."""
-    errors: tuple[type[PagemillError], ...] = ()
-    """Beyond those of every operation."""
-    parameters: tuple[Parameter, ...] = ()
-    statuses: tuple[int, ...] = (200,)
-    """With which it is answered."""
-    public: bool = False
-    """Without a key, too."""
-
-    @property
-    def refusals(self) -> dict[int, list[str]]:
-        """Codes of errors, by their status."""
-        found: set[type[PagemillError]] = {errors.HeadersTooLarge, WorkerFailure, *self.errors}
-        if not self.public:
-            found.add(errors.InvalidKey)
-        if self.body is not None:
-            found |= {InvalidRequest, *BODY}
-        by_status: dict[int, list[str]] = {}
-        for error in sorted(found, key=lambda error: error.code):
-            by_status.setdefault(errors.status_of(error), []).append(error.code)
-        return dict(sorted(by_status.items()))
-
-
-BODY = (
-    errors.BodyTooLarge,
-    errors.TooSlow,
-    errors.UnknownParameter,
-    errors.UnsupportedParameter,
-    errors.WrongContentType,
-)
-"""What may be wrong with any body."""
 
 ANY_ANSWER = (
     Cancelled,
@@ -106,6 +69,20 @@ ANY_ANSWER = (
     errors.RateLimited,
 )
 """What a request may end with."""
+
+ASKED_OF_RENDERERS = (
+    ContextTooLong,
+    InvalidMedia,
+    MediaBlocked,
+    MediaNotFound,
+    MediaTooLarge,
+    PayloadTooLarge,
+    Unavailable,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedContent,
+)
+"""What renderers may answer to a question."""
 
 OWN_ID = Parameter(
     "X-Request-Id",
@@ -146,7 +123,7 @@ OPERATIONS = [
         "Requests",
         "What has become of a request",
         requests.RequestBody,
-        errors=(InvalidRequest, NotFound, Unavailable, LogTruncated),
+        refuses=(InvalidRequest, NotFound, Unavailable, LogTruncated),
     ),
     Operation(
         "GET",
@@ -155,7 +132,7 @@ OPERATIONS = [
         "Its answer once more, as events",
         None,
         chunk=Any,
-        errors=(InvalidRequest, NotFound, *ANY_ANSWER),
+        refuses=(InvalidRequest, NotFound, *ANY_ANSWER),
         parameters=(LAST_EVENT, FROM),
     ),
     Operation(
@@ -164,8 +141,90 @@ OPERATIONS = [
         "Requests",
         "End a request, wherever it is",
         requests.Cancelling,
-        errors=(InvalidRequest, NotFound, Unavailable),
+        refuses=(InvalidRequest, NotFound, Unavailable),
         statuses=(202,),
+    ),
+    Operation(
+        "POST",
+        "/v1/chat/completions/render",
+        SCALE_OUT,
+        "What an engine would be given for a conversation",
+        RenderedRequest,
+        rendering.RenderChat,
+        refuses=(*ASKED_OF_RENDERERS, InvalidGrammar),
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/v1/completions/render",
+        SCALE_OUT,
+        "What an engine would be given for each prompt",
+        list[RenderedRequest],
+        rendering.RenderCompletion,
+        refuses=(*ASKED_OF_RENDERERS, InvalidGrammar),
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/inference/v1/generate",
+        SCALE_OUT,
+        "Tokens and pictures of a rendered request in, tokens out",
+        GenerateResponse,
+        RenderedRequest,
+        GenerateChunk,
+        (*ANY_ANSWER, MMCacheMiss),
+        STREAM,
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/inference/v1/abort_requests",
+        SCALE_OUT,
+        "End requests by their request_id; nothing is said of those that are not there",
+        None,
+        generating.AbortBody,
+        refuses=(Unavailable,),
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/v1/chat/completions/derender",
+        SCALE_OUT,
+        "A chat completion of what generate has answered; of a stream, event by event",
+        derenderwire.ChatResponse | derenderwire.StreamAnswer,
+        derenderwire.DerenderChat | derenderwire.DerenderChatStream,
+        refuses=ASKED_OF_RENDERERS,
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/v1/completions/derender",
+        SCALE_OUT,
+        "The same for completions",
+        derenderwire.CompletionResponse | derenderwire.StreamAnswer,
+        derenderwire.DerenderCompletion | derenderwire.DerenderCompletionStream,
+        refuses=ASKED_OF_RENDERERS,
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/tokenize",
+        "Tokens",
+        "The tokens of a text, or of a conversation",
+        tokenizing.TokenizeAnswer,
+        tokenizing.TokenizeBody,
+        refuses=ASKED_OF_RENDERERS,
+        status_of=scaleouterrors.status_of,
+    ),
+    Operation(
+        "POST",
+        "/detokenize",
+        "Tokens",
+        "The text of tokens",
+        tokenizing.DetokenizeAnswer,
+        tokenizing.DetokenizeBody,
+        refuses=ASKED_OF_RENDERERS,
+        status_of=scaleouterrors.status_of,
     ),
     Operation("GET", "/v1/models", "Models", "The models that are served here", models.ModelList),
     Operation(
@@ -174,7 +233,7 @@ OPERATIONS = [
         "Models",
         "One of them",
         models.ModelEntry,
-        errors=(UnknownModel,),
+        refuses=(UnknownModel,),
     ),
     Operation("GET", "/health", "Server", "Whether the process lives", health.Health, public=True),
     Operation(
