@@ -172,7 +172,7 @@ def _spelled(schema: dict[str, Any]) -> str:
     if kind == "null":
         return "only `null`"
     if kind == "array":
-        return "list of " + _spelled(schema.get("items", {})) + _range(schema, "Items")
+        return "list of " + _spelled(schema.get("items") or {}) + _range(schema, "Items")
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return "object of " + _spelled(schema["additionalProperties"])
     pattern = f", `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
