@@ -2,12 +2,14 @@
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, json
 
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+MAX_REGEX_LEN = 8192
+MAX_GRAMMAR_BYTES = 128 * 1024
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -23,7 +25,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
     json_schema: dict[str, Any] | None = None
     json_object: bool = False
     """Any JSON object."""
-    regex: str | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=MAX_REGEX_LEN)] | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
     grammar: str | None = None
     """In llguidance's form of Lark."""
@@ -33,6 +35,11 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
         if sum(form is not None for form in given) != 1:
             raise ValueError(
                 "Expected exactly one of json_schema, json_object, regex, choice and grammar"
+            )
+        num_bytes = len(json.encode(given))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise ValueError(
+                f"Expected at most {MAX_GRAMMAR_BYTES} bytes of JSON, got {num_bytes} bytes"
             )
 
 

@@ -1,5 +1,6 @@
 """The command line as somebody meets it: help, version, configuration, and plain errors."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -44,9 +45,21 @@ def test_version_and_help(tmp_path: Path) -> None:
         "top",
         "metrics",
         "check",
+        "key",
     ):
         assert command in everything
         assert run(command, "--help", cwd=tmp_path).returncode == 0
+
+
+def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
+    done = run("key", "chat-page", "--tenant", "acme", cwd=tmp_path)
+    made = done.stdout.strip()
+    lines = done.stderr[done.stderr.index("gateway:") :]
+    (entry,) = yaml.safe_load(lines)["gateway"]["api_keys"]
+    digest = hashlib.sha256(made.encode()).hexdigest()
+    assert entry == {"name": "chat-page", "sha256": digest, "tenant": "acme"}
+    assert made not in done.stderr
+    assert len(made) > 40
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shared.client import new_request_id
 from shared.errors import PagemillError
 from workers import exporting, operating, settings, watching
 from workers.asking import Question, ask_and_print, follow_and_print
+from workers.gateway.auth import digest, make_key
 from workers.local import LocalCluster, WorkerSpec, default_workers
 from workers.previewing import render_and_print, tokenize_and_print
 
@@ -348,6 +349,29 @@ def dead_requeue(
 
 def _url(config: Path | None, nats: str | None) -> str:
     return nats or settings.nats_url(settings.load_config(settings.find_config_file(config)))
+
+
+@app.command
+def key(name: str, /, *, tenant: str | None = None) -> int:
+    """Make an API key for the gateway: print it, this once, and the configuration for it.
+
+    Parameters
+    ----------
+    name
+        Whose it is, for the log.
+    tenant
+        Whose caches and requests it shares; by default those of nobody else.
+    """
+    made = make_key()
+    entry: dict[str, object] = {"name": name, "sha256": digest(made)}
+    entry |= {} if tenant is None else {"tenant": tenant}
+    lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
+    errors.print("This key is kept nowhere; give it to its owner:")
+    sys.stdout.write(f"{made}\n")
+    errors.print(
+        f"\nIn the configuration, beside those that are there:\n\n{lines}", highlight=False
+    )
+    return 0
 
 
 @app.command

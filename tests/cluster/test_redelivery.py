@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from shared import subjects
 from shared.bus import Bus
 from shared.client import ask, new_request_id
 from shared.messages import (
+    Failure,
     Finish,
     GenerateRequest,
     ImagePart,
@@ -69,6 +71,51 @@ async def test_an_engine_killed_mid_answer(
         for choice in choices:
             assert tokens_of(records, choice) == tokens_of(undisturbed, choice)
             assert text_of(records, choice) == text_of(undisturbed, choice)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
+    cluster: Cluster, client: Bus, temperature: float
+) -> None:
+    words = "([a-z]{1,6} ){150}end"
+    request = request_text(
+        "What can you do?",
+        temperature=temperature,
+        seed=11,
+        n=2,
+        max_tokens=900,
+        structured_outputs={"regex": words},
+    )
+    engine = await cluster.pid(client, "engine")
+    records: list[LogRecord] = []
+    async for record in ask(client, request, new_request_id()):
+        records.append(record)
+        if len(records) == 5:
+            os.kill(engine, signal.SIGKILL)
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert attempts_of(records) == [1, 2]
+    undisturbed = await answer(client, request)
+    for choice in range(2):
+        assert re.fullmatch(words, text_of(records, choice))
+        assert tokens_of(records, choice) == tokens_of(undisturbed, choice)
+
+
+async def test_a_grammar_that_kills_its_compiler_harms_nobody(
+    cluster: Cluster, client: Bus
+) -> None:
+    rules = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(4500))
+    request = request_text(
+        "Hello", structured_outputs={"grammar": f'start: r0\n{rules}\nr4500: "z"'}
+    )
+    engine = await cluster.pid(client, "engine")
+    neighbour = asyncio.create_task(answer(client, request_text("What can you do?", **LONG)))
+    (record,) = await answer(client, request)
+    assert isinstance(record, Failure)
+    assert record.error.code == "invalid_grammar"
+    assert record.error.field == "sampling_params.structured_outputs"
+    assert attempts_of(await neighbour) == [1]
+    assert await cluster.pid(client, "engine") == engine
 
 
 async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:

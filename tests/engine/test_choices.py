@@ -224,19 +224,20 @@ def _first_allowed(mask: TokenMask, token_id: int) -> int:
 def test_a_mask_goes_with_each_choice_and_is_advanced_through_its_log():
     made: list[EvenThenOdd] = []
 
-    def new_mask(request: EngineRequest) -> TokenMask:
+    def new_mask() -> TokenMask:
         made.append(EvenThenOdd())
         return made[-1]
 
     answer = [5, 6, 7, 8, 9, 10, 11, 12]
     expected = [6, 6, 8, 9, 10, 11, 0]
-    core = make_core(Script(answer), new_token_mask=new_mask)
-    whole = merge_deltas([RequestOutput("r", finish(core, make_request(n=2)))])
+    request = replace(make_request(n=2), new_token_mask=new_mask)
+    whole = merge_deltas([RequestOutput("r", finish(make_core(Script(answer)), request))])
     assert [delta.token_ids for delta in whole] == [expected] * 2
     for cut in range(len(expected)):
-        request = replace(make_request(), logged=[LoggedChoice(expected[:cut], False)])
-        core = make_core(Script(answer), new_token_mask=new_mask)
-        assert [t for d in finish(core, request) for t in d.token_ids] == expected[cut:]
+        logged = [LoggedChoice(expected[:cut], False)]
+        request = replace(make_request(), logged=logged, new_token_mask=new_mask)
+        deltas = finish(make_core(Script(answer)), request)
+        assert [t for d in deltas for t in d.token_ids] == expected[cut:]
     assert all(mask.token_ids == expected for mask in made)
 
 
@@ -245,11 +246,8 @@ def test_a_mask_that_fails_takes_nobody_with_it():
         def allowed(self) -> NDArray[np.int32] | None:
             raise RuntimeError("a poisoned grammar")
 
-    def new_mask(request: EngineRequest) -> TokenMask | None:
-        return Broken() if request.request_id == "bad" else None
-
-    core = make_core(Script([2, 3, 4, EOS]), new_token_mask=new_mask)
-    core.add(replace(make_request(), request_id="bad"))
+    core = make_core(Script([2, 3, 4, EOS]))
+    core.add(replace(make_request(), request_id="bad", new_token_mask=Broken))
     core.add(make_request())
     errors, token_ids = {}, []
     while core.has_work:
@@ -262,12 +260,12 @@ def test_a_mask_that_fails_takes_nobody_with_it():
 
 
 def test_a_grammar_that_is_refused_leaves_nothing_behind():
-    def new_mask(request: EngineRequest) -> TokenMask:
+    def new_mask() -> TokenMask:
         raise InvalidRequest("no such grammar", field="sampling_params.structured_outputs")
 
-    core = make_core(Script([2, EOS]), new_token_mask=new_mask)
+    core = make_core(Script([2, EOS]))
     with pytest.raises(InvalidRequest):
-        core.add(make_request())
+        core.add(replace(make_request(), new_token_mask=new_mask))
     assert not core.has_work
 
 

@@ -198,8 +198,8 @@ def test_what_has_a_mask_has_no_drafter() -> None:
             pass
 
     core = drafting_core(shaky([], 8, 0))
-    core._new_token_mask = lambda request: Anything()
-    core.add(test_core.make_request(max_tokens=12, ignore_eos=True))
+    request = test_core.make_request(max_tokens=12, ignore_eos=True)
+    core.add(replace(request, new_token_mask=Anything))
     finish(core)
     assert core.stats().num_draft_tokens == 0
 

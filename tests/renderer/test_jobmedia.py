@@ -109,7 +109,7 @@ async def test_rendered_again_for_the_engine(
     async with renderer(broker.url, config_for(model)):
         await publish(bus, msgspec.structs.replace(task, round=1))
         second, _ = await sink.next()
-        await publish(bus, task_for(bus, model, task.messages))
+        await publish(bus, task_for(bus, model, task.prompt.messages))
         other, _ = await sink.next()
     assert second.round == 1
     assert second.items[0].mm_hash == first.items[0].mm_hash

@@ -254,8 +254,8 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 def _with_little_room(worker: RendererWorker) -> Any:
     render = worker._readonly_path.render
 
-    async def in_50_kb(processor: Processor, messages: list[Message], _: int) -> Any:
-        return await render(processor, messages, 50_000)
+    async def in_50_kb(processor: Processor, asked: Prompt, _: int, tenant: str) -> Any:
+        return await render(processor, asked, 50_000, tenant)
 
     return in_50_kb
 

@@ -34,7 +34,6 @@ from workers.engine.sequence import (
     SampledToken,
     ScheduledSequence,
     Sequence,
-    TokenMask,
 )
 
 
@@ -168,17 +167,14 @@ class Core:
         vocab_size: int,
         prefix_caching: bool = True,
         encode: Callable[[str], list[int]] = lambda text: [],
-        new_token_mask: Callable[[EngineRequest], TokenMask | None] = lambda request: None,
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
     ) -> None:
-        """`encode` adds no special tokens. `new_token_mask` is called for each choice when its
-        request is added, and raises what is wrong with its grammar; `new_drafter` for each choice
-        without a mask, for a mask knows only what may follow the tokens that are certain."""
+        """`encode` adds no special tokens. `new_drafter` is called for each choice without a mask,
+        for a mask knows only what may follow the tokens that are certain."""
         self._runner = runner
         self._decode = tokenizer_decode
         self._encode = encode
-        self._new_token_mask = new_token_mask
         self._new_drafter = new_drafter
         self._eos_token_ids = eos_token_ids
         self._pool = pool
@@ -298,6 +294,9 @@ class Core:
         if missing:
             self._runner.encode(entry.request, missing)
             entry.encoded.update(missing)
+        if s.samples and s.sequence.token_mask is not None:
+            # What is wrong with it is found before others have computed anything with it.
+            s.sequence.token_mask.allowed()
 
     def _note_blocks(self, batch: Batch) -> None:
         for entry in self._entries_of(batch):
@@ -363,7 +362,7 @@ class Core:
     # -- a choice ---------------------------------------------------------------------------
 
     def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[Choice]:
-        params = request.sampling
+        params, new_token_mask = request.sampling, request.new_token_mask
         bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
         # Whoever has logged something has told them with it.
         tells_prompt = params.prompt_logprobs is not None and not request.logged
@@ -376,7 +375,7 @@ class Core:
                 max_tokens=max_tokens,
                 end_token_ids=(*self._eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
-                token_mask=self._new_token_mask(request),
+                token_mask=None if new_token_mask is None else new_token_mask(),
                 prompt_logprobs={} if tells_prompt and index == 0 else None,
             )
             for index in range(params.n)

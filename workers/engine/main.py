@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
+import structlog
 import torch
+from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
@@ -14,8 +16,9 @@ from shared.tensors import to_torch
 from workers.engine.blocks import BlockPool
 from workers.engine.core import Core
 from workers.engine.drafts import NgramDrafter
+from workers.engine.grammars import Grammars
 from workers.engine.kvevents import KVEvents
-from workers.engine.loader import load
+from workers.engine.loader import LoadedModel, load
 from workers.engine.opening import Opener
 from workers.engine.runner import Runner
 from workers.engine.worker import EngineWorker
@@ -35,17 +38,36 @@ async def main(context: Context) -> None:
     elif model.share_embeddings:
         embeddings = Embeddings(context.bus, blobs, config, name, "both")
     opener = Opener(blobs, embeddings, to_torch)
-    core = await asyncio.to_thread(build_core, model, config.engine, opener.share)
-    await EngineWorker(context, name, core, opener).serve()
+    loaded = await asyncio.to_thread(load, model, config.engine)
+    core = await asyncio.to_thread(assemble, loaded, config.engine, opener.share)
+    # Before there is anybody to wait for it: it holds Python's lock, a second for 150 000 tokens.
+    grammars = new_grammars(loaded)
+    await EngineWorker(context, name, core, opener, grammars).serve()
 
 
-def build_core(
-    model: ModelConfig,
-    engine: EngineConfig,
-    on_encoded: Callable[[str, Tensor], None] = lambda mm_hash, embedding: None,
-) -> Core:
+def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
     """Load a model and everything around it; raises ConfigError when it cannot be served."""
-    loaded = load(model, engine)
+    return assemble(load(model, engine), engine, lambda mm_hash, embedding: None)
+
+
+def new_grammars(loaded: LoadedModel) -> Grammars | None:
+    """None where answers cannot end, or llguidance does not know the kind of tokenizer."""
+    try:
+        tokenizer = from_tokenizer(
+            loaded.tokenizer,
+            # There may be more logits than tokens, and fewer.
+            max(loaded.vocab_size, len(loaded.tokenizer)),
+            sorted(loaded.eos_token_ids),
+        )
+    except ValueError as error:
+        structlog.get_logger().info("takes_no_grammars", reason=str(error))
+        return None
+    return Grammars(tokenizer)
+
+
+def assemble(
+    loaded: LoadedModel, engine: EngineConfig, on_encoded: Callable[[str, Tensor], None]
+) -> Core:
     return Core(
         Runner(
             loaded.model,

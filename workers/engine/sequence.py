@@ -3,7 +3,7 @@
 This module knows neither torch nor blocks' contents: token ids and counts only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -61,6 +61,8 @@ class EngineRequest:
     """Nothing that was computed for one tenant is used for another."""
     adapter: str | None = None
     """Its keys and values are its own, too."""
+    new_token_mask: "Callable[[], TokenMask] | None" = None
+    """Of its grammar, if it has one; each choice has its own."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
         """Indexes of the items that fill some of the tokens [start, stop)."""

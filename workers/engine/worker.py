@@ -7,18 +7,20 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
-from shared.errors import BlobLost
+from shared.errors import BlobLost, InvalidGrammar
 from shared.kvlog import KVLogWriter
 from shared.messages import EngineTask
 from shared.runtime import Context
 from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
+from workers.engine.grammars import Grammar, Grammars
 from workers.engine.kvevents import encode_batches
 from workers.engine.meters import Meters, Timing
 from workers.engine.opening import Opener
@@ -66,11 +68,14 @@ class EngineWorker:
         model: str,
         core: Core,
         opener: Opener,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars`, requests that have one are refused."""
         self._context = context
         self._stage = context.stage
         self._model = model
         self._opener = opener
+        self._grammars = grammars
         self._opening: set[str] = set()
         """Requests that wait for what encoders make."""
         self._ended: set[str] = set()
@@ -200,13 +205,14 @@ class EngineWorker:
         if log is None:
             return
         try:
-            items = await self._wait_for(job, task)
+            opened = await self._wait_for(job, task)
         except BlobLost as lost:
             await self._stage.send_back(job, task, lost)
             return
-        if items is None:
+        if opened is None:
             await self._stage.stand_aside(job)
             return
+        items, grammar = opened
         if not self._stage.may_begin(job):
             await self._stage.hand_back(job, SUSPECT_PAUSE_S)
             return
@@ -219,6 +225,7 @@ class EngineWorker:
             lane=task.lane,
             tenant=task.accepted.cache_scope,
             adapter=task.adapter,
+            new_token_mask=None if grammar is None else grammar.new_mask,
         )
         flow = Flow(job, task, log, Timing.of(task, job.received_ms, log.records))
         self._flows[task.request_id] = flow
@@ -232,9 +239,11 @@ class EngineWorker:
             resumed_records=len(log.records),
         )
 
-    async def _wait_for(self, job: Job, task: EngineTask) -> list[Item] | None:
-        """The request's items, as soon as encoders have made what they make of them; None if it has
-        ended before."""
+    async def _wait_for(
+        self, job: Job, task: EngineTask
+    ) -> tuple[list[Item], Grammar | None] | None:
+        """The request's items, as soon as encoders have made what they make of them, and its
+        grammar, if it has one; None if it has ended before."""
         _, tensors = codec.decode(job.delivery.data, EngineTask)
 
         async def progress() -> None:
@@ -247,13 +256,27 @@ class EngineWorker:
         self._opening.add(task.request_id)
         self._ask_for_work()
         try:
-            return [await self._opener.open(item, tensors, progress) for item in task.items]
+            items = [await self._opener.open(item, tensors, progress) for item in task.items]
+            return items, await self._compile(task, progress)
         except _Ended:
             return None
         finally:
             self._opening.discard(task.request_id)
             self._ask_for_work()
             self._ended.discard(task.request_id)
+
+    async def _compile(
+        self, task: EngineTask, progress: Callable[[], Awaitable[None]]
+    ) -> Grammar | None:
+        wanted = task.sampling_params.structured_outputs
+        if wanted is None:
+            return None
+        if self._grammars is None:
+            raise InvalidGrammar(
+                "answers of this model cannot be held to a grammar",
+                field="sampling_params.structured_outputs",
+            )
+        return await self._grammars.compile(wanted, progress)
 
     def _is_late(self, task: EngineTask) -> bool:
         """The coordinator ends it at its deadline, and tells; nobody need rely on the telling."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ class Caller:
 
 
 ANYBODY = Caller("", "")
+
+
+def make_key() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
 
 
 def digest(key: str) -> str:

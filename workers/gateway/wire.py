@@ -5,6 +5,7 @@ told so and closed.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
@@ -15,6 +16,8 @@ from workers.gateway import errors
 
 # Of one body; the largest allowed needs fewer, unless somebody means harm.
 MAX_CHUNKS = 16_384
+# To close while a client still sends is to reset, and it would not see what it was told.
+LINGER_S = 2.0
 
 
 class Wire(HttpToolsProtocol):
@@ -27,6 +30,8 @@ class Wire(HttpToolsProtocol):
         self._max_header_bytes = max_header_bytes
         self._header_timeout_s = header_timeout_s
         self._in_head = True
+        self._in_body = False
+        self._refused = False
         self._head_bytes = 0
         self._chunks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -40,6 +45,8 @@ class Wire(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > self._max_header_bytes:
@@ -47,17 +54,24 @@ class Wire(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes, self._chunks = True, 0, 0
+        self._in_head, self._chunks = True, 0
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._in_body = False, True
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._head_bytes = 0
+        self._in_body, self._head_bytes = False, 0
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body:
+            # It is refused, and what is left of it is nobody's; it may not go on for ever.
+            self._set_timer(LINGER_S, self.transport.close)
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
@@ -68,8 +82,9 @@ class Wire(HttpToolsProtocol):
         self._refuse(InvalidRequest("this is not a valid HTTP request"))
 
     def _refuse(self, error: PagemillError) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         cycle = self.cycle
         answering = cycle is not None and cycle.response_started and not cycle.response_complete
         # In the middle of another answer there is no place for this one.
@@ -82,15 +97,19 @@ class Wire(HttpToolsProtocol):
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_timer(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(self._header_timeout_s, self._head_is_late)
+        self._set_timer(self._header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        self._timer = None
         self._refuse(errors.TooSlow("the request's headers did not arrive in time"))
+
+    def _set_timer(self, seconds: float, act: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, act)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

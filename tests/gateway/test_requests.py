@@ -1,0 +1,183 @@
+"""Streams that go on: after a broken connection, a dead gateway, a dead engine. And their ends."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+
+from shared.bus import Bus
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import Start, free_port
+from tests.gateway.test_chat import events, question
+
+PATH = "/v1/chat/completions"
+LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}
+
+
+def long(**fields: Any) -> dict[str, Any]:
+    return question("Describe it.") | LONG | {"ignore_eos": True} | fields
+
+
+def texts(chunks: list[tuple[str, Any]]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for _, chunk in chunks:
+        if chunk != "[DONE]":
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content", "")
+                found[choice["index"]] = found.get(choice["index"], "") + text
+    return found
+
+
+async def begin(
+    http: httpx.AsyncClient, headers: dict[str, str], count: int, **fields: Any
+) -> tuple[str, list[tuple[str, Any]]]:
+    """The first events of a stream, whose connection is then closed; and the request's id."""
+    got: list[tuple[str, Any]] = []
+    async with http.stream("POST", PATH, json=long(**fields), headers=headers) as stream:
+        assert stream.status_code == 200
+        text = ""
+        async for line in stream.aiter_lines():
+            text += line + "\n"
+            if line == "" and len(got := events(text)) >= count:
+                break
+        return stream.headers["x-request-id"], got
+
+
+async def state_of(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    return dict((await http.get(f"/v1/requests/{request_id}")).json())
+
+
+async def ended(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while (seen := await state_of(http, request_id))["state"] in ("queued", "running"):
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.1)
+    return seen
+
+
+async def test_a_closed_connection_cancels(http: httpx.AsyncClient) -> None:
+    request_id, _ = await begin(http, {}, 2, max_tokens=900)
+    seen = await ended(http, request_id)
+    assert seen["state"] == "cancelled"
+    assert seen["error"]["code"] == "cancelled"
+
+
+async def test_a_closed_connection_cancels_also_what_is_not_streamed(
+    http: httpx.AsyncClient,
+) -> None:
+    named = {"x-request-id": f"left-{time.time_ns()}"}
+    body = long(stream=False, max_tokens=900)
+    asking = asyncio.create_task(http.post(PATH, json=body, headers=named))
+    await asyncio.sleep(1.0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    again = await http.post(PATH, json=body, headers=named)
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "cancelled")
+
+
+async def test_a_durable_request_goes_on_without_its_client(http: httpx.AsyncClient) -> None:
+    request_id, begun = await begin(http, {}, 2, durable=True)
+    url = f"/v1/requests/{request_id}/stream"
+    rest = events((await http.get(url, headers={"last-event-id": begun[-1][0]})).text)
+    seen = await ended(http, request_id)
+    assert (seen["state"], seen["durable"], seen["object"]) == ("finished", True, "request")
+    whole = {c["index"]: c["message"]["content"] for c in seen["result"]["choices"]}
+    assert texts(begun + rest) == whole
+    # From the beginning, and from any record.
+    replayed = events((await http.get(url)).text)
+    assert replayed == begun + rest
+    middle = int(replayed[len(replayed) // 2][0])
+    assert events((await http.get(url, params={"from": middle})).text) == [
+        event for event in replayed if event[1] == "[DONE]" or int(event[0]) >= middle
+    ]
+
+
+async def test_the_same_id_is_the_same_request(http: httpx.AsyncClient) -> None:
+    named = {"idempotency-key": f"once-{time.time_ns()}"}
+    first_id, begun = await begin(http, named, 2, durable=True)
+    answer = await http.post(PATH, json=long(), headers=named | {"last-event-id": begun[-1][0]})
+    assert answer.headers["x-request-id"] == first_id
+    replayed = await http.get(f"/v1/requests/{first_id}/stream")
+    assert events(replayed.text) == begun + events(answer.text)
+
+
+async def test_delete_cancels(http: httpx.AsyncClient) -> None:
+    request_id, _ = await begin(http, {}, 1, durable=True, max_tokens=900)
+    assert (await state_of(http, request_id))["state"] == "running"
+    assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 202
+    assert (await ended(http, request_id))["state"] == "cancelled"
+    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=1")).text)
+    assert told[-1][1] == "[DONE]"
+    assert told[-2][1]["error"]["code"] == "cancelled"
+
+
+async def test_an_id_that_is_none_is_refused(http: httpx.AsyncClient) -> None:
+    for bad in ("x", "1,2", "-5", "9" * 40):
+        got = await http.post(PATH, json=long(), headers={"last-event-id": bad})
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "Last-Event-ID")
+    assert (await http.get("/v1/requests/a.b*")).status_code == 404
+
+
+async def test_another_gateway_goes_on_where_one_was_killed(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    port = free_port()
+    named = {"x-request-id": f"survivor-{time.time_ns()}"}
+    doomed = another(port)
+    text = ""
+    async with httpx.AsyncClient(base_url=doomed.url, timeout=60, trust_env=False) as client:
+        try:
+            async with client.stream("POST", PATH, json=long(), headers=named) as stream:
+                async for line in stream.aiter_lines():
+                    text += line + "\n"
+                    if line == "" and len(events(text)) == 3:
+                        doomed.stop(signal.SIGKILL)
+        except httpx.HTTPError:
+            pass
+    begun = events(text)
+    assert begun[-1][1] != "[DONE]"
+    answer = await http.post(PATH, json=long(), headers=named | {"last-event-id": begun[-1][0]})
+    rest = events(answer.text)
+    assert rest[-1][1] == "[DONE]"
+    whole = events((await http.get(f"/v1/requests/{answer.headers['x-request-id']}/stream")).text)
+    assert whole == begun + rest
+
+
+async def test_a_stream_goes_on_when_its_engine_is_killed(
+    http: httpx.AsyncClient, cluster: Cluster, bus: Bus
+) -> None:
+    text, killed = "", False
+    async with http.stream("POST", PATH, json=long()) as stream:
+        async for line in stream.aiter_lines():
+            text += line + "\n"
+            if not killed and line == "" and len(events(text)) == 3:
+                os.kill(await cluster.pid(bus, "engine"), signal.SIGKILL)
+                killed = True
+        request_id = stream.headers["x-request-id"]
+    assert killed
+    told = events(text)
+    assert told[-1][1] == "[DONE]", told[-2:]
+    ids = [int(event_id) for event_id, _ in told[:-1]]
+    assert ids == sorted(set(ids))
+    seen = await ended(http, request_id)
+    assert seen["attempt"] > 1
+    undisturbed = await http.post(PATH, json=long(stream=False))
+    whole = {c["index"]: c["message"]["content"] for c in undisturbed.json()["choices"]}
+    # The seed is given, so nothing shows that it has been in two hands.
+    assert texts(told) == whole
+
+
+async def test_a_drain_lets_streams_end(another: Start) -> None:
+    gateway = another()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        text = ""
+        async with client.stream("POST", PATH, json=long(max_tokens=100)) as stream:
+            async for line in stream.aiter_lines():
+                if not text:
+                    gateway.process.send_signal(signal.SIGTERM)
+                text += line + "\n"
+        assert events(text)[-1][1] == "[DONE]"
+    assert gateway.process.wait(30) == 0

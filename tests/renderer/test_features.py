@@ -1,0 +1,270 @@
+"""Renderers beside other servers: what they tell, and pictures that these have processed."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared import client, subjects
+from shared.broker import Broker
+from shared.bus import Bus
+from shared.config import ModelConfig
+from shared.messages import (
+    Acceptance,
+    Detokenized,
+    DetokenizeRequest,
+    EngineTask,
+    Feature,
+    FeaturesRequest,
+    GenerateRequest,
+    Message,
+    ModelCard,
+    Prompt,
+    Refusal,
+    RenderedFeatures,
+    Tokenized,
+    TokenizeRequest,
+)
+from shared.vllmwire import mm_hash
+from tests.renderer.rig import (
+    Sink,
+    config_for,
+    messages_with,
+    new_model,
+    png,
+    publish,
+    renderer,
+    task_for,
+)
+from tests.renderer.test_paths import data_url
+from workers.renderer.processor import Processor
+from workers.settings import DEMO_MODEL
+
+PICTURE = png(1, (112, 56))
+
+
+class Rig:
+    def __init__(self, bus: Bus, model: str, sink: Sink) -> None:
+        self.bus = bus
+        self.model = model
+        self._sink = sink
+
+    async def features(
+        self, messages: list[Message], tenant: str = "", **more: Any
+    ) -> RenderedFeatures:
+        asked = FeaturesRequest(GenerateRequest(self.model, messages), **more)
+        answer = await client.render_features(self.bus, asked, tenant=tenant)
+        assert not isinstance(answer, Refusal), answer
+        return answer
+
+    async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineTask:
+        """What an engine is given, its items with no regard to where their tensors are."""
+        task = task_for(self.bus, self.model, [])
+        accepted: Acceptance = msgspec.structs.replace(
+            task.accepted, tenant=tenant, cache_salt=salt
+        )
+        await publish(self.bus, msgspec.structs.replace(task, prompt=asked, accepted=accepted))
+        engine_task, _ = await self._sink.next()
+        return engine_task
+
+    async def refused(self, asked: Prompt, tenant: str = "", salt: str = "") -> tuple[str, Any]:
+        task = task_for(self.bus, self.model, [])
+        accepted = msgspec.structs.replace(task.accepted, tenant=tenant, cache_salt=salt)
+        await publish(self.bus, msgspec.structs.replace(task, prompt=asked, accepted=accepted))
+        (failure,) = [record async for record in client.follow(self.bus, task.request_id)]
+        error = failure.error  # type: ignore[union-attr]
+        assert error.fault == "client"
+        return error.code, error.field
+
+    async def asked_with(
+        self, rendered: RenderedFeatures, tenant: str = "", name: str | None = None
+    ) -> Prompt:
+        """The answer of one renderer as the question to another."""
+        features = []
+        for feature in rendered.features:
+            assert feature.kwargs_data is not None
+            data = await client.pin_media(self.bus, feature.kwargs_data, tenant)
+            where = feature.placeholder
+            features.append(
+                Feature("image", name or feature.mm_hash, where.offset, where.length, data)
+            )
+        return Prompt(token_ids=rendered.prompt_token_ids, features=features)
+
+
+@pytest.fixture
+async def rig(broker: Broker, bus: Bus) -> AsyncIterator[Rig]:
+    model = new_model()
+    sink = await Sink.open(bus, model)
+    async with renderer(broker.url, config_for(model)):
+        yield Rig(bus, model, sink)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor(ModelConfig(str(DEMO_MODEL)))
+
+
+def without_data(asked: Prompt) -> Prompt:
+    features = [msgspec.structs.replace(feature, data=None) for feature in asked.features]
+    return msgspec.structs.replace(asked, features=features)
+
+
+async def test_a_renderer_tells_of_its_model(rig: Rig, processor: Processor) -> None:
+    card = await client.model_card(rig.bus, rig.model)
+    assert card == ModelCard(rig.model, 4096, 768, True, False, None)
+
+
+async def test_tokens_and_texts_go_both_ways(rig: Rig) -> None:
+    text = "two wörds"
+    counted = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt=text))
+    assert isinstance(counted, Tokenized)
+    assert len(counted.token_strs) == counted.count == len(counted.token_ids)
+    told = await client.detokenize(rig.bus, rig.model, DetokenizeRequest(counted.token_ids))
+    assert isinstance(told, Detokenized)
+    assert told.prompt == text
+    assert b"".join(told.token_bytes) == text.encode()
+    refused = await client.detokenize(rig.bus, rig.model, DetokenizeRequest([768]))
+    assert isinstance(refused, Refusal)
+    assert refused.error.field == "tokens[0]"
+
+
+async def test_messages_are_counted_with_or_without_the_answers_beginning(rig: Rig) -> None:
+    hello = [Message("user", "hello")]
+    counts = []
+    for wanted in (True, False):
+        asked = TokenizeRequest(hello, add_generation_prompt=wanted)
+        answer = await client.tokenize(rig.bus, rig.model, asked)
+        assert isinstance(answer, Tokenized)
+        counts.append(answer.count)
+    assert counts[0] > counts[1]
+
+
+async def test_pictures_are_rendered_for_other_servers(rig: Rig, processor: Processor) -> None:
+    messages = messages_with([data_url(PICTURE), data_url(png(2))])
+    rendered = await rig.features(messages)
+    plain = await client.render(rig.bus, GenerateRequest(rig.model, messages))
+    assert not isinstance(plain, Refusal)
+    assert rendered.prompt_token_ids == plain[0].prompt_token_ids
+    assert [f.placeholder for f in rendered.features] == [i.placeholder for i in plain[0].items]
+    first = rendered.features[0]
+    assert first.mm_hash == mm_hash("image", PICTURE, str(DEMO_MODEL))
+    assert first.kwargs_data is not None
+    assert first.mm_metadata is not None
+    assert first.mm_metadata[1:] == first.kwargs_data[1 : len(first.mm_metadata)]
+    bare = await rig.features(messages, payload="none")
+    assert [(f.mm_hash, f.placeholder) for f in bare.features] == [
+        (f.mm_hash, f.placeholder) for f in rendered.features
+    ]
+    assert all(f.kwargs_data is None and f.mm_metadata is None for f in bare.features)
+
+
+async def test_stored_pictures_are_found_for_their_tenant_alone(rig: Rig) -> None:
+    url = await client.pin_media(rig.bus, PICTURE, "a")
+    messages = messages_with([url])
+    assert (await rig.features(messages, tenant="a")).features
+    for tenant in ("", "b"):
+        asked = FeaturesRequest(GenerateRequest(rig.model, messages))
+        answer = await client.render_features(rig.bus, asked, tenant=tenant)
+        assert isinstance(answer, Refusal)
+        assert answer.error.code == "media_not_found"
+        counted = await client.tokenize(
+            rig.bus, rig.model, TokenizeRequest(messages), tenant=tenant
+        )
+        assert isinstance(counted, Refusal)
+
+
+async def test_an_engine_is_given_the_same_for_features_as_for_messages(rig: Rig) -> None:
+    messages = messages_with([data_url(PICTURE), data_url(png(2))])
+    asked = await rig.asked_with(await rig.features(messages))
+    theirs, ours = await rig.engine(asked), await rig.engine(Prompt(messages))
+    assert theirs.prompt_token_ids == ours.prompt_token_ids
+    assert [i.placeholder for i in theirs.items] == [i.placeholder for i in ours.items]
+    assert {i.mm_hash for i in theirs.items}.isdisjoint({i.mm_hash for i in ours.items})
+
+
+async def test_a_claimed_hash_is_no_key_of_ours(rig: Rig) -> None:
+    """Two items under one hash are two pictures, and one item under two hashes is one."""
+    hashes = []
+    for seed, name in ((1, "same"), (2, "same"), (2, "other")):
+        rendered = await rig.features(messages_with([data_url(png(seed))]))
+        task = await rig.engine(await rig.asked_with(rendered, name=name))
+        hashes.append(task.items[0].mm_hash)
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+async def test_a_hash_that_was_sent_before_is_enough(rig: Rig) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    asked = await rig.asked_with(await rig.features(messages_with([data_url(PICTURE)])), tenant)
+    miss = ("mm_cache_miss", "features.kwargs_data.image[0]")
+    assert await rig.refused(without_data(asked), tenant) == miss
+    first = await rig.engine(asked, tenant)
+    again = await rig.engine(without_data(asked), tenant)
+    assert again.items[0].mm_hash == first.items[0].mm_hash
+    assert await rig.refused(without_data(asked), "other") == miss
+    assert await rig.refused(without_data(asked)) == miss
+    assert await rig.refused(without_data(asked), tenant, "salt") == miss
+    salted = await rig.engine(asked, tenant, "salt")
+    assert salted.items[0].mm_hash != first.items[0].mm_hash
+
+
+async def test_the_latest_item_of_a_hash_counts_and_a_lost_one_is_a_miss(rig: Rig) -> None:
+    name, hashes = f"h{secrets.token_hex(4)}", []
+    for seed in (1, 2):
+        rendered = await rig.features(messages_with([data_url(png(seed))]))
+        asked = await rig.asked_with(rendered, name=name)
+        hashes.append((await rig.engine(asked)).items[0].mm_hash)
+    again = await rig.engine(without_data(asked))
+    assert again.items[0].mm_hash == hashes[1]
+
+
+async def test_what_is_no_item_is_refused_and_not_noted(rig: Rig) -> None:
+    rendered = await rig.features(messages_with([data_url(PICTURE)]))
+    asked = await rig.asked_with(rendered, name=f"h{secrets.token_hex(4)}")
+    url = await client.pin_media(rig.bus, b"garbage" + secrets.token_bytes(4))
+    (good,) = asked.features
+    field = "features.kwargs_data.image[0]"
+    bad = msgspec.structs.replace(asked, features=[msgspec.structs.replace(good, data=url)])
+    assert await rig.refused(bad) == ("invalid_request", field)
+    assert await rig.refused(without_data(asked)) == ("mm_cache_miss", field)
+    unknown = f"media:{hashlib.sha256(secrets.token_bytes(8)).hexdigest()}"
+    lost = msgspec.structs.replace(asked, features=[msgspec.structs.replace(good, data=unknown)])
+    assert await rig.refused(lost) == ("media_not_found", field)
+    short = msgspec.structs.replace(good, length=good.length - 1)
+    misplaced = msgspec.structs.replace(asked, features=[short])
+    place = "features.mm_placeholders.image[0]"
+    assert await rig.refused(misplaced) == ("invalid_request", place)
+
+
+async def test_rendered_pictures_are_not_rendered_again(rig: Rig) -> None:
+    feature = Feature("image", "h", 0, 1)
+    request = GenerateRequest(rig.model, prompt_token_ids=[1], features=[feature])
+    for answer in (
+        await client.render(rig.bus, request),
+        await client.render_features(rig.bus, FeaturesRequest(request)),
+    ):
+        assert isinstance(answer, Refusal)
+        assert (answer.error.code, answer.error.field) == ("unsupported_content", "features")
+
+
+async def test_texts_and_tokens_are_rendered_as_they_are(rig: Rig) -> None:
+    by_text = await rig.engine(Prompt(text="two words"))
+    by_tokens = await rig.engine(Prompt(token_ids=by_text.prompt_token_ids))
+    assert by_tokens.prompt_token_ids == by_text.prompt_token_ids
+    assert await rig.refused(Prompt(token_ids=[1, 768])) == (
+        "invalid_request",
+        "prompt_token_ids[1]",
+    )
+    too_long = Prompt(token_ids=[1] * 4096)
+    assert await rig.refused(too_long) == ("context_length_exceeded", "prompt_token_ids")
+    pad = "a<|image_pad|>b"
+    assert await rig.refused(Prompt(text=pad)) == ("invalid_request", "prompt")
+
+
+async def test_a_question_of_a_tenant_that_is_none_is_refused(rig: Rig) -> None:
+    question = json.dumps({"prompt": "a"}).encode()
+    answer = await rig.bus.ask(subjects.tokenize(rig.model), question, 5.0, "not a name")
+    assert msgspec.json.decode(answer)["error"]["field"] == "Pagemill-Tenant"
