@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= peers
 
-.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -46,6 +46,9 @@ bench-peers: .venv/installed  ## us against engines installed in PEERS, see inst
 
 bench-rendering: .venv/installed  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
+
+interop: .venv/installed  ## our renderer and engines with those of vLLM, installed in PEERS; 3 minutes
+	$(BIN)/python -m ops.interop --peers $(PEERS)
 
 chaos-quick: .venv/installed  ## faults for three minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick

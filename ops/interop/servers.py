@@ -45,6 +45,8 @@ def vllm(binary: Path, folder: Path, path: str) -> Iterator[str]:
     command += ["--enable-scale-out"]
     variables = environment(_VLLM, binary, os.cpu_count() or 1, kv_cache_gib=1)
     del variables["PYTHONPATH"]
+    # Threads that spin would starve the other server.
+    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
     url = f"http://127.0.0.1:{port}"
     with _process(command, folder, folder / "vllm.log", variables) as process:
         _wait(process, folder / "vllm.log", lambda: _answers(f"{url}/health"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ def chat(picture: str | None = None, **changed: Any) -> dict[str, Any]:
     parts: list[Any] = [{"type": "text", "text": "What color is this image?"}]
     if picture is not None:
         data = base64.b64encode((PICTURES / picture).read_bytes()).decode()
-        parts.insert(
-            0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-        )
+        url = f"data:image/png;base64,{data}"
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": parts}]
     return {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0} | changed
 
@@ -135,6 +135,28 @@ async def test_an_unknown_hash_is_a_cache_miss_and_the_connection_lives(
         assert streams[0] == streams[1]
 
 
+async def test_pictures_may_come_unprocessed(http: httpx.AsyncClient) -> None:
+    asked = chat("five_hearts.png")
+    rendered = await ok(http, RENDER, asked)
+    (place,) = rendered["features"]["mm_placeholders"]["image"]
+    start, end = place["offset"], place["offset"] + place["length"]
+    short = rendered["token_ids"][: start + 1] + rendered["token_ids"][end:]
+    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    raw = rendered | {
+        "token_ids": short,
+        "features": None,
+        "content_parts": [{"type": "image_url", "url": url}],
+        "return_token_ids": True,
+    }
+    answer = await ok(http, GENERATE, raw)
+    assert answer["prompt_token_ids"] == rendered["token_ids"]
+    assert answer["mm_placeholders"] == {"image": [place]}
+    assert token_ids(answer) == token_ids(await ok(http, GENERATE, rendered))
+    for parts in (2 * raw["content_parts"], [{"type": "image_url"}], [{"type": "audio_url"}]):
+        status, error = await refused(http, GENERATE, raw | {"content_parts": parts})
+        assert (status, error["param"][:18]) == (400, "body.content_parts")
+
+
 async def test_streams_tell_what_the_answer_tells(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat("red.png"))
     sampling = rendered["sampling_params"] | {"logprobs": 2}
@@ -168,8 +190,9 @@ async def test_a_stream_of_several_choices_goes_on_at_any_event(http: httpx.Asyn
     answer = await http.post(GENERATE, json=asked)
     told = events(answer.text)[:-1]
     for index in range(3):
-        ids = [e["choices"][0]["token_ids"] for _, e in told if e["choices"][0]["index"] == index]
-        assert sum(ids, []) == whole["choices"][index]["token_ids"]
+        mine = [event["choices"][0] for _, event in told if event["choices"][0]["index"] == index]
+        ids = [token_id for choice in mine for token_id in choice["token_ids"]]
+        assert ids == whole["choices"][index]["token_ids"]
     request_id = answer.headers["x-request-id"]
     for i, (event_id, _) in enumerate(told):
         rest = await http.get(
@@ -229,8 +252,6 @@ async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
 
 
 async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Start) -> None:
-    import hashlib
-
     names = ("one", "two")
     keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in names]
     gateway = another(api_keys=keys)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,15 +10,23 @@ from starlette.routing import Route
 
 from shared import client
 from shared.errors import PagemillError, UnknownModel
-from shared.messages import DetokenizeRequest, Refusal
+from shared.messages import (
+    DetokenizeRequest,
+    FeaturesRequest,
+    GenerateRequest,
+    Refusal,
+    RenderedFeatures,
+)
 from workers.gateway import bodies, errors
 from workers.gateway.app import Door, Endpoint, Json, answer_of
 from workers.gateway.assembling import Spelling
 from workers.gateway.auth import Caller
 from workers.gateway.errors import Failed, WrongContentType
+from workers.gateway.pictures import pinned
 from workers.gateway.scaleouterrors import body_of, is_their_fault, status_of
 
 Answer = TypeVar("Answer")
+Payload = Literal["tensors", "none"]
 
 
 class Desk:
@@ -55,6 +63,14 @@ class Desk:
                 field="model",
             )
         return name
+
+    async def features_of(
+        self, request: GenerateRequest, payload: Payload, caller: Caller
+    ) -> RenderedFeatures:
+        small = await pinned(self.door, request, caller.tenant)
+        question = FeaturesRequest(small, payload)
+        told = await client.render_features(self.door.bus, question, tenant=caller.tenant)
+        return answered(told)
 
     async def text_of(self, model: str, token_ids: list[int], skip_special_tokens: bool) -> str:
         if not token_ids:

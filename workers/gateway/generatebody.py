@@ -83,7 +83,7 @@ def _check_together(body: RenderedRequest, sampling: dict[str, Any]) -> None:
     if body.content_parts and body.features is not None:
         raise wrong("", "content_parts and features are mutually exclusive")
     # What would be done otherwise by a server that supports them.
-    for name in ("content_parts", "kv_transfer_params", "ec_transfer_params"):
+    for name in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(body, name):
             raise UnsupportedParameter(f"{name} are not supported here", field=f"body.{name}")
     if body.reasoning_ended is False and sampling["structured_outputs"] is not None:

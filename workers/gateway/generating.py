@@ -2,21 +2,23 @@
 
 import asyncio
 import secrets
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client, jobs, subjects
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
-from shared.messages import Feature, GenerateRequest, JobRecord, ModelCard, to_json
+from shared.messages import Feature, GenerateRequest, JobRecord, Message, ModelCard, to_json
 from workers.gateway.answering import request_id_for, request_id_of, submit
 from workers.gateway.app import Door
 from workers.gateway.assembling import Spelling
 from workers.gateway.auth import Caller
+from workers.gateway.contentparts import pictures_of, placed
 from workers.gateway.desk import Desk, refusal
 from workers.gateway.features import MODALITY, WireItem
 from workers.gateway.generatebody import Parsed, parse, shape_of
@@ -64,8 +66,10 @@ class _Generator:
     async def generate(self, request: Request, caller: Caller) -> Response:
         data = await self.desk.read(request)
         parsed = await asyncio.to_thread(parse, data) if len(data) > THREAD_BYTES else parse(data)
-        body, door = parsed.body, self.desk.door
-        model = self.desk.model(body.model)
+        model, door = self.desk.model(parsed.body.model), self.desk.door
+        if parsed.body.content_parts:
+            parsed = await self._processed(parsed, parsed.body.content_parts, model, caller)
+        body = parsed.body
         check_room(parsed, await door.card(model))
         features = await asyncio.gather(*(self._feature(i, caller.tenant) for i in parsed.items))
         asked = GenerateRequest(
@@ -97,6 +101,15 @@ class _Generator:
         asked = decode(await self.desk.read(request), _abort)
         await asyncio.gather(*(self._abort(name, caller.tenant) for name in asked.request_ids))
         return Response(status_code=200)
+
+    async def _processed(
+        self, parsed: Parsed, parts: list[dict[str, Any]], model: str, caller: Caller
+    ) -> Parsed:
+        """With pictures as a renderer has processed them."""
+        shown = GenerateRequest(model, [Message("user", list(pictures_of(parts)))])
+        rendered = await self.desk.features_of(shown, "tensors", caller)
+        token_ids, items = placed(parsed.body.token_ids, rendered)
+        return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
 
     async def _feature(self, item: WireItem, tenant: str) -> Feature:
         stored = None

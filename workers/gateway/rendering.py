@@ -13,22 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shared import client
-from shared.messages import FeaturesRequest, GenerateRequest, RenderedFeatures
+from shared.messages import GenerateRequest
 from workers.gateway import openai
 from workers.gateway.app import Door, Json
 from workers.gateway.auth import Caller
 from workers.gateway.chat import chat_order
 from workers.gateway.completions import completion_order
-from workers.gateway.desk import Desk, answered
+from workers.gateway.desk import Desk, Payload
 from workers.gateway.errors import UnsupportedParameter
 from workers.gateway.generatewire import RenderedRequest, StreamOptions
 from workers.gateway.ordering import Order
-from workers.gateway.pictures import pinned
 from workers.gateway.rendered import num_to_answer, rendered_request, resolved
 from workers.gateway.scaleouterrors import decode
-
-Payload = Literal["tensors", "none"]
 
 
 class RenderChat(openai.ChatRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,7 +106,7 @@ class _Renderer:
         payload = _payload_of(asked)
         card, rendered = await asyncio.gather(
             self.desk.door.card(model),
-            self._features(request, payload, caller),
+            self.desk.features_of(request, payload, caller),
         )
         num_prompt = len(rendered.prompt_token_ids)
         return rendered_request(
@@ -125,14 +121,6 @@ class _Renderer:
             cache_salt=asked.cache_salt,
             priority=asked.priority or 0,
         )
-
-    async def _features(
-        self, request: GenerateRequest, payload: Payload, caller: Caller
-    ) -> RenderedFeatures:
-        small = await pinned(self.desk.door, request, caller.tenant)
-        question = FeaturesRequest(small, payload)
-        bus = self.desk.door.bus
-        return answered(await client.render_features(bus, question, tenant=caller.tenant))
 
 
 def _base_id(request: Request, asked: Asked) -> str:

@@ -1,0 +1,61 @@
+"""Our server and vLLM's, each as renderer and as engine of the other, on the same random weights.
+
+    python -m ops.interop --peers FOLDER
+
+FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. Both serve a small Qwen2-VL
+in float32 and are asked greedily, so that each request has one right answer. Bodies go from one
+server to the other as they come. Exits 0 only if everything that must be equal is.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from ops.bench.models import write_tiny
+from ops.interop.checks import Finding, check_all
+from ops.interop.servers import pagemill, vllm, vllm_binary
+
+MODEL_PATH = "models/tiny-qwen2vl"
+PATIENCE_S = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
+    peers = parser.parse_args().peers.absolute()
+    console = Console(soft_wrap=True)
+    binary = vllm_binary(peers)
+    if binary is None:
+        console.print(f"skipped: there is no vLLM in {peers}; see ops/bench/peers/install.sh")
+        return
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pagemill-interop-") as name:
+        folder = Path(name)
+        write_tiny(folder / MODEL_PATH)
+        with vllm(binary, folder, MODEL_PATH) as theirs, pagemill(folder, MODEL_PATH) as ours:
+            console.print(f"{time.monotonic() - began_s:.0f} s  both are ready")
+            limits = {"timeout": PATIENCE_S, "trust_env": False}
+            with (
+                httpx.Client(base_url=ours, **limits) as us,
+                httpx.Client(base_url=theirs, **limits) as them,
+            ):
+                findings = [_tell(console, finding) for finding in check_all(us, them)]
+    differing = sum(not finding.equal for finding in findings)
+    console.print(f"{len(findings)} compared, {differing} differ")
+    raise SystemExit(min(differing, 1))
+
+
+def _tell(console: Console, finding: Finding) -> Finding:
+    mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
+    console.print(f"{mark}  {finding.what}", highlight=False)
+    if finding.detail:
+        console.print(f"         {finding.detail}", markup=False, highlight=False)
+    return finding
+
+
+if __name__ == "__main__":
+    main()
