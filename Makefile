@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= peers
 
-.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering interop chaos-quick chaos-bugs chaos chaos-matrix docs clean
+.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -65,9 +65,16 @@ chaos: .venv/installed  ## the long runs of docs/reliability.md; 50 minutes
 chaos-matrix: .venv/installed  ## every cell of the fault matrix, three seeds; needs root; an hour
 	$(BIN)/python -m ops.chaos.matrix --seed 1 --seed 2 --seed 3
 
-docs: .venv/installed  ## docs/messages.md from the message types, docs/metrics.md from the catalogue
+fuzz: .venv/installed  ## schemathesis over the OpenAPI document; 10 minutes
+	$(BIN)/python -m ops.fuzz
+
+docs: .venv/installed  ## messages.md and api.md from the types, metrics.md from the catalogue
 	$(BIN)/python -m ops.write_messages_doc
 	$(BIN)/python -m ops.write_metrics_doc
+	$(BIN)/python -m ops.write_api_doc
+
+screenshots: .venv/installed  ## docs/page.png and page-phone.png; needs Debian's chromium-driver
+	$(BIN)/python -m ops.screenshot
 
 clean:
 	rm -rf .venv data .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,15 +8,31 @@ from typing import Literal
 
 import msgspec
 
-from shared import subjects
+from shared import codec, subjects
 from shared.bus import Bus, Stored
 from shared.errors import NotFound
-from shared.messages import Attempt, Failure, Finish, Heartbeat, LogRecord, decode_attempt
+from shared.messages import (
+    Attempt,
+    Failure,
+    Finish,
+    Heartbeat,
+    Hop,
+    LogRecord,
+    decode_attempt,
+)
 from shared.tokenlog import is_final, last_record
 
 State = Literal["unknown", "queued", "in_hand", "finished", "failed"]
 
+
+class _OnItsWay(msgspec.Struct, frozen=True):
+    """Of a RenderTask, and of an EngineTask."""
+
+    path: list[Hop]
+
+
 _heartbeat = msgspec.json.Decoder(Heartbeat)
+_on_its_way = msgspec.msgpack.Decoder(_OnItsWay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,8 @@ class Whereabouts:
     """In its token log."""
     why: str = ""
     attempts: list[Attempt] = field(default_factory=list)
+    path: list[Hop] = field(default_factory=list)
+    """The stages that it has left behind."""
 
 
 async def find(bus: Bus, request_id: str) -> Whereabouts:
@@ -49,10 +67,13 @@ async def find(bus: Bus, request_id: str) -> Whereabouts:
         return Whereabouts(request_id, "unknown", records=records, attempts=attempts, why=why)
     role = subjects.role_of_stage(work.subject)
     waits_s = (bus.now_ms() - work.stored_ms) / 1000
+    path = _path_of(work.data, role)
     current = next((a for a in reversed(attempts) if a.role == role), None)
     if current is None or current.outcome != "open":
         why = await _why_queued(bus, work, role)
-        return Whereabouts(request_id, "queued", role, None, None, waits_s, records, why, attempts)
+        return Whereabouts(
+            request_id, "queued", role, None, None, waits_s, records, why, attempts, path
+        )
     why = await _why_in_hand(bus, current)
     return Whereabouts(
         request_id,
@@ -64,7 +85,15 @@ async def find(bus: Bus, request_id: str) -> Whereabouts:
         records,
         why,
         attempts,
+        path,
     )
+
+
+def _path_of(task: bytes, role: str) -> list[Hop]:
+    """What a stage's message says of the stages before."""
+    if role == "renderer":
+        return _on_its_way.decode(task).path
+    return codec.decode(task, _OnItsWay)[0].path
 
 
 def _ended(request_id: str, last: LogRecord, attempts: list[Attempt]) -> Whereabouts:
@@ -81,7 +110,9 @@ def _ended(request_id: str, last: LogRecord, attempts: list[Attempt]) -> Whereab
     stage, worker, attempt = (
         (path[-1].role, path[-1].worker, path[-1].attempt) if path else (None, None, None)
     )
-    return Whereabouts(request_id, state, stage, worker, attempt, None, records, why, attempts)
+    return Whereabouts(
+        request_id, state, stage, worker, attempt, None, records, why, attempts, path
+    )
 
 
 async def _why_unknown(bus: Bus) -> str:

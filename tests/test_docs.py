@@ -1,6 +1,8 @@
 """What the documentation says is what the code does."""
 
-from ops import write_messages_doc, write_metrics_doc
+import re
+
+from ops import write_api_doc, write_messages_doc, write_metrics_doc
 
 
 def test_the_message_reference_is_up_to_date() -> None:
@@ -11,3 +13,15 @@ def test_the_message_reference_is_up_to_date() -> None:
 def test_the_metrics_reference_is_up_to_date() -> None:
     written = write_metrics_doc.FILE.read_text(encoding="utf-8")
     assert written == write_metrics_doc.document(), "run `make docs`"
+
+
+def test_the_api_reference_is_up_to_date() -> None:
+    written = write_api_doc.FILE.read_text(encoding="utf-8")
+    assert written == write_api_doc.rewritten(written), "run `make docs`"
+
+
+def test_the_api_reference_has_the_fields_of_every_body() -> None:
+    written = write_api_doc.FILE.read_text(encoding="utf-8")
+    bodies = set(re.findall(r"`(\w+)`", write_api_doc.bodies()))
+    assert "ChatRequest" in bodies
+    assert bodies <= set(re.findall(r"<!-- fields (\w+) -->", written))

@@ -250,16 +250,29 @@ def test_ctrl_c_cancels(cluster: Cluster) -> None:
 async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
     request_id = new_request_id()
     assert run(cluster, "where", request_id).returncode == 1
+    with stopped(await cluster.pid(client, "engine")):
+        running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
+
+        async def engines() -> bool:
+            return (await whereabouts.find(client, request_id)).stage == "engine"
+
+        await until(engines, 5, "it does not come to the engine")
+        found = await whereabouts.find(client, request_id)
+        assert [hop.role for hop in found.path] == ["coordinator", "renderer"]
+    await running
+    request_id = new_request_id()
     with stopped(await cluster.pid(client, "renderer")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(lambda: work_of(client, request_id), 5, "no stage has it")
         found = await whereabouts.find(client, request_id)
         assert (found.state, found.stage) == ("queued", "renderer")
+        assert [hop.role for hop in found.path] == ["coordinator"]
         assert found.waits_s is not None
         assert found.why
     await running
     found = await whereabouts.find(client, request_id)
     assert (found.state, found.stage, found.attempt is not None) == ("finished", "engine", True)
+    assert [hop.role for hop in found.path] == ["coordinator", "renderer", "engine"]
     told = run(cluster, "where", request_id)
     assert told.returncode == 0
     assert "finished" in told.stdout

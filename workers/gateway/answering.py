@@ -261,13 +261,16 @@ async def respond(
 
 
 async def job_of(door: Door, request: Request, caller: Caller) -> Job:
-    """The one that the path names. Raises NotFound, also for other tenants' requests."""
-    request_id = request.path_params["id"]
-    known = subjects.is_request_id(request_id)
-    record = await jobs.get(door.bus, request_id) if known else None
-    if record is None or record.tenant != caller.tenant:
-        raise NotFound("there is no such request, or not any more", field="id")
-    return Job(door, request_id, record, request.scope["endpoint_path"])
+    """The one that the path names, by its id or as its client has named it. Raises NotFound, also
+    for other tenants' requests."""
+    name = request.path_params["id"]
+    of_client = [request_id_of(kind, caller.tenant, name) for kind in PREFIXES]
+    ids = [name, *of_client] if subjects.is_request_id(name) else of_client
+    for request_id in ids:
+        record = await jobs.get(door.bus, request_id)
+        if record is not None and record.tenant == caller.tenant:
+            return Job(door, request_id, record, request.scope["endpoint_path"])
+    raise NotFound("there is no such request, or not any more", field="id")
 
 
 def _id_of(position: Sequence[int]) -> str:

@@ -131,7 +131,7 @@ class ErrorAnswer(Struct, frozen=True):
     error: ErrorBody
 
 
-def status_of(error: ErrorInfo) -> int:
+def status_of(error: ErrorInfo | type[PagemillError]) -> int:
     return STATUSES.get(error.code, 400 if error.fault == "client" else 500)
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from typing import Literal
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,6 +22,20 @@ ASK_S = 2.0
 FRESH_S = 0.5
 
 _heartbeat = msgspec.json.Decoder(Heartbeat)
+
+
+class Health(Struct, frozen=True):
+    status: Literal["ok"] = "ok"
+
+
+class Ready(Struct, frozen=True, omit_defaults=True):
+    status: Literal["ok", "not ready", "draining", "no broker"]
+    models: dict[str, str] = {}
+    """By model: `ok`, or which roles nobody has taken."""
+
+
+class Version(Struct, frozen=True):
+    version: str
 
 
 class Living:
@@ -50,7 +66,7 @@ def routes(door: Door) -> list[Route]:
     living = Living(door)
 
     async def health(_: Request, __: Caller) -> Response:
-        return Json({"status": "ok"})
+        return Json(Health())
 
     async def ready(_: Request, __: Caller) -> Response:
         models: dict[str, str] = {}
@@ -59,13 +75,13 @@ def routes(door: Door) -> list[Route]:
                 missing = await living.missing(model)
                 models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
         except (PagemillError, TimeoutError):
-            return Json({"status": "no broker"}, 503)
+            return Json(Ready("no broker"), 503)
         able = "ok" in models.values() and not door.draining
-        status = "ok" if able else "draining" if door.draining else "not ready"
-        return Json({"status": status, "models": models}, 200 if able else 503)
+        ready = Ready("ok" if able else "draining" if door.draining else "not ready", models)
+        return Json(ready, 200 if able else 503)
 
     async def version(_: Request, __: Caller) -> Response:
-        return Json({"version": VERSION})
+        return Json(Version(VERSION))
 
     async def metrics(_: Request, __: Caller) -> Response:
         told = exposition.text(door.metrics.tell().series)

@@ -16,6 +16,7 @@ from workers.gateway.answering import Job, job_of, start_of
 from workers.gateway.app import Door, Json, answer_of
 from workers.gateway.auth import Caller
 from workers.gateway.sse import EventStream
+from workers.gateway.way import Stop, way_of
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 
@@ -31,9 +32,19 @@ class RequestBody(Struct, frozen=True):
     records: int
     """In its log so far; of several prompts, all together."""
     attempt: int | None
+    path: list[Stop]
+    """Its way through the stages so far."""
+    now_ms: float
+    """By the clock that the times of the way are of."""
     object: str = "request"
     result: Any = UNSET
     error: errors.ErrorBody | UnsetType = UNSET
+
+
+class Cancelling(Struct, frozen=True):
+    id: str
+    object: str = "request"
+    cancelled: bool = True
 
 
 def routes(door: Door) -> list[Route]:
@@ -52,7 +63,7 @@ def routes(door: Door) -> list[Route]:
         job = await job_of(door, request, caller)
         for part in job.parts:
             await client.cancel(door.bus, part)
-        return Json({"id": job.request_id, "object": "request", "cancelled": True}, 202)
+        return Json(Cancelling(job.request_id), 202)
 
     path = "/v1/requests/{id}"
     return [
@@ -85,6 +96,8 @@ async def _described(door: Door, job: Job) -> RequestBody:
         durable=job.record.durable,
         records=sum(last.index + 1 for last in lasts if last is not None),
         attempt=where.attempt,
+        path=way_of(where),
+        now_ms=door.bus.now_ms(),
         result=result,
         error=UNSET if failure is None else errors.body_of(failure.error).error,
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from shared.config import split_path
-from shared.errors import InvalidRequest, RequestError
+from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.messages import ErrorInfo
 from workers.gateway import errors
 from workers.gateway.errors import (
@@ -29,7 +29,7 @@ def is_their_fault(error: ErrorInfo) -> bool:
     return error.fault == "client"
 
 
-def status_of(error: ErrorInfo) -> int:
+def status_of(error: ErrorInfo | type[PagemillError]) -> int:
     return _STATUSES.get(error.code, errors.status_of(error))
 
 

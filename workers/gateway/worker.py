@@ -26,6 +26,8 @@ from workers.gateway import (
     generating,
     health,
     models,
+    openapi,
+    page,
     rendering,
     requests,
     tokenizing,
@@ -36,6 +38,7 @@ from workers.gateway.wire import Wire
 FEATURES = (
     *(health, models, completing, requests),
     *(rendering, generating, derendering, tokenizing),
+    *(page, openapi),
 )
 """Modules with `routes(door)`."""
 

@@ -1,0 +1,164 @@
+"""Headless Chromium through its own driver: the W3C WebDriver protocol is JSON over HTTP."""
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+# How WebDriver names an element in JSON.
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+
+# None where it can be used.
+MISSING = None if CHROMIUM and DRIVER else "needs Debian's packages chromium and chromium-driver"
+
+
+class Browser:
+    """One window. Elements are found by CSS selectors, and waited for."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        # Chromium's sandbox needs a user that is not root; its pages are ours alone here.
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", *sandbox]
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        made = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._session = f"/session/{made['sessionId']}"
+
+    def quit(self) -> None:
+        self._call("DELETE", self._session)
+
+    def open(self, url: str) -> None:
+        self._call("POST", f"{self._session}/url", {"url": url})
+
+    def run(self, script: str, *args: Any) -> Any:
+        """What `script` returns; it may be a promise."""
+        body = {"script": script, "args": list(args)}
+        return self._call("POST", f"{self._session}/execute/sync", body)
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
+
+    def type(self, selector: str, text: str) -> None:
+        self._call("POST", f"{self._find(selector)}/value", {"text": text})
+
+    def press(self, *keys: str) -> None:
+        """On whatever has the focus."""
+        acts = [{"type": act, "value": key} for key in keys for act in ("keyDown", "keyUp")]
+        actions = [{"type": "key", "id": "keyboard", "actions": acts}]
+        self._call("POST", f"{self._session}/actions", {"actions": actions})
+
+    def click(self, selector: str) -> None:
+        self._call("POST", f"{self._find(selector)}/click", {})
+
+    def wait(self, condition: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        """Until the JavaScript expression is true; its value."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := self.run(f"return {condition}", *args)):
+            assert time.monotonic() < deadline, (
+                condition,
+                self.run("return document.body.innerText"),
+            )
+            time.sleep(0.02)
+        return value
+
+    def cdp(self, command: str, **params: Any) -> Any:
+        """A command of the DevTools protocol."""
+        body = {"cmd": command, "params": params}
+        return self._call("POST", f"{self._session}/goog/cdp/execute", body)
+
+    def appear(self, width: int, height: int, scheme: str, scale: float = 1) -> None:
+        """As on a screen of this size, `light` or `dark`."""
+        self.cdp(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.cdp("Emulation.setEmulatedMedia", features=features)
+
+    def screenshot(self) -> bytes:
+        """PNG of the window."""
+        return base64.b64decode(self._call("GET", f"{self._session}/screenshot"))
+
+    def complaints(self) -> list[str]:
+        """What the console has got since the last call: errors of scripts and of the policy."""
+        entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def labels(self, selector: str) -> dict[str, str]:
+        """What a screen reader calls each visible element; by the element's HTML."""
+        body = {"using": "css selector", "value": selector}
+        found = self._call("POST", f"{self._session}/elements", body)
+        names = {}
+        for element in found:
+            path = f"{self._session}/element/{element[ELEMENT]}"
+            html = self._call("GET", f"{path}/property/outerHTML")
+            names[html] = self._call("GET", f"{path}/computedlabel")
+        return names
+
+    def _find(self, selector: str) -> str:
+        body = {"using": "css selector", "value": selector}
+        found = self._call("POST", f"{self._session}/element", body)
+        return f"{self._session}/element/{found[ELEMENT]}"
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, None if body is None else json.dumps(body))
+            answer = connection.getresponse()
+            value = json.loads(answer.read())["value"]
+        if answer.status != 200:
+            raise RuntimeError(f"{value['error']}: {value['message']}")
+        return value
+
+
+@contextlib.contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    """`folder` takes Chromium's profile and the driver's log."""
+    assert DRIVER is not None
+    port = free_port()
+    with (folder / "chromedriver.log").open("wb") as log:
+        env = os.environ | {"HOME": str(folder), "TMPDIR": str(folder)}
+        driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=log, stderr=log, env=env)
+    try:
+        _wait_for(port)
+        browser = Browser(port)
+        try:
+            yield browser
+        finally:
+            browser.quit()
+    finally:
+        driver.terminate()
+        driver.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        assert time.monotonic() < deadline, "chromedriver does not start"
+        time.sleep(0.05)

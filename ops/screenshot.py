@@ -1,0 +1,45 @@
+"""`make screenshots`: the web page with a true answer, as docs/page.png and docs/page-phone.png.
+
+Needs Debian's packages chromium and chromium-driver.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from ops.browser import ENTER, MISSING, Browser, browsing
+from ops.demo import PICTURES
+from ops.serving import serving
+
+DOCS = Path(__file__).parent.parent / "docs"
+# File, width, height and colour scheme.
+SCREENS = [("page.png", 1200, 850, "light"), ("page-phone.png", 390, 844, "dark")]
+
+
+async def main() -> None:
+    async with serving() as (url, folder):
+        await asyncio.to_thread(photograph, f"{url}/", folder)
+
+
+def photograph(url: str, folder: Path) -> None:
+    with browsing(folder) as browser:
+        for file, width, height, scheme in SCREENS:
+            browser.appear(width, height, scheme)
+            browser.open(url)
+            browser.wait("!document.querySelector('#send').disabled")
+            ask(browser)
+            (DOCS / file).write_bytes(browser.screenshot())
+
+
+def ask(browser: Browser) -> None:
+    browser.type("#file", str(PICTURES / "three_squares.png"))
+    browser.wait("document.querySelectorAll('#pictures li').length === 1")
+    browser.type("#question", "How many shapes are there?" + ENTER)
+    browser.wait("document.querySelector('#stages li:last-child').dataset.state === 'done'")
+    browser.run("document.activeElement.blur()")
+
+
+if __name__ == "__main__":
+    sys.exit(MISSING or uvloop.run(main()))

@@ -1,0 +1,40 @@
+"""A whole Pagemill of its own with the demo model and a gateway, for as long as it is needed."""
+
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from shared import telemetry
+from workers import settings
+from workers.local import LocalCluster, WorkerSpec, default_workers
+
+MODEL = Path(__file__).parent / "demo_model"
+CONFIG = """
+models:
+  demo:
+    path: {model}
+    max_model_len: {max_model_len}
+    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+nats: {{store_dir: {folder}/nats, port: 0}}
+gateway: {{port: 0}}
+"""
+
+
+@contextlib.asynccontextmanager
+async def serving(max_model_len: int = 1024) -> AsyncIterator[tuple[str, Path]]:
+    """The gateway's URL, and a folder that goes with it; `workers.log` is there."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as name:
+        folder = Path(name)
+        file = folder / "pagemill.yaml"
+        file.write_text(CONFIG.format(model=MODEL, folder=folder, max_model_len=max_model_len))
+        config = settings.load_config(file)
+        telemetry.setup("warning", role="serving")
+        workers = [*default_workers(config), WorkerSpec("gateway")]
+        cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
+        try:
+            await cluster.start()
+            assert cluster.door is not None
+            yield cluster.door, folder
+        finally:
+            await cluster.stop()

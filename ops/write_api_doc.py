@@ -1,0 +1,211 @@
+"""Writes the tables of docs/api.md: endpoints, errors, and the fields of each body and answer.
+
+They stand between `<!-- NAME -->` and `<!-- end -->`, with the prose around them left as it is. A
+test holds the file equal to what this makes of it.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from shared.errors import PagemillError
+from workers.gateway import errors
+from workers.gateway.openapi import document
+from workers.gateway.operation import types_of
+from workers.gateway.operations import OPERATIONS
+
+FILE = Path(__file__).parent.parent / "docs" / "api.md"
+BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+ABOUT = {
+    "body_too_large": "the body is over `gateway.max_body_mib`, or has countless chunks",
+    "cancelled": "somebody has cancelled the request",
+    "context_length_exceeded": "prompt and answer do not fit into the model's context",
+    "deadline_exceeded": "it did not end within `timeout_s`, or the configured time",
+    "headers_too_large": "the headers are over `gateway.max_header_kib`, or more than 128",
+    "internal_error": "an error of ours; the request may be sent again",
+    "invalid_api_key": "no key, or one that is not known here",
+    "invalid_grammar": "a schema, expression or grammar that answers cannot be held to",
+    "invalid_media": "a picture that cannot be read, fetched or decoded",
+    "invalid_request": "a field is missing, of a wrong type or out of range; `param` says which",
+    "log_truncated": "the beginning of the answer is not kept any more",
+    "media_not_found": "a `media:` URL of nothing that the tenant has stored",
+    "media_too_large": "a picture over the limit on bytes, pixels or number",
+    "media_url_blocked": "a URL from which pictures are not fetched here",
+    "mm_cache_miss": "features by hash alone, of nothing that the tenant has sent before",
+    "not_found": "no such request of this tenant, or none any more",
+    "overloaded": "too many requests wait; `Retry-After` says for how long",
+    "payload_too_large": "a request that fits into no message, its pictures left aside",
+    "poison": "given up, after workers had died with it in hand",
+    "rate_limit_exceeded": "over a limit of the key; `Retry-After` says for how long",
+    "request_timeout": "headers or body did not arrive in time",
+    "unavailable": "no broker, or no worker, answers",
+    "unknown_adapter": "the model has no adapter of this name here",
+    "unknown_model": "no such model is served here",
+    "unknown_parameter": "a field that there is not",
+    "unsupported_content": "a part of a message that the model has no stage for",
+    "unsupported_content_type": "the body is not `application/json`",
+    "unsupported_parameter": "a field, or a value of one, that is known and not done here",
+    "worker_failure": "a worker has failed on the request",
+}
+"""When each error comes, by its code."""
+
+
+def main() -> None:
+    FILE.write_text(rewritten(FILE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def rewritten(text: str) -> str:
+    structs = _structs()
+
+    def block(match: re.Match[str]) -> str:
+        begin, kind, name, end = match.groups()
+        made = {"endpoints": _endpoints, "errors": _errors}.get(kind)
+        return f"{begin}\n{made() if made else _fields(structs[name])}\n{end}"
+
+    return BLOCK.sub(block, text)
+
+
+def _endpoints() -> str:
+    rows = [
+        [
+            f"`{operation.method} {operation.path}`",
+            operation.summary,
+            _name(operation.body),
+            _name(operation.answer)
+            + ("" if operation.chunk is None else f", or SSE of {_name(operation.chunk)}"),
+        ]
+        for operation in OPERATIONS
+    ]
+    return _table(["", "", "body", "answer"], rows)
+
+
+def bodies() -> str:
+    """Names of all types that bodies may be of."""
+    return " ".join(_name(operation.body) for operation in OPERATIONS)
+
+
+def _name(one: Any) -> str:
+    if one is None or isinstance(one, str):
+        return one or "-"
+    if inspect.isclass(one) and not get_args(one):
+        return f"`{one.__name__}`"
+    kind = "list of " if get_origin(one) is list else ""
+    return kind + " or ".join(_name(part) for part in get_args(one))
+
+
+def _errors() -> str:
+    used: dict[str, list[str]] = {}
+    for operation in OPERATIONS:
+        for codes in operation.refusals.values():
+            for code in codes:
+                used.setdefault(code, []).append(operation.path)
+    by_code = {error.code: error for error in _subclasses(PagemillError)}
+    rows = [[str(errors.status_of(by_code[code])), f"`{code}`", ABOUT[code]] for code in used]
+    return _table(["status", "code", ""], sorted(rows))
+
+
+def _subclasses(cls: type[PagemillError]) -> list[type[PagemillError]]:
+    return [cls, *(found for below in cls.__subclasses__() for found in _subclasses(below))]
+
+
+def _structs() -> dict[str, Any]:
+    """By name: every Struct that the document has a schema of."""
+    found: dict[str, Any] = {}
+    pending = types_of(OPERATIONS)
+    while pending:
+        one = pending.pop(0)
+        pending += get_args(one)
+        if not inspect.isclass(one) or not issubclass(one, msgspec.Struct):
+            continue
+        if one.__name__ not in found:
+            found[one.__name__] = one
+            pending += get_type_hints(one, include_extras=True).values()
+    return found
+
+
+def _fields(cls: Any) -> str:
+    schema = document()["components"]["schemas"][cls.__name__]
+    about = _docstrings(cls)
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, field in schema["properties"].items():
+        default = field.get("default")
+        shown = "required" if name in required else "-" if default is None else _code(default)
+        rows.append([f"`{name}`", _spelled(field), shown, about.get(name, "")])
+    return _table(["field", "type", "default", ""], rows)
+
+
+def _docstrings(cls: Any) -> dict[str, str]:
+    """By field: the string that follows it in the source."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not issubclass(base, msgspec.Struct) or base is msgspec.Struct:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                assert isinstance(field.target, ast.Name)
+                assert isinstance(text.value, ast.Constant)
+                found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def _spelled(schema: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "$ref" in schema:
+        return f"`{schema['$ref'].rpartition('/')[2]}`"
+    if "anyOf" in schema:
+        kinds = [_spelled(kind) for kind in schema["anyOf"] if kind.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(_code(value) for value in values if value is not None)
+    kind = schema.get("type", "anything")
+    if kind == "null":
+        return "only `null`"
+    if kind == "array":
+        return "list of " + _spelled(schema.get("items") or {}) + _range(schema, "Items")
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return "object of " + _spelled(schema["additionalProperties"])
+    pattern = f", `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
+    return kind + _range(schema, "Length") + _bounds(schema) + pattern
+
+
+def _range(schema: dict[str, Any], what: str) -> str:
+    least, most = schema.get(f"min{what}"), schema.get(f"max{what}")
+    if least is not None and most is not None:
+        return f" ({least} to {most})"
+    return f" (up to {most})" if most else f" (at least {least})" if least else ""
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    parts = [
+        f"above {above}" if above is not None else "",
+        f"from {least}" if least is not None else "",
+        f"to {most}" if most is not None else "",
+    ]
+    words = " ".join(part for part in parts if part)
+    return f", {words}" if words else ""
+
+
+def _code(value: Any) -> str:
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+// One answer, read to its end whatever happens to the connection. Knows no page.
+
+const FIRST_PAUSE_MS = 250;
+const MAX_PAUSE_MS = 4000;
+// A connection that has been away for so long is not waited for any longer.
+const PATIENCE_MS = 120_000;
+// What a restarting server or a full queue answers; anything else would be answered again.
+const PASSING = new Set([429, 502, 503]);
+
+/** The server has said no. */
+export class Refused extends Error {
+  constructor(status, error, retryAfterMs = 0) {
+    super(error?.message || `The server answered with status ${status}.`);
+    this.status = status;
+    this.code = error?.code ?? null;
+    this.field = error?.param ?? null;
+    this.retryAfterMs = retryAfterMs;
+  }
+}
+
+/**
+ * Post `body` and yield the answer's chunks, each once and in order.
+ *
+ * A broken connection is opened again behind the last event that was read; `tell` has the methods
+ * accepted(id), lost(error) and resumed(last event's id or null). Throws Refused, or what `signal`
+ * was aborted with.
+ */
+export async function* ask(name, body, headers, signal, tell) {
+  let id = null;
+  let last = null;
+  let lostAt = null;
+  let pauseMs = FIRST_PAUSE_MS;
+  for (;;) {
+    let error;
+    try {
+      const response = await open(name, body, headers, signal, id, last);
+      id ??= response.headers.get("X-Request-Id") ?? name;
+      tell.accepted(id);
+      if (lostAt !== null) tell.resumed(last);
+      lostAt = null;
+      for await (const event of events(response.body)) {
+        if (event.data === "[DONE]") return;
+        pauseMs = FIRST_PAUSE_MS;
+        yield JSON.parse(event.data);
+        last = event.id ?? last;
+      }
+      error = new Error("The connection has ended before the answer.");
+    } catch (thrown) {
+      if (signal.aborted || !(thrown instanceof TypeError || PASSING.has(thrown.status))) throw thrown;
+      error = thrown;
+    }
+    lostAt ??= performance.now();
+    if (performance.now() - lostAt > PATIENCE_MS) throw error;
+    tell.lost(error);
+    await sleep(Math.max(pauseMs, error.retryAfterMs ?? 0), signal);
+    pauseMs = Math.min(2 * pauseMs, MAX_PAUSE_MS);
+  }
+}
+
+async function open(name, body, headers, signal, id, last) {
+  const from = last === null ? {} : { "Last-Event-ID": last };
+  const response = await (id === null
+    ? fetch("v1/chat/completions", {
+        method: "POST",
+        headers: { ...headers, "Content-Type": "application/json", "X-Request-Id": name },
+        body,
+        signal,
+      })
+    : fetch(`v1/requests/${encodeURIComponent(id)}/stream`, { headers: { ...headers, ...from }, signal }));
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** What a response that is none says, as an error. */
+export async function refusal(response) {
+  const answer = await response.json().catch(() => null);
+  const seconds = Number(response.headers.get("Retry-After"));
+  return new Refused(response.status, answer?.error, 1000 * (seconds || 0));
+}
+
+/** The server-sent events of a body: their data, and the id of the event or null. */
+export async function* events(body) {
+  let rest = "";
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parse(block);
+        if (event.data !== null) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parse(block) {
+  const event = { id: null, data: null };
+  for (const line of block.split("\n")) {
+    const colon = line.indexOf(":");
+    const value = line.slice(colon + 1).replace(/^ /, "");
+    if (line.startsWith("id:")) event.id = value;
+    if (line.startsWith("data:")) event.data = event.data === null ? value : `${event.data}\n${value}`;
+  }
+  return event;
+}
+
+function sleep(ms, signal) {
+  return new Promise((resolve, reject) => {
+    const stop = () => { done(); reject(signal.reason); };
+    const timer = setTimeout(() => done(resolve), ms);
+    const done = (then) => {
+      clearTimeout(timer);
+      signal.removeEventListener("abort", stop);
+      removeEventListener("online", wake);
+      then?.();
+    };
+    const wake = () => done(resolve);
+    signal.addEventListener("abort", stop);
+    addEventListener("online", wake);
+  });
+}
