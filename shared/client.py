@@ -69,7 +69,8 @@ async def ask(
     await reader.open()
     try:
         data = encode_request(request, sampling)
-        known = await bus.publish(subjects.request(request.model), data, request_id, tenant)
+        subject = subjects.request(request.model)
+        known = await bus.publish(subject, data, request_id, tenant=tenant)
         async for record in reader.records(at_once=known, timeout_s=request.timeout_s):
             yield record
     finally:

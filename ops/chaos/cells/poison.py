@@ -79,10 +79,10 @@ _RAISING_RENDERER = f"""
 import sys
 from ops.chaos import fake, worker
 tokenize = fake.FakeProcessor.tokenize
-def poisoned(self, messages):
-    if any(m.content == {RAISING_TEXT!r} for m in messages):
+def poisoned(self, asked):
+    if any(m.content == {RAISING_TEXT!r} for m in asked.messages):
         raise RuntimeError("a poisoned picture")
-    return tokenize(self, messages)
+    return tokenize(self, asked)
 fake.FakeProcessor.tokenize = poisoned
 sys.exit(worker.app(sys.argv[1:], result_action="return_value"))
 """
