@@ -43,7 +43,7 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
     name = hashlib.sha256(f"{kind}:{tenant}:{given}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{name[:32]}", True
+    return f"{PREFIXES[kind]}-{name}", True
 
 
 def parts_of(request_id: str, record: JobRecord) -> list[str]:
