@@ -159,6 +159,7 @@ async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> No
         ("coordinator", 1, 0),
         ("renderer", 1, 0),
         ("engine", 1, 0),
+        ("gateway", 1, 0),
     }
     assert [(queue["stage"], queue["lane"]) for queue in seen["queues"]] == [
         ("coordinator", ""),

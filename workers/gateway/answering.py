@@ -41,7 +41,7 @@ PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
 def request_id_of(kind: str, tenant: str, name: str) -> str:
     """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
     digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{digest[:32]}"
+    return f"{PREFIXES[kind]}-{digest}"
 
 
 def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:

@@ -138,7 +138,9 @@ def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
         if wanted not in names:
             raise InvalidRequest(f"there is no tool {wanted!r}", field="tool_choice.function.name")
         chosen = tools[names.index(wanted)]
-        return ToolPlan("named", [wanted], True, {"json_schema": _arguments_schema(chosen)})
+        return ToolPlan(
+            "named", [wanted], True, {"json_schema": _arguments_schema(chosen) | COMPACT}
+        )
     if choice == "required":
         return ToolPlan("required", names, one, {"json_schema": _calls_schema(tools, one)})
     if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
@@ -153,6 +155,11 @@ def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
             field="tools",
         )
     return ToolPlan(card.tool_parser, names, one)
+
+
+# To llguidance: arguments are read by programs, and a model that is made to write JSON and does not
+# want to would go on with spaces for ever.
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -180,4 +187,4 @@ def _calls_schema(tools: list[Tool], one: bool) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if one:
         schema["maxItems"] = 1
-    return schema | ({"$defs": definitions} if definitions else {})
+    return schema | COMPACT | ({"$defs": definitions} if definitions else {})

@@ -146,7 +146,10 @@ class ChatAssembler:
     def _call_id(self, choice: int, call: int) -> str:
         """The same whoever assembles it."""
         told = f"{self._id}:{choice}:{call}".encode()
-        return f"call_{hashlib.sha256(told).hexdigest()[:24]}"
+        number = int.from_bytes(hashlib.sha256(told).digest(), "big")
+        if self._options.form == "mistral":
+            return f"{number % 10**9:09d}"  # Its templates take no others.
+        return f"call_{number % 16**24:024x}"
 
     def _whole(self, index: int, choice: _Choice) -> ChatChoice:
         text = "".join(choice.text)

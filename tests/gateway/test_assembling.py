@@ -1,0 +1,146 @@
+"""What is made of a log: the same in pieces and whole, the same whoever reads it. And events."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from shared.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from workers.gateway import sse
+from workers.gateway.app import answer_of
+from workers.gateway.chatanswer import ChatAssembler, ChatOptions
+from workers.gateway.completions import CompletionAssembler, CompletionOptions, Echo
+from workers.gateway.errors import Failed
+from workers.gateway.sse import EventStream, event
+
+SPELLING = {token: bytes([97 + token]) for token in range(26)}
+USAGE = Usage(3, 9, 1)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[TokenChunk]:
+    """Of two choices; every record has something of one or of both."""
+    records = []
+    position = [0, 0]
+    finished: set[int] = set()
+    for index in range(draw(st.integers(1, 8))):
+        deltas = []
+        for choice in draw(st.sets(st.integers(0, 1), min_size=1)) - finished:
+            tokens = draw(st.lists(st.integers(0, 25), max_size=3))
+            text = draw(st.text("abc<", max_size=4))
+            done = draw(st.booleans()) and index > 3
+            logprobs = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in tokens]
+            reason = "stop" if done else None
+            deltas.append(
+                ChoiceDelta(choice, position[choice], tokens, text, reason, logprobs=logprobs)
+            )
+            position[choice] += len(tokens)
+            finished |= {choice} if done else set()
+        if deltas:
+            records.append(TokenChunk(index, 1, deltas))
+    return records
+
+
+def tree(value: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+@given(logs())
+def test_a_streamed_chat_is_the_whole_one_in_pieces(records: list[TokenChunk]) -> None:
+    def assembler() -> ChatAssembler:
+        options = ChatOptions(include_usage=True, logprobs=True)
+        return ChatAssembler("chatcmpl-1", "demo", 5, options, SPELLING)
+
+    first, second = assembler(), assembler()
+    chunks = [first.take(0, record) for record in records] + [first.finish(0, USAGE)]
+    assert chunks == [second.take(0, record) for record in records] + [second.finish(0, USAGE)]
+    told = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
+    for whole in first.answer().choices:
+        own = [tree(choice) for choice in told if choice.index == whole.index]
+        assert [c["delta"].get("role") for c in own] == ["assistant"] + [None] * (len(own) - 1)
+        text = "".join(choice["delta"].get("content", "") for choice in own)
+        assert text == whole.message.content
+        logprobs = [t for c in own if c["logprobs"] for t in c["logprobs"]["content"]]
+        assert logprobs == tree(whole.logprobs)["content"]
+        assert own[-1]["finish_reason"] == whole.finish_reason
+
+
+@given(logs(), logs())
+def test_streamed_completions_are_the_whole_ones(
+    one: list[TokenChunk], other: list[TokenChunk]
+) -> None:
+    echo = [Echo("xy"), Echo("z")]
+    options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, SPELLING)
+    told = []
+    for part, records in enumerate((one, other)):
+        for record in records:
+            chunk = assembler.take(part, record)
+            told += [] if chunk is None else chunk.choices
+        assert assembler.finish(part, USAGE) is None
+    answer = assembler.answer()
+    assert tree(answer.usage)["total_tokens"] == 24
+    for whole in answer.choices:
+        own = [choice for choice in told if choice.index == whole.index]
+        assert "".join(choice.text for choice in own) == whole.text
+        assert whole.text.startswith(echo[whole.index // 2].text)
+        assert whole.logprobs is not None
+        tokens = [token for c in own if c.logprobs for token in c.logprobs.tokens]
+        assert tokens == whole.logprobs.tokens
+
+
+async def run(events: AsyncIterator[bytes], leave: asyncio.Event | None = None) -> list[Message]:
+    sent: list[Message] = []
+    left: list[bool] = []
+
+    async def receive() -> Message:
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    stream = EventStream(events, lambda: left.append(True), answer_of, {"x-request-id": "r"})
+    await stream({"type": "http"}, receive, send)
+    return sent
+
+
+async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    going = asyncio.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        await going.wait()
+        yield event(b"1", "0")
+        await asyncio.sleep(0.1)
+        yield event(b"2", "1")
+
+    asyncio.get_running_loop().call_later(0.1, going.set)
+    start, *bodies = await run(events())
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert written.startswith(sse.PING)
+    assert written.replace(sse.PING, b"") == b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\n"
+    assert written.count(sse.PING) >= 3
+
+
+async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:
+    failure = Failed(ErrorInfo("context_length_exceeded", "too long", None, "client", False), "7")
+
+    async def events(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield event(b"1", "0")
+        raise failure
+
+    start, *_ = await run(events(0))
+    assert start["status"] == 400
+    start, *bodies = await run(events(1))
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert b'id: 7\ndata: {"error":{"message":"too long"' in written
+    assert written.endswith(b"data: [DONE]\n\n")
