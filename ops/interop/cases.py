@@ -18,13 +18,15 @@ class Case:
 
 
 def cases() -> list[Case]:
+    # Not 16 tokens: that is the default of vLLM's parameters, so its render leaves the number out,
+    # and who generates takes what is left out for all that there is room for.
     return [
-        Case("text", _chat(["Hello there"], max_tokens=16)),
-        Case("picture", _chat([_picture(0, 112, 56), "Describe."], max_tokens=16)),
-        Case("picture, resized", _chat([_picture(1, 333, 197), "What is this?"], max_tokens=16)),
+        Case("text", _chat(["Hello there"], max_tokens=15)),
+        Case("picture", _chat([_picture(0, 112, 56), "Describe."], max_tokens=15)),
+        Case("picture, resized", _chat([_picture(1, 333, 197), "What is this?"], max_tokens=15)),
         Case(
             "two pictures with text between",
-            _chat([_picture(2, 84, 140), "and", _picture(3, 224, 224), "?"], max_tokens=16),
+            _chat([_picture(2, 84, 140), "and", _picture(3, 224, 224), "?"], max_tokens=15),
         ),
         Case("the same picture twice", _chat([_picture(0, 112, 56)] * 2, max_tokens=8)),
         Case(
@@ -47,7 +49,7 @@ def _chat(parts: list[str], **sampling: Any) -> dict[str, Any]:
 
 
 def _with_system(parts: list[str]) -> dict[str, Any]:
-    chat = _chat(parts, max_tokens=16)
+    chat = _chat(parts, max_tokens=15)
     chat["messages"].insert(0, {"role": "system", "content": "You are terse."})
     return chat
 

@@ -128,7 +128,7 @@ def divide(plan: ToolPlan, of: str, before: str, text: str, last: bool) -> Divid
     parser.feed(before)
     pieces = parser.feed(text) + (parser.end() if last else [])
     content = "".join(piece.text for piece in pieces if not isinstance(piece, Call))
-    calls = [_delta(piece, of) for piece in pieces if isinstance(piece, Call)]
+    calls = [_delta(piece, of, plan.form) for piece in pieces if isinstance(piece, Call)]
     return Divided(content, calls, parser.has_calls)
 
 
@@ -146,10 +146,16 @@ def whole_calls(deltas: list[CallDelta]) -> list[CallBody]:
     ]
 
 
-def _delta(call: Call, of: str) -> CallDelta:
+def _delta(call: Call, of: str, form: str) -> CallDelta:
     if call.name is None:
         return CallDelta(call.index, FunctionDelta(call.arguments))
-    # The same whoever makes it, so that nothing of it need be carried.
-    digest = hashlib.sha256(f"{of}:{call.index}".encode()).hexdigest()
     function = FunctionDelta(call.arguments, call.name)
-    return CallDelta(call.index, function, f"call_{digest[:24]}", "function")
+    return CallDelta(call.index, function, _call_id(f"{of}:{call.index}", form), "function")
+
+
+def _call_id(call: str, form: str) -> str:
+    """The same whoever makes it, so that nothing of it need be carried."""
+    number = int.from_bytes(hashlib.sha256(call.encode()).digest(), "big")
+    if form == "mistral":
+        return f"{number % 10**9:09d}"  # Its templates take no others.
+    return f"call_{number % 16**24:024x}"
