@@ -89,6 +89,7 @@ class Browser:
             deviceScaleFactor=scale,
             mobile=width < 600,
         )
+        self.cdp("Emulation.setScrollbarsHidden", hidden=True)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.cdp("Emulation.setEmulatedMedia", features=features)
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
 
 from ops.demo import PICTURES
@@ -35,6 +36,10 @@ HANG_S = 60
 async def main(seconds: int, more: list[str]) -> int:
     async with serving(max_model_len=256) as (url, folder):
         code = await fuzz(url, folder, seconds, more)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            told = (await http.get(f"{url}/metrics")).text.splitlines()
+        answered = [line for line in told if line.startswith("pagemill_http_requests_total")]
+        sys.stdout.write("\n".join([*answered, ""]))
         if code:
             sys.stderr.write((folder / "workers.log").read_text()[-20_000:])
         return code

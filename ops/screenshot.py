@@ -30,13 +30,17 @@ def photograph(url: str, folder: Path) -> None:
             browser.open(url)
             browser.wait("!document.querySelector('#send').disabled")
             ask(browser)
+            ask(browser)  # Whatever had to be loaded has been.
             (DOCS / file).write_bytes(browser.screenshot())
 
 
 def ask(browser: Browser) -> None:
-    browser.type("#file", str(PICTURES / "three_squares.png"))
+    browser.run("document.querySelector('#pictures button')?.click()")
+    browser.type("#file", str(PICTURES / "yellow_star.jpg"))
     browser.wait("document.querySelectorAll('#pictures li').length === 1")
-    browser.type("#question", "How many shapes are there?" + ENTER)
+    browser.run("document.querySelector('#question').value = ''")
+    browser.type("#question", "Describe the picture." + ENTER)
+    browser.wait("document.querySelector('#send').disabled === false")
     browser.wait("document.querySelector('#stages li:last-child').dataset.state === 'done'")
     browser.run("document.activeElement.blur()")
 

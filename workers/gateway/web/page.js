@@ -6,6 +6,8 @@ import { Refused, ask, refusal } from "./stream.js";
 
 const POLL_MS = 150;
 const HEALTH_MS = 5000;
+// Of less there is no telling how many tokens a second they are.
+const LEAST_RATE_MS = 200;
 const $ = (id) => document.getElementById(id);
 
 const stages = new Stages($("stages"));
@@ -77,7 +79,7 @@ class Run {
     }
     this.counted ??= usage.completion_tokens;
     const more = usage.completion_tokens - this.counted;
-    if (more > 0) $("rate").textContent = ((1000 * more) / (now - this.first)).toFixed(1);
+    if (more > 0 && now - this.first > LEAST_RATE_MS) $("rate").textContent = ((1000 * more) / (now - this.first)).toFixed(1);
   }
 
   /** Follow the request through the stages, until it has ended. */

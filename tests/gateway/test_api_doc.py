@@ -1,0 +1,29 @@
+"""The examples of docs/api.md, as somebody types them."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import ROOT
+from tests.gateway.conftest import Gateway
+
+BLOCKS = re.findall(r"```\n(curl .*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_every_command_works(gateway: Gateway, tmp_path: Path) -> None:
+    """In their order: one asks for what another goes on with."""
+    assert len(BLOCKS) >= 6
+    (tmp_path / "ops").symlink_to(ROOT / "ops")
+    for block in BLOCKS:
+        commands = block.replace("http://127.0.0.1:8000", gateway.url)
+        commands = re.sub(r"^curl ", "curl -sS --fail-with-body ", commands, flags=re.MULTILINE)
+        done = subprocess.run(
+            ["bash", "-e", "-c", commands], cwd=tmp_path, capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, (block, done.stdout, done.stderr)
+        assert done.stdout
+        assert b'"error"' not in done.stdout, (block, done.stdout)
