@@ -35,7 +35,7 @@ def cases() -> list[Case]:
         ),
         Case(
             "biases and bad words",
-            _chat(["Say"], max_tokens=12, logit_bias={"100": 5.0}, presence_penalty=0.5),
+            _chat(["Say"], max_tokens=12, logit_bias={"300": 5.0}, presence_penalty=0.5),
         ),
         Case("stop tokens", _chat(["Go on"], max_tokens=32, stop_token_ids=[10, 20, 30])),
         Case("a picture alone in a system's talk", _with_system([_picture(4, 70, 90)])),

@@ -280,7 +280,7 @@ async def test_each_fault_has_its_status_and_is_named(http: httpx.AsyncClient) -
         (base | {"sampling_params": {"temperature": -1}}, 400, "invalid_request", "temperature"),
         (base | {"sampling_params": {"max_tokens": 0}}, 400, "invalid_request", "max_tokens"),
         (base | {"token_ids": [1, 999_999]}, 400, "invalid_request", None),
-        (base | {"token_ids": [5] * 3000}, 400, "context_length_exceeded", "body.token_ids"),
+        (base | {"token_ids": [5] * 3000}, 400, "context_length_exceeded", None),
         (
             base | {"sampling_params": {"max_tokens": 5000}},
             400,

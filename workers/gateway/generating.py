@@ -145,8 +145,7 @@ def check_room(parsed: Parsed, card: ModelCard) -> None:
     if len(token_ids) > max_len:
         raise ContextTooLong(
             f"The decoder prompt (length {len(token_ids)}) is longer than the maximum model length"
-            f" of {max_len}.",
-            field="body.token_ids",
+            f" of {max_len}."
         )
     asked = parsed.sampling.get("max_tokens")
     if asked is not None and len(token_ids) + asked > max_len:
