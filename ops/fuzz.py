@@ -29,6 +29,9 @@ SETTINGS = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", 504]
 """
+# Whatever they are together, they are a request.
+PLAIN = ["model", "stream", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"]
+PLAIN += ["presence_penalty", "frequency_penalty", "ignore_eos", "user", "durable", "priority"]
 # An answer takes seconds where it has as many tokens and choices as there can be.
 HANG_S = 60
 
@@ -61,7 +64,7 @@ async def fuzz(url: str, folder: Path, seconds: int, more: list[str]) -> int:
 
 def aimed(told: dict[str, Any]) -> dict[str, Any]:
     """The document, for those who know what is here: with names made up, most of what is sent would
-    end at the model's, or at a picture's."""
+    end at the model's, or at a picture's; with any forty fields, at two that do not go together."""
     picture = base64.b64encode((PICTURES / "red.png").read_bytes()).decode()
     schemas = told["components"]["schemas"]
     for schema in schemas.values():
@@ -69,7 +72,34 @@ def aimed(told: dict[str, Any]) -> dict[str, Any]:
             schema["properties"]["model"] = {"enum": ["demo"]}
     shown = {"const": f"data:image/png;base64,{picture}"}
     schemas["ImageURL"]["properties"]["url"] = {"anyOf": [shown, {"type": "string"}]}
+    image = _exactly(
+        {"type": {"const": "image_url"}, "image_url": {"const": {"url": shown["const"]}}}
+    )
+    said = {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 3, "items": image}]}
+    message = {"role": {"enum": ["user", "system", "assistant"]}, "content": said}
+    prompts = {
+        "messages": {"type": "array", "minItems": 1, "maxItems": 4, "items": _exactly(message)},
+        "prompt": {"type": "string"},
+    }
+    for path, name, prompt in (
+        ("/v1/chat/completions", "ChatRequest", "messages"),
+        ("/v1/completions", "CompletionRequest", "prompt"),
+    ):
+        fields = schemas[name]["properties"]
+        plain = {field: fields[field] for field in PLAIN} | {prompt: prompts[prompt]}
+        content = told["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        some = _exactly(plain) | {"required": ["model", prompt]}
+        content["schema"] = {"anyOf": [some, content["schema"]]}
     return told
+
+
+def _exactly(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
 
 
 if __name__ == "__main__":
