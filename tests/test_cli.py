@@ -131,7 +131,8 @@ def test_up_says_that_the_port_is_taken(broker: Broker, tmp_path: Path) -> None:
 
 
 def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) -> None:
-    done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT="0", PAGEMILL_ENGINE__NUM_BLOCKS="3")
+    free = {"PAGEMILL_NATS__PORT": "0", "PAGEMILL_GATEWAY__PORT": "0"}
+    done = run("up", cwd=tmp_path, PAGEMILL_ENGINE__NUM_BLOCKS="3", **free)
     assert done.returncode == 1
     assert "engine.num_blocks" in done.stderr
     assert "the engine refuses this configuration" in " ".join(done.stderr.split())

@@ -110,7 +110,7 @@ def test_up_gives_up_on_an_adapter_that_cannot_be_served(tuned: Tuned, tmp_path:
     model = tuned.references[None]
     write_adapter(tmp_path / "adapters" / "tuned", model, ["q_proj"], 4, 8, 1, use_dora=True)
     config = tmp_path / "pagemill.yaml"
-    config.write_text(WITH_ADAPTER + "\nnats: {port: 0}")
+    config.write_text(WITH_ADAPTER + "\nnats: {port: 0}\ngateway: {port: 0}")
     command = [*PAGEMILL, "up", "--config", str(config)]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
