@@ -21,7 +21,6 @@ from tests.engine.test_parity import (
     make_case,
     make_cases,
     make_twins,
-    one_thread,
     reference_answer,
     run_core,
     run_schedule,
@@ -32,7 +31,7 @@ from workers.engine.model import FlatModel
 from workers.engine.runner import Runner
 from workers.engine.support import TEXT_FAMILIES, layer_windows
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXPERTS = {
     "num_experts": 4,
