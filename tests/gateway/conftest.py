@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,11 +39,16 @@ def free_port() -> int:
 
 def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: object) -> Gateway:
     """One more gateway of `cluster`; `section` is its configuration."""
-    config, log = folder / "gateway.yaml", folder / "gateway.log"
     tree = yaml.safe_load(cluster.config.read_text())
     tree["gateway"] = {"port": port} | section
+    return start_gateway_at(cluster.url, tree, folder)
+
+
+def start_gateway_at(url: str, tree: dict[str, Any], folder: Path) -> Gateway:
+    """One at any broker, with a configuration of its own."""
+    config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
-    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", cluster.url]
+    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", url]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as stderr:
