@@ -18,6 +18,9 @@ import yaml
 from shared.bus import Bus
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
 
+# Streams are to have the ids of events.
+WITH_IDS = {"accept": "text/event-stream"}
+
 
 @dataclass
 class Gateway:
@@ -102,7 +105,9 @@ def another(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=gateway.url, timeout=60, trust_env=False, headers=WITH_IDS
+    ) as client:
         yield client
 
 

@@ -66,7 +66,7 @@ def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
 
 
 def p99(times_s: list[float]) -> float:
-    """Of few, the largest."""
+    """Between the two nearest, where it is none of them."""
     return quantiles(times_s, n=100, method="inclusive")[-1] if len(times_s) > 1 else times_s[0]
 
 
