@@ -98,15 +98,17 @@ class OverHttp:
         usage = msgspec.json.decode(last).get("usage") or {}
         return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s)
 
-    async def close(self) -> None:
-        for _, writer in self._idle:
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._idle:
+            reader, writer = self._idle.pop()
+            # Servers close what has been idle for long.
+            if not reader.at_eof():
+                return reader, writer
             writer.close()
+        return await asyncio.open_connection(self._host, self._port, limit=MAX_LINE)
 
     async def _events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
-        if self._idle:
-            reader, writer = self._idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE)
+        reader, writer = await self._connection()
         head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         answered = await reader.readuntil(b"\r\n\r\n")
