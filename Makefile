@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS ?= peers
 
-.PHONY: demo test check bench bench-durability bench-gpu bench-payload bench-peers bench-rendering interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: demo test check bench bench-door bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,9 @@ bench: .venv/installed  ## engine against transformers, hand-over latency, KV wa
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
 
+bench-door: .venv/installed  ## HTTP against NATS and vLLM's server, where PEERS has it; 6 minutes
+	$(BIN)/python -m ops.bench.door --peers $(PEERS)
+
 bench-gpu: .venv/installed  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu
 
@@ -46,6 +49,9 @@ bench-peers: .venv/installed  ## us against engines installed in PEERS, see inst
 
 bench-rendering: .venv/installed  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering
+
+bench-serve: .venv/installed  ## vLLM's load client against our door, 0 errors; 3 minutes
+	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
 interop: .venv/installed  ## our renderer and engines with those of vLLM, installed in PEERS; 3 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)

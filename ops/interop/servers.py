@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -21,6 +21,11 @@ Ready = Callable[[], bool]
 MODEL = "m"
 MAX_MODEL_LEN = 2048
 MAX_SEQS = 8
+# For answers that are the same as ours, and its side of the bodies.
+EQUAL = (
+    *("--dtype", "float32", "--enforce-eager", "--enable-scale-out"),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
+)
 PATIENCE_S = 600.0
 END_S = 60.0
 _VLLM = next(spec for spec in ROSTER if spec.name == "vllm")
@@ -36,17 +41,20 @@ def vllm_binary(peers: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def vllm(binary: Path, folder: Path, path: str) -> Iterator[str]:
-    """Its URL. `path` is the model's, relative to `folder`: the string is part of every hash."""
+def vllm(
+    binary: Path, folder: Path, path: str, options: Sequence[str] = EQUAL, *, patient: bool = True
+) -> Iterator[str]:
+    """Its URL. `path` is the model's, relative to `folder`: the string is part of every hash.
+
+    `patient`: its threads do not spin, which would starve another server at work.
+    """
     port = _free_port()
     command = [str(binary), "serve", path, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)]
-    command += ["--enable-scale-out"]
+    command += ["--served-model-name", MODEL, *options]
     variables = environment(_VLLM, binary, os.cpu_count() or 1, kv_cache_gib=1)
     del variables["PYTHONPATH"]
-    # Threads that spin would starve the other server.
-    variables |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    if patient:
+        variables |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
     url = f"http://127.0.0.1:{port}"
     with _process(command, folder, folder / "vllm.log", variables) as process:
         _wait(process, folder / "vllm.log", lambda: _answers(f"{url}/health"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,9 @@ import yaml
 
 from shared.bus import Bus
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
+
+# Streams are to have the ids of events.
+WITH_IDS = {"accept": "text/event-stream"}
 
 
 @dataclass
@@ -38,11 +42,16 @@ def free_port() -> int:
 
 def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: object) -> Gateway:
     """One more gateway of `cluster`; `section` is its configuration."""
-    config, log = folder / "gateway.yaml", folder / "gateway.log"
     tree = yaml.safe_load(cluster.config.read_text())
     tree["gateway"] = {"port": port} | section
+    return start_gateway_at(cluster.url, tree, folder)
+
+
+def start_gateway_at(url: str, tree: dict[str, Any], folder: Path) -> Gateway:
+    """One at any broker, with a configuration of its own."""
+    config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
-    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", cluster.url]
+    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", url]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as stderr:
@@ -96,7 +105,9 @@ def another(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=gateway.url, timeout=60, trust_env=False, headers=WITH_IDS
+    ) as client:
         yield client
 
 

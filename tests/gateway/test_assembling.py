@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from shared.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
@@ -94,7 +95,9 @@ def test_streamed_completions_are_the_whole_ones(
         assert tokens == whole.logprobs.tokens
 
 
-async def run(events: AsyncIterator[bytes], leave: asyncio.Event | None = None) -> list[Message]:
+async def run(
+    events: AsyncIterator[bytes], leave: asyncio.Event | None = None, *, numbered: bool = False
+) -> list[Message]:
     sent: list[Message] = []
     left: list[bool] = []
 
@@ -105,7 +108,8 @@ async def run(events: AsyncIterator[bytes], leave: asyncio.Event | None = None) 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    stream = EventStream(events, lambda: left.append(True), answer_of, {"x-request-id": "r"})
+    headers = {"x-request-id": "r"}
+    stream = EventStream(events, lambda: left.append(True), answer_of, headers, numbered=numbered)
     await stream({"type": "http"}, receive, send)
     return sent
 
@@ -127,6 +131,21 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
     assert written.startswith(sse.PING)
     assert written.replace(sse.PING, b"") == b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\n"
     assert written.count(sse.PING) >= 3
+
+
+async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+
+    async def events(ids: list[str]) -> AsyncIterator[bytes]:
+        for event_id in ids:
+            yield event(b"1", event_id)
+            await asyncio.sleep(0.1)
+
+    for ids in (["0", "1"], ["", ""]):
+        _, *bodies = await run(events(ids), numbered=ids[0] != "")
+        written = [body["body"] for body in bodies]
+        assert any(body.startswith(b": ping") for body in written[1:])
+        assert [told.data for told in SSEDecoder().iter_bytes(iter(written))] == ["1", "1"]
 
 
 async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:

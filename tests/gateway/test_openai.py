@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -9,10 +10,14 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from tests.gateway.conftest import Gateway, Start
+from shared import subjects
+from shared.broker import Broker
+from shared.bus import Bus
+from tests.gateway.conftest import Gateway, Start, start_gateway_at
 from tests.gateway.test_auth import ALICE, KEYS
-from tests.gateway.test_chat import star_url
+from tests.gateway.test_chat import ROOT, star_url
 
+MODEL = ROOT / "ops" / "demo_model"
 TOOLS: Any = [
     {
         "type": "function",
@@ -223,6 +228,32 @@ async def test_keys_and_retries(another: Start) -> None:
         with pytest.raises(openai.RateLimitError):
             await hasty.chat.completions.create(model="demo", messages=HELLO)
         await stream.close()
+
+
+async def test_a_full_queue_is_asked_again(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "nats")
+    broker.start()
+    tree = {
+        "models": {"demo": {"path": str(MODEL)}},
+        "delivery": {"max_queued": 1},
+        "gateway": {"port": 0},
+    }
+    gateway = start_gateway_at(broker.url, tree, tmp_path)
+    try:
+        bus = await Bus.connect(broker.url, "test")
+        # There is nobody who would take it.
+        await bus.publish(subjects.request("demo"), b"{}", "req-first")
+        await bus.close()
+        base = f"{gateway.url}/v1"
+        async with AsyncOpenAI(base_url=base, api_key="none", max_retries=2) as client:
+            with pytest.raises(openai.InternalServerError) as full:
+                await client.chat.completions.create(model="demo", messages=HELLO)
+        assert (full.value.status_code, full.value.code) == (503, "overloaded")
+        assert full.value.response.headers["retry-after"] == "1"
+        assert full.value.response.request.headers["x-stainless-retry-count"] == "2"
+    finally:
+        gateway.stop()
+        broker.stop()
 
 
 async def test_a_stream_that_is_closed_is_cancelled(client: AsyncOpenAI, gateway: Gateway) -> None:

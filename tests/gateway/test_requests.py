@@ -10,7 +10,7 @@ import httpx
 
 from shared.bus import Bus
 from tests.cluster.conftest import Cluster
-from tests.gateway.conftest import Start, free_port
+from tests.gateway.conftest import WITH_IDS, Start, free_port
 from tests.gateway.test_chat import events, question
 
 PATH = "/v1/chat/completions"
@@ -95,6 +95,19 @@ async def test_a_durable_request_goes_on_without_its_client(http: httpx.AsyncCli
     ]
 
 
+async def test_ids_of_events_come_to_those_who_can_use_them(http: httpx.AsyncClient) -> None:
+    async def ids(body: dict[str, Any], **headers: str) -> set[str]:
+        answer = await http.post(PATH, json=body, headers={"accept": "*/*"} | headers)
+        *shown, _ = events(answer.text)
+        return {event_id for event_id, _ in shown}
+
+    short = question() | {"stream": True, "max_tokens": 2, "temperature": 0.0}
+    assert await ids(short) == {""}
+    assert "" not in await ids(short, accept="text/event-stream")
+    assert "" not in await ids(short | {"durable": True})
+    assert "" not in await ids(short, **{"last-event-id": "-1"})
+
+
 async def test_the_same_id_is_the_same_request(http: httpx.AsyncClient) -> None:
     named = {"idempotency-key": f"once-{time.time_ns()}"}
     first_id, begun = await begin(http, named, 2, durable=True)
@@ -125,7 +138,7 @@ async def test_another_gateway_goes_on_where_one_was_killed(
     another: Start, http: httpx.AsyncClient
 ) -> None:
     port = free_port()
-    named = {"x-request-id": f"survivor-{time.time_ns()}"}
+    named = WITH_IDS | {"x-request-id": f"survivor-{time.time_ns()}"}
     doomed = another(port)
     text = ""
     async with httpx.AsyncClient(base_url=doomed.url, timeout=60, trust_env=False) as client:

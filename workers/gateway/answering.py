@@ -87,6 +87,8 @@ class Job:
         self.request_id = request_id
         self.record = record
         self.parts = parts_of(request_id, record)
+        self.numbered = True
+        """Whether events have ids."""
         self._door = door
         self._began_s = time.monotonic()
         self._tokens = door.metrics.counter("http_tokens_total", endpoint=endpoint)
@@ -105,10 +107,10 @@ class Job:
         position = [-1] * len(logs)
         async for part, record in _merged(logs):
             position[part] = record.index * self._max_events
-            shown = await self._take(part, record, _id_of(position), start[part])
+            shown = await self._take(part, record, self._event_id(position), start[part])
             for one in shown if isinstance(shown, Events) else [shown]:
                 if one is not None and position[part] >= start[part]:
-                    yield event(errors.to_json(one), _id_of(position))
+                    yield event(errors.to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * self._max_events - 1
         yield DONE
@@ -157,6 +159,9 @@ class Job:
         """The client is."""
         if not self.record.durable:
             self.cancel_soon()
+
+    def _event_id(self, position: Sequence[int]) -> str:
+        return _id_of(position) if self.numbered else ""
 
 
 async def submit(
@@ -250,7 +255,10 @@ async def respond(
 ) -> Response:
     headers = {"x-request-id": job.request_id}
     if stream:
-        return EventStream(job.events(logs, start), job.gone, refuse, headers)
+        job.numbered = _wants_ids(request, job.record)
+        return EventStream(
+            job.events(logs, start), job.gone, refuse, headers, numbered=job.numbered
+        )
     try:
         answer = await unless_gone(request.receive, job.whole(logs), job.gone)
     except errors.Failed as error:
@@ -271,6 +279,17 @@ async def job_of(door: Door, request: Request, caller: Caller) -> Job:
         if record is not None and record.tenant == caller.tenant:
             return Job(door, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or not any more", field="id")
+
+
+def _wants_ids(request: Request, record: JobRecord) -> bool:
+    """Of events: who has no use for them may take an event with an id for broken, as clients do
+    that expect nothing but OpenAI's `data:`, vLLM's load client for one."""
+    return (
+        record.durable
+        or "text/event-stream" in request.headers.get("accept", "")
+        or "last-event-id" in request.headers
+        or "from" in request.query_params
+    )
 
 
 def _id_of(position: Sequence[int]) -> str:

@@ -57,7 +57,8 @@ def routes(door: Door) -> list[Route]:
         start = start_of(request, len(job.parts))
         # Whoever looks on may go again.
         headers = {"x-request-id": job.request_id}
-        return EventStream(job.events(job.follow(), start), lambda: None, answer_of, headers)
+        events = job.events(job.follow(), start)
+        return EventStream(events, lambda: None, answer_of, headers, numbered=True)
 
     async def cancel(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)

@@ -15,6 +15,8 @@ T = TypeVar("T")
 # Proxies close what is silent for a minute, some for half of one.
 PING_S = 15.0
 PING = b": ping\n\n"
+# Once there was an id, the official Python client takes a blank line for an event.
+PING_NUMBERED = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 
 AnswerOf = Callable[[Exception], Response]
@@ -38,13 +40,17 @@ class EventStream(Response):
         gone: Callable[[], None],
         answer_of: AnswerOf,
         headers: dict[str, str],
+        *,
+        numbered: bool = False,
     ) -> None:
+        """`numbered`: the events have ids."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self.headers["x-accel-buffering"] = "no"
         self._events = events
         self._gone = gone
         self._answer_of = answer_of
+        self._ping = PING_NUMBERED if numbered else PING
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_gone(receive, self._run(scope, receive, send), self._gone)
@@ -66,11 +72,11 @@ class EventStream(Response):
             first.cancel()
 
     async def _pump(self, first: "asyncio.Task[bytes]", send: Send) -> None:
-        line = _Line(send)
-        pinging = asyncio.create_task(line.ping())
+        line = _Line(send, self._ping)
+        pinging = asyncio.create_task(line.ping_often())
         try:
             if not first.done():
-                await line.write(PING)
+                await line.ping()
             await line.write(await first)
             async for sent in self._events:
                 await line.write(sent)
@@ -93,8 +99,9 @@ async def _first(events: AsyncIterator[bytes]) -> bytes:
 class _Line:
     """What has been written last, and when."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, ping: bytes) -> None:
         self._send = send
+        self._ping = ping
         self._loop = asyncio.get_running_loop()
         self._written_s = self._loop.time()
 
@@ -103,12 +110,15 @@ class _Line:
         self._written_s = self._loop.time()
 
     async def ping(self) -> None:
+        await self.write(self._ping)
+
+    async def ping_often(self) -> None:
         while True:
             rest_s = self._written_s + PING_S - self._loop.time()
             if rest_s > 0:
                 await asyncio.sleep(rest_s)
             else:
-                await self.write(PING)
+                await self.ping()
 
 
 async def unless_gone(

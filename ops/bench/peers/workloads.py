@@ -31,11 +31,11 @@ class Maker:
         last = self.vocab_size - NUM_LAST_IDS
         return [self.rng.randrange(FIRST_ID, last) for _ in range(length)]
 
-    def picture(self) -> str:
+    def picture(self, side: int = PICTURE_SIDE) -> str:
         """Smooth, for a picture of noise alone would be the worst case of PNG."""
         seed = self.rng.randrange(2**31)
         pixels = np.random.default_rng(seed).integers(0, 255, (28, 28, 3), dtype=np.uint8)
-        image = Image.fromarray(pixels).resize((PICTURE_SIDE,) * 2, Image.Resampling.BICUBIC)
+        image = Image.fromarray(pixels).resize((side,) * 2, Image.Resampling.BICUBIC)
         file = self.folder / f"{seed}.png"
         image.save(file, compress_level=1)
         return str(file)

@@ -62,7 +62,12 @@ async function open(name, body, headers, signal, id, last) {
   const response = await (id === null
     ? fetch("v1/chat/completions", {
         method: "POST",
-        headers: { ...headers, "Content-Type": "application/json", "X-Request-Id": name },
+        headers: {
+          ...headers,
+          Accept: "text/event-stream", // with the ids of events, to go on from
+          "Content-Type": "application/json",
+          "X-Request-Id": name,
+        },
         body,
         signal,
       })

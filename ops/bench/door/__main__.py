@@ -1,0 +1,212 @@
+"""What the HTTP door costs: the same requests over NATS, through our gateway, and through vLLM's
+server, on the same model and in one run.
+
+    python -m ops.bench.door [--peers FOLDER]
+
+FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` makes both. Where it has
+not, the demo model is asked, or vLLM left out. Text goes as token ids to /v1/completions, pictures
+to /v1/chat/completions; all answers are streamed, greedy and of full length, and no prompt comes
+twice.
+
+First one request at a time, with a short answer, on an engine that is idle otherwise: the
+difference to the same over NATS is that of each pair. Then bursts of 1, 8 and 32. The roads take
+turns at every repetition, each time another one first.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from ops.bench.door import report
+from ops.bench.door.report import Burst
+from ops.bench.door.roads import OverHttp, OverNats, Prepared, Road
+from ops.bench.peers import machine
+from ops.bench.peers.protocol import Request
+from ops.bench.peers.workloads import Maker
+from ops.interop.servers import MODEL, vllm, vllm_binary
+from shared import telemetry
+from shared.bus import Bus
+from workers import settings
+from workers.local import LocalCluster, WorkerSpec, default_workers
+
+LOADS = (1, 8, 32)
+SHORT = 4
+# What a request leaves to be acknowledged after its answer; and threads of vLLM that spin.
+PAUSE_S = {"nats": 0.02, "gateway": 0.02, "vllm": 0.3}
+MAX_MODEL_LEN = 2048
+PICTURE_SIDE = 224
+VLLM_OPTIONS = (
+    *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
+    *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    name: str
+    model: str
+    pictures: bool
+    prompt_len: int
+    max_tokens: int
+    singles: int
+    bursts: int
+
+
+WORKS = (
+    Work("text", "smollm2-135m", False, 64, 64, 60, 5),
+    Work("pictures", "mid-qwen2vl", True, 16, 16, 16, 2),
+)
+
+
+def main() -> None:
+    given = _arguments()
+    telemetry.setup("warning", role="bench")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(f"{machine.cpu_model()}, {os.cpu_count()} cores, {date.today().isoformat()}")
+    for work in WORKS:
+        if work.name in given.works:
+            with machine.alone(), tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
+                _measure(work, given.peers.absolute(), Path(name), console)
+
+
+def _measure(work: Work, peers: Path, folder: Path, console: Console) -> None:
+    found = peers / "models" / work.model
+    model = found if found.is_dir() else settings.DEMO_MODEL
+    binary = vllm_binary(peers)
+    with _maybe(binary, folder, model) as theirs:
+        singles, bursts = uvloop.run(_compare(work, model, folder, theirs))
+    console.print(report.of_singles(f"{work.name}, {model.name}: one at a time", singles))
+    for load in LOADS:
+        console.print(report.of_bursts(f"{work.name}, {model.name}: {load} at once", bursts[load]))
+
+
+@contextlib.contextmanager
+def _maybe(binary: Path | None, folder: Path, model: Path) -> Iterator[str | None]:
+    if binary is None:
+        yield None
+        return
+    with vllm(binary, folder, str(model), VLLM_OPTIONS, patient=False) as url:
+        yield url
+
+
+Singles = dict[str, list[float]]
+"""Seconds to the first token, by road."""
+Bursts = dict[int, dict[str, list[Burst]]]
+
+
+async def _compare(
+    work: Work, model: Path, folder: Path, theirs: str | None
+) -> tuple[Singles, Bursts]:
+    requests = _Requests(work, model, folder)
+    async with _pagemill(model, folder) as (cluster, bus):
+        assert cluster.door is not None
+        pids = {role: cluster.pids(role)[0] for role in ("gateway", "engine")}
+        pids["broker"] = int((folder / "nats" / "nats-server.pid").read_text())
+        roads: dict[str, Road] = {"nats": OverNats(bus), "gateway": OverHttp(cluster.door)}
+        if theirs is not None:
+            roads["vllm"] = OverHttp(theirs)
+        # The first of each shape compiles, connects and fills caches.
+        for load in LOADS:
+            for road in roads.values():
+                await _burst(road, requests.make(load, SHORT), pids)
+        singles: Singles = {name: [] for name in roads}
+        for number in range(work.singles):
+            for name in _turn(roads, number):
+                (asked,) = requests.make(1, SHORT)
+                singles[name].append((await roads[name](asked)).first_s)
+                await asyncio.sleep(PAUSE_S[name])
+        bursts: Bursts = {load: {name: [] for name in roads} for load in LOADS}
+        for number in range(work.bursts):
+            for load in LOADS:
+                for name in _turn(roads, number):
+                    asked_all = requests.make(load, work.max_tokens)
+                    bursts[load][name].append(await _burst(roads[name], asked_all, pids))
+                    await asyncio.sleep(PAUSE_S[name])
+    return singles, bursts
+
+
+async def _burst(road: Road, requests: list[Prepared], pids: dict[str, int]) -> Burst:
+    used_s = {name: machine.used_s(pid) for name, pid in pids.items()}
+    client_s, began_s = time.process_time(), time.perf_counter()
+    times = await asyncio.gather(*(road(asked) for asked in requests))
+    took_s = time.perf_counter() - began_s
+    cpu_s = {name: machine.used_s(pid) - used_s[name] for name, pid in pids.items()}
+    cpu_s["client"] = time.process_time() - client_s
+    num_tokens = sum(asked.request.max_tokens for asked in requests)
+    return Burst([each.first_s for each in times], num_tokens, took_s, cpu_s)
+
+
+def _turn(roads: dict[str, Road], number: int) -> list[str]:
+    names = list(roads)
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+class _Requests:
+    """Fresh ones, no two of which begin alike."""
+
+    def __init__(self, work: Work, model: Path, folder: Path) -> None:
+        config = msgspec.json.decode((model / "config.json").read_bytes())
+        vocab_size = config.get("text_config", config)["vocab_size"]
+        self._work = work
+        self._maker = Maker(random.Random(17), vocab_size, folder)
+
+    def make(self, count: int, max_tokens: int) -> list[Prepared]:
+        return [Prepared.of(self._one(max_tokens)) for _ in range(count)]
+
+    def _one(self, max_tokens: int) -> Request:
+        if self._work.pictures:
+            picture = self._maker.picture(PICTURE_SIDE)
+            return Request(max_tokens, picture=picture, text=self._maker.text())
+        return Request(max_tokens, self._maker.token_ids(self._work.prompt_len))
+
+
+@contextlib.asynccontextmanager
+async def _pagemill(model: Path, folder: Path) -> AsyncIterator[tuple[LocalCluster, Bus]]:
+    file = folder / "pagemill.yaml"
+    served = {"path": str(model), "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+    if model == settings.DEMO_MODEL:
+        served |= {"dtype": "float32", "max_model_len": 1024}
+    tree = {
+        "models": {MODEL: served},
+        "engine": {"threads": os.cpu_count(), "kv_cache_mib": 1024, "max_num_seqs": 32},
+        "nats": {"port": 0, "store_dir": str(folder / "nats")},
+        "gateway": {"port": 0},
+    }
+    file.write_bytes(msgspec.json.encode(tree))
+    config = settings.load_config(file)
+    workers = [*default_workers(config), WorkerSpec("gateway")]
+    cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
+    try:
+        await cluster.start()
+        bus = await Bus.connect(cluster.url, "bench")
+        yield cluster, bus
+        await bus.close()
+    finally:
+        await cluster.stop()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [work.name for work in WORKS]
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="has models and vLLM")
+    parser.add_argument("--works", nargs="+", choices=names, default=names)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

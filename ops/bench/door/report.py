@@ -1,0 +1,84 @@
+"""What the door costs, as tables. Pure."""
+
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from rich.table import Table
+
+BASE = "nats"
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Several requests sent at once, by one road."""
+
+    first_s: list[float]
+    num_tokens: int
+    took_s: float
+    cpu_s: dict[str, float]
+    """By process, while it lasted."""
+
+    @property
+    def tokens_s(self) -> float:
+        return self.num_tokens / self.took_s
+
+
+def of_singles(title: str, singles: dict[str, list[float]]) -> Table:
+    table = Table(title=f"{title}, {len(singles[BASE])} times", title_justify="left")
+    table.add_column("road")
+    for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "median of pairs"):
+        table.add_column(name, justify="right")
+    base = singles[BASE]
+    for road, times in singles.items():
+        pairs = [mine - of_base for mine, of_base in zip(times, base, strict=True)]
+        table.add_row(
+            road,
+            _ms(median(times)),
+            _ms(p99(times)),
+            f"{1000 * (median(times) - median(base)):+.2f}",
+            f"{1000 * median(pairs):+.2f}",
+        )
+    return table
+
+
+def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
+    table = Table(title=f"{title}, {len(bursts[BASE])} times", title_justify="left")
+    table.add_column("road")
+    for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "tokens/s", "of NATS: median (range)"):
+        table.add_column(name, justify="right")
+    table.add_column("CPU ms for 1000 tokens")
+    base = bursts[BASE]
+    base_first_s = median(_first_s(base))
+    for road, runs in bursts.items():
+        first_s = _first_s(runs)
+        pairs = zip(runs, base, strict=True)
+        shares = [mine.tokens_s / of_base.tokens_s for mine, of_base in pairs]
+        table.add_row(
+            road,
+            _ms(median(first_s)),
+            _ms(p99(first_s)),
+            f"{1000 * (median(first_s) - base_first_s):+.1f}",
+            f"{median(run.tokens_s for run in runs):,.1f}",
+            f"{median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})",
+            _cpu(runs),
+        )
+    return table
+
+
+def p99(times_s: list[float]) -> float:
+    """Between the two nearest, where it is none of them."""
+    return quantiles(times_s, n=100, method="inclusive")[-1] if len(times_s) > 1 else times_s[0]
+
+
+def _first_s(runs: list[Burst]) -> list[float]:
+    return [first_s for run in runs for first_s in run.first_s]
+
+
+def _cpu(runs: list[Burst]) -> str:
+    num_tokens = sum(run.num_tokens for run in runs)
+    totals = {name: sum(run.cpu_s[name] for run in runs) for name in runs[0].cpu_s}
+    return ", ".join(f"{name} {1e6 * total / num_tokens:.0f}" for name, total in totals.items())
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"

@@ -1,0 +1,168 @@
+"""Three ways for one request: over NATS, through our door, through vLLM's.
+
+The client of HTTP is as lean as can be, and keeps its connections: what is measured is the server.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from ops.bench.peers.pagemill import sampling
+from ops.bench.peers.protocol import Request
+from ops.interop.servers import MODEL
+from shared.bus import Bus
+from shared.client import ask, new_request_id
+from shared.messages import (
+    Failure,
+    Finish,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+    TextPart,
+    TokenChunk,
+)
+
+# A line of a stream may be a picture's worth of log probabilities; ours are not.
+MAX_LINE = 2**20
+DATA = b"data: "
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request with what its picture's file says."""
+
+    request: Request
+    url: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> "Prepared":
+        if request.picture is None:
+            return cls(request, None)
+        data = base64.b64encode(Path(request.picture).read_bytes()).decode()
+        return cls(request, f"data:image/png;base64,{data}")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    first_s: float
+    """To the first token in the client's hands."""
+    last_s: float
+
+
+class Road(Protocol):
+    async def __call__(self, asked: Prepared) -> Times:
+        """Raises RuntimeError for an answer that is not what was asked for."""
+
+
+class OverNats:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def __call__(self, asked: Prepared) -> Times:
+        began_s = time.perf_counter()
+        first_s, num_tokens = 0.0, 0
+        async for record in ask(self._bus, _message_of(asked), new_request_id()):
+            match record:
+                case TokenChunk():
+                    first_s = first_s or time.perf_counter() - began_s
+                case Finish():
+                    num_tokens = record.usage.completion_tokens
+                case Failure():
+                    raise RuntimeError(record.error.message)
+        return _checked(asked, num_tokens, first_s, time.perf_counter() - began_s)
+
+
+class OverHttp:
+    """A streamed completion, or chat completion where there is a picture."""
+
+    def __init__(self, url: str) -> None:
+        self._host, _, port = url.removeprefix("http://").partition(":")
+        self._port = int(port)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def __call__(self, asked: Prepared) -> Times:
+        began_s = time.perf_counter()
+        first_s, last = 0.0, b""
+        async for data in self._events(*_body_of(asked)):
+            first_s = first_s or time.perf_counter() - began_s
+            if data != b"[DONE]":
+                last = data
+        took_s = time.perf_counter() - began_s
+        usage = msgspec.json.decode(last).get("usage") or {}
+        return _checked(asked, usage.get("completion_tokens", 0), first_s, took_s)
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._idle:
+            reader, writer = self._idle.pop()
+            # Servers close what has been idle for long.
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self._host, self._port, limit=MAX_LINE)
+
+    async def _events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
+        reader, writer = await self._connection()
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answered = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in answered.partition(b"\r\n")[0]:
+            writer.close()
+            raise RuntimeError(answered.decode())
+        async for line in _lines(reader):
+            if line.startswith(DATA):
+                yield line.removeprefix(DATA)
+        self._idle.append((reader, writer))
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Of a chunked body."""
+    rest = b""
+    while size := int(await reader.readline(), 16):
+        chunk = await reader.readexactly(size + 2)
+        *lines, rest = (rest + chunk[:-2]).split(b"\n")
+        for line in lines:
+            yield line
+    await reader.readline()
+
+
+def _checked(asked: Prepared, num_tokens: int, first_s: float, took_s: float) -> Times:
+    if num_tokens != asked.request.max_tokens:
+        raise RuntimeError(f"{num_tokens} tokens instead of {asked.request.max_tokens}")
+    return Times(first_s, took_s)
+
+
+def _message_of(asked: Prepared) -> GenerateRequest:
+    request = asked.request
+    if asked.url is None:
+        return GenerateRequest(
+            MODEL, prompt_token_ids=request.token_ids, sampling_params=sampling(request)
+        )
+    parts = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
+    return GenerateRequest(MODEL, [Message("user", parts)], sampling(request))
+
+
+def _body_of(asked: Prepared) -> tuple[str, bytes]:
+    request = asked.request
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if asked.url is None:
+        return "/v1/completions", msgspec.json.encode(body | {"prompt": request.token_ids})
+    parts = [
+        {"type": "image_url", "image_url": {"url": asked.url}},
+        {"type": "text", "text": request.text},
+    ]
+    body["messages"] = [{"role": "user", "content": parts}]
+    return "/v1/chat/completions", msgspec.json.encode(body)
