@@ -37,12 +37,12 @@ from workers.gateway.assembling import (
     tokens_to_spell,
 )
 from workers.gateway.auth import Caller
+from workers.gateway.generatewire import MAX_ID_LEN
 from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
 from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
-MAX_ID_LEN = 256
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
 
