@@ -77,17 +77,25 @@ async def ask(
         await reader.close()
 
 
-async def follow(bus: Bus, request_id: str, start: int = 0) -> AsyncIterator[LogRecord]:
+async def follow(
+    bus: Bus, request_id: str, start: int = 0, timeout_s: float | None = None
+) -> AsyncIterator[LogRecord]:
     """Yield the log of a request from record `start` on, as far as it is and as it grows.
 
-    Raises LogTruncated when the record that comes next is not there any more.
+    Raises LogTruncated when the record that comes next is not there any more; with `timeout_s`,
+    by which the request must have ended, also when well after it there is none at all, and
+    Unavailable when there is no final one.
     """
     _check_name(request_id, "request_id")
     reader = _Reader(bus, request_id, start)
     await reader.open()
     try:
-        async for record in reader.records(at_once=True, timeout_s=None):
+        async for record in reader.records(at_once=True, timeout_s=timeout_s):
             yield record
+    except _Unended:
+        if reader.is_empty:
+            raise LogTruncated("this log has been removed to make room") from None
+        raise
     finally:
         await reader.close()
 
@@ -181,6 +189,10 @@ async def _question(
         raise Unavailable(f"no renderer of {model} has answered in {timeout_s:g} s") from None
 
 
+class _Unended(Unavailable):
+    """A request whose time is over."""
+
+
 class _Reader:
     """Live records as long as they come in order, the log itself where they do not."""
 
@@ -190,6 +202,11 @@ class _Reader:
         self._expected = start
         self._first = 1
         """The sequence from which on the log has not been read yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no record of the log has been seen."""
+        return self._expected == 0
 
     async def open(self) -> None:
         self._listener = await self._bus.listen(self._subject)
@@ -212,7 +229,7 @@ class _Reader:
                 if is_final(record):
                     return
             if give_up is not None and not fresh and loop.time() > give_up:
-                raise Unavailable("no worker has ended the request by its deadline")
+                raise _Unended("no worker has ended the request by its deadline")
 
     async def _next(self, silence_s: float) -> list[LogRecord]:
         """New records in order, live or from the log; none after `silence_s` without any."""

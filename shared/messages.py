@@ -142,8 +142,8 @@ class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     modality: Literal["image"]
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
     """Whatever the client calls it by; our caches do not trust it."""
-    offset: Annotated[int, Meta(ge=0)]
-    length: Annotated[int, Meta(gt=0)]
+    offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    length: Annotated[int, Meta(gt=0, le=2**31 - 1)]
     data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
     """Names the item's bytes, stored like a picture; None for an item that the same tenant has sent
     before under the same `mm_hash`."""

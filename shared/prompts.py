@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from shared.errors import InvalidRequest
+from shared.jsonvalues import complaint_of
 from shared.messages import GenerateRequest, Message, Prompt, TokenizeRequest
 
 
@@ -59,10 +60,21 @@ def _check_one(forms: Mapping[str, object]) -> None:
 def _check_template(request: GenerateRequest | TokenizeRequest) -> None:
     if request.messages is not None:
         _check_messages(request.messages)
+        _check_values(request)
         return
     for field in ("tools", "template_kwargs"):
         if getattr(request, field):
             raise InvalidRequest(f"{field} goes with messages alone", field=field)
+
+
+def _check_values(request: GenerateRequest | TokenizeRequest) -> None:
+    values = {"template_kwargs": request.template_kwargs} | {
+        f"tools[{i}].function.parameters": tool.function.parameters
+        for i, tool in enumerate(request.tools)
+    }
+    for field, value in values.items():
+        if complaint := complaint_of(value):
+            raise InvalidRequest(f"{field}: {complaint}", field=field)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

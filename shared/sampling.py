@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, json
 
+from shared.jsonvalues import MAX_SCHEMA_DEPTH, complaint_of
+
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
@@ -15,7 +17,7 @@ Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\S")]
-TokenId = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -36,6 +38,8 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True, omit_de
             raise ValueError(
                 "Expected exactly one of json_schema, json_object, regex, choice and grammar"
             )
+        if complaint := complaint_of(self.json_schema, MAX_SCHEMA_DEPTH):
+            raise ValueError(complaint)
         num_bytes = len(json.encode(given))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValueError(

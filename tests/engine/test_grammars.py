@@ -26,7 +26,7 @@ from shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from tests.engine.test_parity import widen
 from workers.engine import grammars as grammars_module
 from workers.engine.core import Core
-from workers.engine.grammars import Grammar, Grammars
+from workers.engine.grammars import Grammar, Grammars, define
 from workers.engine.loader import LoadedModel, load
 from workers.engine.main import assemble, new_grammars
 from workers.engine.outputs import merge_deltas
@@ -458,6 +458,32 @@ async def test_who_waits_can_leave_and_nobody_else_notices(
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     assert len(trial.tried) == 1
+
+
+async def test_what_nobody_waits_for_takes_no_slot(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left(Exception):
+        pass
+
+    async def leave() -> None:
+        raise Left
+
+    trial = Counting()
+    trial.go_on.clear()
+    grammars = grammars_with(rig, trial, monkeypatch)
+    monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
+    for i in range(3 * grammars_module.MAX_COMPILING):
+        with pytest.raises(Left):
+            await grammars.compile(StructuredOutputs(choice=[f"left {i}"]), leave)
+    wanted = StructuredOutputs(json_object=True)
+    other = asyncio.create_task(grammars.compile(wanted, no_progress))
+    await asyncio.sleep(0.05)
+    assert trial.tried[-1] == define(wanted)
+    trial.go_on.set()
+    assert isinstance(await other, Grammar)
+    again = StructuredOutputs(choice=["left 0"])
+    assert isinstance(await grammars.compile(again, no_progress), Grammar)
 
 
 @pytest.mark.parametrize(

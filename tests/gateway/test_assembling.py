@@ -1,6 +1,7 @@
 """What is made of a log: the same in pieces and whole, the same whoever reads it. And events."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 from starlette.types import Message
 
+from shared.errors import LogTruncated
 from shared.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
 from workers.gateway import sse
 from workers.gateway.app import answer_of
 from workers.gateway.chatanswer import ChatAssembler, ChatOptions
 from workers.gateway.completions import CompletionAssembler, CompletionOptions, Echo
 from workers.gateway.errors import Failed
+from workers.gateway.merging import merged
 from workers.gateway.sse import EventStream, event
 
 SPELLING = {token: bytes([97 + token]) for token in range(26)}
@@ -93,6 +96,81 @@ def test_streamed_completions_are_the_whole_ones(
         assert whole.logprobs is not None
         tokens = [token for c in own if c.logprobs for token in c.logprobs.tokens]
         assert tokens == whole.logprobs.tokens
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    """Though a character may have several tokens."""
+    pieces = [b"a", b"\xf0\x9f", b"\x91\x8d", b"\xc3", b"\xa9", b"z"]
+    spelling = dict(enumerate(pieces))
+    text = b"".join(pieces).decode()
+    options = CompletionOptions(logprobs=True, echo=[Echo(text, list(spelling))])
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, spelling)
+    scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in spelling]
+    delta = ChoiceDelta(0, 0, list(spelling), text, "stop", logprobs=scored)
+    told = assembler.take(0, TokenChunk(0, 1, [delta], scored[1:]))
+    assert told is not None
+    assert told.choices[0].logprobs is not None
+    offsets = told.choices[0].logprobs.text_offset
+    assert offsets == [0, 1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]
+
+
+def test_a_stream_keeps_no_log_probabilities() -> None:
+    spelling = {0: b"a"}
+    assemblers = [
+        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), spelling),
+        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), spelling),
+    ]
+    delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
+    for assembler in assemblers:
+        assembler.keeps = False
+        for index in range(3):
+            chunk = assembler.take(0, TokenChunk(index, 1, [delta]))
+            assert chunk is not None
+            assert chunk.choices[0].logprobs is not None
+        assembler.finish(0, USAGE)
+        whole = tree(assembler.answer())["choices"][0]["logprobs"]
+        assert not whole.get("content", whole.get("tokens"))
+
+
+async def test_several_logs_are_read_as_one() -> None:
+    async def log(*records: str) -> AsyncIterator[str]:
+        for record in records:
+            await asyncio.sleep(0)
+            yield record
+
+    told = [item async for item in merged([log("a", "b"), log(), log("c")])]
+    assert sorted(told) == [(0, "a"), (0, "b"), (2, "c")]
+    assert [text for part, text in told if part == 0] == ["a", "b"]
+
+
+async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() -> None:
+    closed = 0
+
+    async def endless() -> AsyncIterator[str]:
+        nonlocal closed
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield "x"
+        finally:
+            closed += 1
+
+    async def broken() -> AsyncIterator[str]:
+        yield "a"
+        raise LogTruncated("gone")
+
+    with pytest.raises(LogTruncated):
+        async for _ in merged([endless(), broken()]):
+            pass
+    left = merged([endless(), endless(), endless()])
+    async for _ in left:
+        break
+    await left.aclose()
+    await asyncio.sleep(0)
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert closed == 4
 
 
 async def run(

@@ -131,12 +131,15 @@ async def test_what_cannot_be_derendered_is_refused(http: httpx.AsyncClient) -> 
         event | {"stream_state": {"token_ids": [5] * 1000}},
         event | {"stream_state": {"token_ids": [5], "num_out": -1}},
         event | {"stream": "yes"},
+        event | {"stream_state": {"text": "x" * (2**18 + 1)}},
+        {"generate_response": answered([5]) | {"choices": 9 * answered([5])["choices"]}},
     ]
     for case in cases:
         status, error = await refused(http, DERENDER, {"model": "demo"} | case)
         assert status == 400, error
-    status, _ = await refused(http, "/v1/completions/derender", {"generate_responses": []})
-    assert status == 400
+    for responses in ([], 65 * [answered([5])]):
+        body = {"generate_responses": responses}
+        assert (await refused(http, "/v1/completions/derender", body))[0] == 400
 
 
 async def test_tokens_of_text_and_text_of_tokens(http: httpx.AsyncClient) -> None:

@@ -32,6 +32,17 @@ def ask(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]} | fields
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        value = {"properties": {"a": value}} if depth < 100 else {"a": value}
+    return value
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
     (ask(model="other"), 404, "unknown_model", "model"),
     (ask(tempreature=1), 400, "unknown_parameter", "tempreature"),
@@ -61,7 +72,7 @@ CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
         "invalid_request",
         "guided_regex",
     ),
-    (ask(timeout_s=0.001), 504, "deadline_exceeded", None),
+    (ask(timeout_s=1e-9), 504, "deadline_exceeded", None),
     (ask(timeout_s=1e9), 400, "invalid_request", "timeout_s"),
     (ask(adapter="none"), 404, "unknown_adapter", "adapter"),
     (ask(max_tokens=10**6), 400, "context_length_exceeded", None),
@@ -69,6 +80,19 @@ CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
     (question(url="https://example.org/x.png"), 403, "media_url_blocked", None),
     (question(url=f"media:{'0' * 64}"), 422, "media_not_found", None),
     (question(url="data:image/png;base64," + "A" * 300_000 + "!"), 422, "invalid_media", None),
+    (question(url="data:image/png;base64," + "é" * 300_000), 422, "invalid_media", None),
+    (ask(chat_template_kwargs={"x": nested(600)}), 400, "invalid_request", "chat_template_kwargs"),
+    (ask(chat_template_kwargs={"x": 2**70}), 400, "invalid_request", "chat_template_kwargs"),
+    (
+        ask(tools=[tool(nested(600))], tool_choice="required"),
+        400,
+        "invalid_request",
+        "structured_outputs",
+    ),
+    (ask(guided_json=nested(40)), 400, "invalid_request", "structured_outputs"),
+    (ask(guided_json={"const": 2**70}), 400, "invalid_request", "structured_outputs"),
+    (ask(stop_token_ids=[2**70]), 400, "invalid_request", "stop_token_ids[0]"),
+    (ask(logit_bias={"100000": 1}), 400, "invalid_request", "logit_bias"),
 ]
 PARTS = ("input_audio", "audio_url", "video_url", "file")
 CASES += [
@@ -144,6 +168,44 @@ async def test_bodies_have_a_limit(another: Start) -> None:
     assert slow.startswith(b"HTTP/1.1 408")
     tiny = await raw(gateway, POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000)
     assert tiny.startswith(b"HTTP/1.1 413")
+
+
+async def test_a_body_of_countless_values_is_not_even_decoded(http: httpx.AsyncClient) -> None:
+    head = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "metadata": {"x": ['
+    body = head + b"[]," * 600_000 + b"[]]}}"
+    for path in (PATH, "/v1/completions", "/tokenize"):
+        got = await http.post(path, content=body, headers={"content-type": "application/json"})
+        assert got.status_code == 413, path
+        assert got.json()["error"]["code"] == "body_too_large"
+
+
+async def test_all_bodies_together_have_a_limit(another: Start) -> None:
+    gateway = another(max_body_mib=1, body_timeout_s=2.0)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    held = [await asyncio.open_connection(host, int(port)) for _ in range(17)]
+    for _, writer in held:
+        writer.write(POST + b"Content-Length: 1048576\r\n\r\n" + b" " * (2**20 - 1))
+        await writer.drain()
+    statuses = [(await reader.readline())[9:12] for reader, _ in held]
+    assert sorted(statuses) == [b"408"] * 16 + [b"503"]
+    for _, writer in held:
+        writer.close()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as http:
+        assert (await http.post(PATH, json=ask(max_tokens=1))).status_code == 200
+
+
+async def test_the_body_of_a_next_request_may_come_slowly(gateway: Gateway) -> None:
+    """Though the answer before it is through."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(ask(max_tokens=1)).encode()
+    next_one = POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + next_one + body[:5])
+    await asyncio.sleep(2.5)
+    writer.write(body[5:])
+    answers = await reader.read()
+    writer.close()
+    assert answers.count(b"HTTP/1.1 200") == 2
 
 
 async def test_headers_have_a_limit(another: Start) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import httpx
 
+from shared import jobs, subjects
 from shared.bus import Bus
+from shared.messages import JobRecord
+from shared.tokenlog import last_record
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import WITH_IDS, Start, free_port
 from tests.gateway.test_chat import events, question
@@ -122,7 +125,7 @@ async def test_delete_cancels(http: httpx.AsyncClient) -> None:
     assert (await state_of(http, request_id))["state"] == "running"
     assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 202
     assert (await ended(http, request_id))["state"] == "cancelled"
-    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=1")).text)
+    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=0")).text)
     assert told[-1][1] == "[DONE]"
     assert told[-2][1]["error"]["code"] == "cancelled"
 
@@ -194,3 +197,27 @@ async def test_a_drain_lets_streams_end(another: Start) -> None:
                 text += line + "\n"
         assert events(text)[-1][1] == "[DONE]"
     assert gateway.process.wait(30) == 0
+
+
+async def test_a_log_without_its_beginning_is_told_as_that(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    body = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 40}
+    request_id = (await http.post("/v1/completions", json=body)).headers["x-request-id"]
+    first = await last_record(bus, f"{request_id}-0")
+    assert first is not None
+    assert first.index > 0
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(f"{request_id}-0"), 1)
+    await bus.forget(subjects.TOKENS_STREAM, stored[0].sequence)
+    told = await http.get(f"/v1/requests/{request_id}/stream")
+    assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")
+
+
+async def test_a_request_whose_log_is_gone_is_not_waited_for(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    request_id = f"chatcmpl-{time.time_ns()}"
+    await jobs.put(bus, request_id, JobRecord("chat", "demo", "", 1, True))
+    for path in ("", "/stream"):
+        told = await http.get(f"/v1/requests/{request_id}{path}")
+        assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")

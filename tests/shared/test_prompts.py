@@ -43,6 +43,15 @@ def test_each_form_is_taken() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content"),
         ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [USER | {"tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        ({"messages": [USER], "template_kwargs": {"a": 2**64}}, "template_kwargs"),
+        (
+            {
+                "messages": [USER],
+                "tools": [{"function": {"name": "f", "parameters": {"a": 2**64}}}],
+            },
+            "tools[0].function.parameters",
+        ),
+        ({"messages": [USER], "template_kwargs": {"a": [-(2**63) - 1]}}, "template_kwargs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str) -> None:

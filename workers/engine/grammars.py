@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -73,6 +73,8 @@ class Grammars:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(MAX_COMPILING)
+        self._waiting: Counter[str] = Counter()
+        """How many requests wait for a definition."""
         self._compiled: OrderedDict[str, asyncio.Task[Grammar]] = OrderedDict()
         """By definition, those that were refused among them; the least recently used first."""
 
@@ -92,15 +94,32 @@ class Grammars:
             if len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(definition)
-        while not (await asyncio.wait([task], timeout=PROGRESS_S))[0]:
-            await progress()
-        return task.result()
+        self._waiting[definition] += 1
+        try:
+            while not (await asyncio.wait([task], timeout=PROGRESS_S))[0]:
+                await progress()
+            return task.result()
+        finally:
+            self._leave(definition, task)
+
+    def _leave(self, definition: str, task: asyncio.Task[Grammar]) -> None:
+        """What nobody waits for any more does not keep others waiting for a slot."""
+        self._waiting[definition] -= 1
+        if self._waiting[definition] > 0:
+            return
+        del self._waiting[definition]
+        if not task.done():
+            task.cancel()
+            self._forget(definition, task)
+
+    def _forget(self, definition: str, task: asyncio.Task[Grammar]) -> None:
+        if self._compiled.get(definition) is task:
+            del self._compiled[definition]
 
     def _forget_failed(self, definition: str, task: asyncio.Task[Grammar]) -> None:
         """But not what was refused."""
-        failed = task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None)
-        if failed and self._compiled.get(definition) is task:
-            del self._compiled[definition]
+        if task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None):
+            self._forget(definition, task)
 
     async def _compile(self, definition: str) -> Grammar:
         async with self._slots:

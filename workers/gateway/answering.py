@@ -17,7 +17,15 @@ from starlette.responses import Response
 
 from shared import client, jobs, subjects
 from shared.errors import Cancelled, InvalidRequest, NotFound
-from shared.messages import Failure, Finish, GenerateRequest, JobRecord, LogRecord, TokenChunk
+from shared.messages import (
+    ErrorInfo,
+    Failure,
+    Finish,
+    GenerateRequest,
+    JobRecord,
+    LogRecord,
+    TokenChunk,
+)
 from shared.tokenlog import last_record
 from workers.gateway import errors
 from workers.gateway.app import Door, Json, answer_of
@@ -29,11 +37,12 @@ from workers.gateway.assembling import (
     tokens_to_spell,
 )
 from workers.gateway.auth import Caller
+from workers.gateway.generatewire import MAX_ID_LEN
+from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
 from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
-MAX_ID_LEN = 256
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
 
@@ -104,8 +113,9 @@ class Job:
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
         """One for every record from `start` on that has something to show. Raises Failed."""
+        self._assembler.keeps = False
         position = [-1] * len(logs)
-        async for part, record in _merged(logs):
+        async for part, record in merged(logs):
             position[part] = record.index * self._max_events
             shown = await self._take(part, record, self._event_id(position), start[part])
             for one in shown if isinstance(shown, Events) else [shown]:
@@ -117,7 +127,7 @@ class Job:
 
     async def whole(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
         """The answer. Raises Failed."""
-        async for part, record in _merged(logs):
+        async for part, record in merged(logs):
             await self._take(part, record, "", 0)
         return self._assembler.answer()
 
@@ -137,7 +147,12 @@ class Job:
                 if record.index * self._max_events < start:
                     return None
                 self.cancel_soon()  # The others, if there are any.
-                raise errors.Failed(record.error, event_id)
+                raise errors.Failed(self.error_of(record), event_id)
+
+    def error_of(self, failure: Failure) -> ErrorInfo:
+        """With the field by the name that its endpoint has for it."""
+        of_openai = self.record.kind != "generate"
+        return errors.as_asked(failure.error) if of_openai else failure.error
 
     def _unspelt(self, record: TokenChunk) -> set[int]:
         token_ids = tokens_to_spell(record)
@@ -146,7 +161,14 @@ class Job:
         return token_ids
 
     def follow(self) -> list[AsyncIterator[LogRecord]]:
-        return [client.follow(self._door.bus, part) for part in self.parts]
+        rest_s = max(0.0, self.may_last_s)
+        return [client.follow(self._door.bus, part, timeout_s=rest_s) for part in self.parts]
+
+    @property
+    def may_last_s(self) -> float:
+        """From now on; below 0 for one that has ended, whatever is left of it."""
+        longest_s = self._door.config.delivery.max_timeout_s
+        return self.record.created_s + longest_s + client.GRACE_S - self._door.bus.now_ms() / 1000
 
     def cancel_soon(self) -> None:
         async def cancel(part: str) -> None:
@@ -188,6 +210,7 @@ async def submit(
     record = JobRecord(kind, first.model, caller.tenant, created_s, durable, order.options)
     start = start_of(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
+    door.room.release(request)
     endpoint = request.scope["endpoint_path"]
     if not named:
         noted = asyncio.create_task(jobs.put(door.bus, request_id, record))
@@ -210,7 +233,7 @@ def _asked(
     noted: "asyncio.Task[JobRecord] | None" = None,
 ) -> list[AsyncIterator[LogRecord]]:
     return [
-        _ask(door, job, part, request, order, noted)
+        _ask(door, job, part, request, order.sampling, noted)
         for part, request in zip(job.parts, requests, strict=True)
     ]
 
@@ -220,10 +243,11 @@ async def _ask(
     job: Job,
     part: str,
     request: GenerateRequest,
-    order: Order,
+    sampling: dict[str, Any],
     noted: "asyncio.Task[JobRecord] | None",
 ) -> AsyncIterator[LogRecord]:
-    records = client.ask(door.bus, request, part, job.record.tenant, order.sampling)
+    """It lives as long as the answer, so it has nothing of the body as it was sent."""
+    records = client.ask(door.bus, request, part, job.record.tenant, sampling)
     async for record in records:
         if noted is not None:
             # By now it has been for long; nobody may see an answer that could not be resumed.
@@ -294,34 +318,3 @@ def _wants_ids(request: Request, record: JobRecord) -> bool:
 
 def _id_of(position: Sequence[int]) -> str:
     return ",".join(map(str, position))
-
-
-async def _merged(
-    logs: Sequence[AsyncIterator[LogRecord]],
-) -> AsyncIterator[tuple[int, LogRecord]]:
-    """Records of several logs as they come, with the number of their log."""
-    if len(logs) == 1:
-        async for record in logs[0]:
-            yield 0, record
-        return
-    queue: asyncio.Queue[tuple[int, LogRecord] | None] = asyncio.Queue(len(logs))
-
-    async def read(part: int) -> None:
-        async for record in logs[part]:
-            await queue.put((part, record))
-
-    async def read_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for part in range(len(logs)):
-                    group.create_task(read(part))
-        finally:
-            await queue.put(None)
-
-    reading = asyncio.create_task(read_all())
-    try:
-        while (item := await queue.get()) is not None:
-            yield item
-        await reading
-    finally:
-        reading.cancel()

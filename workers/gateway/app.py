@@ -24,6 +24,7 @@ from shared.metrics import Metrics
 from workers.gateway import errors
 from workers.gateway.assembling import Assembler, Spelling
 from workers.gateway.auth import Caller, Keyring
+from workers.gateway.bodies import Room
 from workers.gateway.edge import Edge
 from workers.gateway.limits import Limits
 from workers.gateway.spellings import Spellings
@@ -34,6 +35,8 @@ MakeAssembler = Callable[[str, JobRecord, Spelling], Assembler]
 
 # Renderers answer it from memory.
 CARD_TIMEOUT_S = 5.0
+# A model may be replaced by another of its name.
+CARD_FRESH_S = 30.0
 
 _log = structlog.get_logger()
 
@@ -61,20 +64,24 @@ class Door:
         self.assemblers: dict[str, MakeAssembler] = {}
         """By the kind of a JobRecord."""
         self._keyring = Keyring(config.gateway.api_keys)
-        self._cards: dict[str, ModelCard] = {}
+        self._cards: dict[str, tuple[float, ModelCard]] = {}
+        """With the loop's time at which they were told."""
         self._background: set[asyncio.Task[None]] = set()
+        self.room = Room(config.gateway)
         self._accounts = Limits(asyncio.get_running_loop().time)
 
     async def card(self, model: str) -> ModelCard:
         """Raises UnknownModel, or Unavailable when no renderer of it answers."""
         self.check_model(model)
-        known = self._cards.get(model)
-        if known is None:
-            answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
-            if isinstance(answer, Refusal):
-                raise errors.Failed(answer.error, "")
-            known = self._cards[model] = answer
-        return known
+        now_s = asyncio.get_running_loop().time()
+        told_s, known = self._cards.get(model, (-math.inf, None))
+        if known is not None and now_s - told_s < CARD_FRESH_S:
+            return known
+        answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
+        if isinstance(answer, Refusal):
+            raise errors.Failed(answer.error, "")
+        self._cards[model] = now_s, answer
+        return answer
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModel."""
@@ -108,11 +115,13 @@ class Door:
             if public:
                 return await endpoint(request, Caller("", ""))
             caller = self._keyring.caller(request.headers.getlist("authorization"))
-            if not counted:
+            if counted:
+                self._accounts.enter(caller)
+                request.scope["leave"] = lambda: self._accounts.leave(caller)
+            try:
                 return await endpoint(request, caller)
-            self._accounts.enter(caller)
-            request.scope["leave"] = lambda: self._accounts.leave(caller)
-            return await endpoint(request, caller)
+            finally:
+                self.room.release(request)
 
         return Route(path, guarded, methods=list(methods))
 

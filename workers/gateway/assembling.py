@@ -23,6 +23,10 @@ class Spelling(Protocol):
 class Assembler(Protocol):
     """A request may be several on the bus, one for each prompt: its parts."""
 
+    keeps: bool
+    """Whether `answer` will be asked for. If not, log probabilities go as soon as they are shown:
+    there may be gigabytes of them."""
+
     def take(self, part: int, record: TokenChunk) -> Any | None:
         """What a stream shows of it; None for nothing, and an Events for more than one event."""
 

@@ -58,6 +58,7 @@ class ChatAssembler:
     def __init__(
         self, request_id: str, model: str, created_s: int, options: ChatOptions, spelling: Spelling
     ) -> None:
+        self.keeps = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
@@ -102,7 +103,8 @@ class ChatAssembler:
         logprobs = None
         if self._options.logprobs and delta.logprobs:
             logprobs = list(spelled(delta.token_ids, delta.logprobs, self._spelling))
-            choice.logprobs += logprobs
+            if self.keeps:
+                choice.logprobs += logprobs
         if delta.finish_reason is not None:
             called = choice.calls and delta.finish_reason == "stop"
             choice.finish_reason = "tool_calls" if called else delta.finish_reason

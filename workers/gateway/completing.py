@@ -32,7 +32,7 @@ from workers.gateway.completions import (
     Echo,
     completion_order,
 )
-from workers.gateway.errors import Failed
+from workers.gateway.errors import Failed, as_asked
 from workers.gateway.openai import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.ordering import Order
 
@@ -47,7 +47,7 @@ def routes(door: Door) -> list[Route]:
     door.assemblers["completion"] = _completion_assembler
 
     async def chat(request: Request, caller: Caller) -> Response:
-        asked = await bodies.decode(request, door.limits, _chat, UNSUPPORTED)
+        asked = await bodies.decode(request, door.limits, door.room, _chat, UNSUPPORTED)
         door.check_model(asked.model)
         card = await door.card(asked.model) if needs_card(asked) else None
         order = chat_order(asked, card)
@@ -63,7 +63,7 @@ def routes(door: Door) -> list[Route]:
         )
 
     async def completion(request: Request, caller: Caller) -> Response:
-        asked = await bodies.decode(request, door.limits, _completion, UNSUPPORTED)
+        asked = await bodies.decode(request, door.limits, door.room, _completion, UNSUPPORTED)
         door.check_model(asked.model)
         order = completion_order(asked)
         if asked.echo:
@@ -153,5 +153,5 @@ async def _detokenized(door: Door, model: str, token_ids: list[int]) -> Detokeni
 
 def _unless_refused(answer: T | Refusal) -> T:
     if isinstance(answer, Refusal):
-        raise Failed(answer.error, "")
+        raise Failed(as_asked(answer.error), "")
     return answer

@@ -19,6 +19,7 @@ from workers.gateway.answers import (
     usage_of,
 )
 from workers.gateway.assembling import Spelling, or_unset, spelled
+from workers.gateway.logprobs import MAX_CONTEXT, spell
 from workers.gateway.openai import CompletionRequest
 from workers.gateway.ordering import Order, lane_of, prompts_of, sampling_of, usage_options
 
@@ -79,6 +80,8 @@ class _Choice:
     text: str = ""
     offset: int = 0
     """In characters, of the next token."""
+    context: list[bytes] = field(default_factory=list)
+    """The tokens before it, for a character may need several."""
     logprobs: CompletionLogprobs = field(default_factory=lambda: CompletionLogprobs([], [], [], []))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -93,6 +96,7 @@ class CompletionAssembler:
         options: CompletionOptions,
         spelling: Spelling,
     ) -> None:
+        self.keeps = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
@@ -153,7 +157,8 @@ class CompletionAssembler:
             for token in spelt:
                 _append(choice, token, logprobs)
         choice.text += text
-        _extend(choice.logprobs, logprobs)
+        if self.keeps:
+            _extend(choice.logprobs, logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if choice.begun and not (text or logprobs.tokens or delta.finish_reason):
@@ -183,7 +188,7 @@ class CompletionAssembler:
         logprobs.token_logprobs.append(None)
         logprobs.top_logprobs.append(None)
         logprobs.text_offset.append(0)
-        choice.offset = len(first)
+        _advance_offset(choice, self._spelling[echo.token_ids[0]])
         for token in spelled(echo.token_ids[1:], known, self._spelling):
             _append(choice, token, logprobs)
 
@@ -194,7 +199,12 @@ def _append(choice: _Choice, token: TokenLogprob, logprobs: CompletionLogprobs) 
     tops = {top.token: top.logprob for top in token.top_logprobs}
     logprobs.top_logprobs.append(tops | {token.token: token.logprob})
     logprobs.text_offset.append(choice.offset)
-    choice.offset += len(token.token)
+    _advance_offset(choice, bytes(token.bytes))
+
+
+def _advance_offset(choice: _Choice, token: bytes) -> None:
+    choice.offset += len(spell(token, choice.context))
+    choice.context = [*choice.context, token][-MAX_CONTEXT:]
 
 
 def _extend(whole: CompletionLogprobs, more: CompletionLogprobs) -> None:

@@ -88,7 +88,7 @@ class _Derenderer:
             created=self._now_s(),
             model=model,
             choices=[
-                looks.whole(answer.request_id, choice, read)
+                await asyncio.to_thread(looks.whole, answer.request_id, choice, read)
                 for choice, read in zip(answer.choices, found, strict=True)
             ],
             usage=derender.usage_of_answers([answer], asked.prompt_tokens or 0),
@@ -145,7 +145,11 @@ class _Derenderer:
         looks = await self._looks(model, asked.chat_request)
         read, state = await self._read_event(model, asked, looks.skips_special)
         before = asked.stream_state or StreamState()
-        choices = [looks.event(event.request_id, c, read, before) for c in event.choices]
+        # All the text so far is read again.
+        choices = [
+            await asyncio.to_thread(looks.event, event.request_id, choice, read, before)
+            for choice in event.choices
+        ]
         return StreamAnswer(
             chunk=ChatChunk(
                 id=event.request_id,

@@ -4,12 +4,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from shared.sampling import MAX_CHOICES, TokenId
 from workers.gateway.answers import CallBody, CallDelta
 from workers.gateway.generatewire import IdLogprobs, TextContent, UsageInfo
+from workers.gateway.ordering import MAX_PROMPTS
 from workers.gateway.window import KEPT_TOKENS
 
-TokenId = Annotated[int, Meta(ge=0)]
 CONTEXT_TOKENS = 4
+# It is read again with each event.
+MAX_TEXT_LEN = 2**18
 
 
 class IdContent(Struct, frozen=True, kw_only=True):
@@ -38,7 +41,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     output_mode: Literal["tokens"] = "tokens"
-    choices: list[GeneratedChoice]
+    choices: Annotated[list[GeneratedChoice], Meta(max_length=MAX_CHOICES)]
 
 
 class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +56,7 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of the tokens whose log probabilities come next."""
     text_offset: Annotated[int, Meta(ge=0)] = 0
     """Characters that are out."""
-    text: str = ""
+    text: Annotated[str, Meta(max_length=MAX_TEXT_LEN)] = ""
     """All of them, where calls of tools may be among them."""
 
 
@@ -79,7 +82,7 @@ class DerenderChatStream(Struct, frozen=True, kw_only=True, forbid_unknown_field
 class DerenderCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: Literal[False] = False
     model: str | None = None
-    generate_responses: list[Generated]
+    generate_responses: Annotated[list[Generated], Meta(max_length=MAX_PROMPTS)]
     prompt_tokens: list[int] | None = None
     prompt_token_ids: list[list[TokenId] | None] | None = None
     completion_request: dict[str, Any] | None = None

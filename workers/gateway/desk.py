@@ -50,7 +50,7 @@ class Desk:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-        return await bodies.read(request, self.door.limits)
+        return await bodies.read(request, self.door.limits, self.door.room)
 
     def model(self, name: str | None) -> str:
         """The model of this name; without one the only one. Raises UnknownModel."""

@@ -73,6 +73,7 @@ class GenerateAssembler:
         self._model = model
         self._created_s = created_s
         self._spelling = spelling
+        self.keeps = True
         self._choices = [_Progress() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
@@ -118,8 +119,9 @@ class GenerateAssembler:
         mine.token_ids += delta.token_ids
         mine.text += delta.text
         mine.finish_reason, mine.stop_reason = delta.finish_reason, delta.stop_reason
-        mine.id_logprobs += ids
-        mine.text_logprobs += texts
+        if self.keeps:
+            mine.id_logprobs += ids
+            mine.text_logprobs += texts
         if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
             return None
         return Choice(

@@ -1,10 +1,11 @@
 """The messages of `/inference/v1/generate`, byte for byte: fields in this order, nulls written."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 OutputMode = Literal["tokens", "text"]
+MAX_ID_LEN = 256
 
 
 class PlaceholderInfo(Struct, frozen=True):
@@ -35,7 +36,8 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What render answers, and generate takes."""
 
-    request_id: str | None = None
+    request_id: Annotated[str, Meta(max_length=MAX_ID_LEN)] | None = None
+    """Every event of a stream has it."""
     token_ids: list[int]
     token_offsets: list[tuple[int, int]] | None = None
     features: FeaturesInfo | None = None

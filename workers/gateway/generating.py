@@ -28,8 +28,6 @@ from workers.gateway.scaleouterrors import decode
 
 KIND: Literal["generate"] = "generate"
 PREFIX = "generate-tokens-"
-# Decoding more would keep everybody else waiting.
-THREAD_BYTES = 256 * 2**10
 _ALIAS = "alias_of"
 
 
@@ -65,7 +63,7 @@ class _Generator:
 
     async def generate(self, request: Request, caller: Caller) -> Response:
         data = await self.desk.read(request)
-        parsed = await asyncio.to_thread(parse, data) if len(data) > THREAD_BYTES else parse(data)
+        parsed = parse(data)
         model, door = self.desk.model(parsed.body.model), self.desk.door
         if parsed.body.content_parts:
             parsed = await self._processed(parsed, parsed.body.content_parts, model, caller)

@@ -1,7 +1,6 @@
 """Pictures in a request's body that are too large for a message are stored, and named in it."""
 
 import base64
-import binascii
 
 from msgspec.structs import replace
 
@@ -63,7 +62,7 @@ async def _pin_part(
         raise InvalidMedia(f"{field}: a data: URL must have base64", field=f"{field}.image_url.url")
     try:
         raw = base64.b64decode(data, validate=True)
-    except binascii.Error:
+    except ValueError:
         raise InvalidMedia(f"{field}: not base64", field=f"{field}.image_url.url") from None
     stored = await client.pin_media(door.bus, raw, tenant)
     return ImagePart(ImageURL(stored, part.image_url.detail))

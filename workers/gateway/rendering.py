@@ -60,8 +60,8 @@ def routes(door: Door) -> list[Route]:
         return []
     renderer = _Renderer(Desk(door))
     return [
-        renderer.desk.post("/v1/chat/completions/render", renderer.chat),
-        renderer.desk.post("/v1/completions/render", renderer.completion),
+        renderer.desk.post("/v1/chat/completions/render", renderer.chat, counted=True),
+        renderer.desk.post("/v1/completions/render", renderer.completion, counted=True),
     ]
 
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client, whereabouts
+from shared.errors import LogTruncated
 from shared.messages import Failure, LogRecord
 from shared.tokenlog import is_final, last_record
 from workers.gateway import errors
@@ -54,6 +55,7 @@ def routes(door: Door) -> list[Route]:
 
     async def stream(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
+        await _check_kept(door, job)
         start = start_of(request, len(job.parts))
         # Whoever looks on may go again.
         headers = {"x-request-id": job.request_id}
@@ -74,7 +76,17 @@ def routes(door: Door) -> list[Route]:
     ]
 
 
+async def _check_kept(door: Door, job: Job) -> None:
+    """Raises LogTruncated for a request that must have ended, and has no log."""
+    if job.may_last_s > 0:
+        return
+    lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+    if not any(lasts):
+        raise LogTruncated("this request has ended, and its log has been removed to make room")
+
+
 async def _described(door: Door, job: Job) -> RequestBody:
+    await _check_kept(door, job)
     lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
     ended = [last for last in lasts if last is not None and is_final(last)]
     # The one that the others wait for.
@@ -100,7 +112,7 @@ async def _described(door: Door, job: Job) -> RequestBody:
         path=way_of(where),
         now_ms=door.bus.now_ms(),
         result=result,
-        error=UNSET if failure is None else errors.body_of(failure.error).error,
+        error=UNSET if failure is None else errors.body_of(job.error_of(failure)).error,
     )
 
 

@@ -70,13 +70,13 @@ def read_sampling(wire: Mapping[str, Any]) -> dict[str, Any]:
     Raises a RequestError that names the parameter.
     """
     given = {name: value for name, value in wire.items() if _is_ours(name, value)}
-    _check_stop_tokens(wire)
     sampling = _DEFAULTS | {
         name: _ours(name, value)
         for name, value in given.items()
         if value is not None or name == "max_tokens"
     }
     _check(sampling)
+    _check_stop_tokens(wire)
     return sampling
 
 
@@ -133,12 +133,12 @@ def _ours(name: str, value: Any) -> Any:
 
 def _form(wire: dict[str, Any]) -> dict[str, Any]:
     """Their names for ours; options that only other libraries have are not taken."""
-    form = {name: value for name, value in wire.items() if value not in (None, False)}
+    form = {name: value for name, value in wire.items() if value is not None and value is not False}
     schema = form.pop("json", None)
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(
                 f"structured_outputs.json is not JSON: {error}", field="structured_outputs"
             ) from error

@@ -76,7 +76,11 @@ def routes(door: Door) -> list[Route]:
         text = await desk.text_of(desk.model(asked.model), asked.tokens, False)
         return Json(DetokenizeAnswer(text))
 
-    return [desk.post("/tokenize", tokenize), desk.post("/detokenize", detokenize)]
+    return [
+        # It may have to fetch and process pictures.
+        desk.post("/tokenize", tokenize, counted=True),
+        desk.post("/detokenize", detokenize),
+    ]
 
 
 def question_of(asked: TokenizeBody) -> TokenizeRequest:

@@ -69,7 +69,8 @@ class Wire(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body:
+        # The body that is being read may be that of a next request, sent without waiting.
+        if self._in_body and self.cycle.response_complete:
             # It is refused, and what is left of it is nobody's; it may not go on for ever.
             self._set_timer(LINGER_S, self.transport.close)
 
