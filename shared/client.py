@@ -77,16 +77,19 @@ async def ask(
         await reader.close()
 
 
-async def follow(bus: Bus, request_id: str, start: int = 0) -> AsyncIterator[LogRecord]:
+async def follow(
+    bus: Bus, request_id: str, start: int = 0, timeout_s: float | None = None
+) -> AsyncIterator[LogRecord]:
     """Yield the log of a request from record `start` on, as far as it is and as it grows.
 
-    Raises LogTruncated when the record that comes next is not there any more.
+    Raises LogTruncated when the record that comes next is not there any more, and Unavailable when
+    there is no final record well after `timeout_s`.
     """
     _check_name(request_id, "request_id")
     reader = _Reader(bus, request_id, start)
     await reader.open()
     try:
-        async for record in reader.records(at_once=True, timeout_s=None):
+        async for record in reader.records(at_once=True, timeout_s=timeout_s):
             yield record
     finally:
         await reader.close()

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client, whereabouts
+from shared.errors import NotFound
 from shared.messages import Failure, LogRecord
 from shared.tokenlog import is_final, last_record
 from workers.gateway import errors
@@ -82,6 +83,9 @@ async def _described(door: Door, job: Job) -> RequestBody:
         job.parts[-1],
     )
     where = await whereabouts.find(door.bus, open_part)
+    if not any(lasts) and where.state == "unknown" and job.overdue:
+        # Its gateway has died before it was on its way.
+        raise NotFound("there is no such request, or not any more", field="id")
     failure = next((last for last in ended if isinstance(last, Failure)), None)
     state = _state(lasts, ended, failure, where)
     result: Any = UNSET
