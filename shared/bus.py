@@ -81,7 +81,14 @@ class QueuedRequest:
 
 
 class _Connection(NatsClient):
-    """That it is lost is found by who reads from it, and told to nobody else."""
+    """The library's, without what one caller's bad luck does there to all others."""
+
+    async def _process_pong(self) -> None:
+        # Who waited for it may have given up. The library's reader would end by that, and the
+        # connection be deaf until its own pings are missed.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         # Where its writer has ended by the loss, the library writes in the caller's name: who

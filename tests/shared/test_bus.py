@@ -145,3 +145,19 @@ async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Broker
     await bus.unlisten(listener)
     assert len(nc._subs) == held
     await bus.close()
+
+
+async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker) -> None:
+    """The library's reader dies of an answer that nobody waits for any more."""
+    bus = await Bus.connect(broker.url, "test-deaf")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus._nc
+    for _ in range(3):
+        listening = asyncio.create_task(bus.listen(subjects.tokens("nobody")))
+        while not nc._pongs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    assert nc.stats["reconnects"] == 0
+    await bus.close()
