@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import structlog
 from nats.aio.client import Client as NatsClient
@@ -79,6 +80,24 @@ class QueuedRequest:
     tenant: str
 
 
+class _Connection(NatsClient):
+    """The library's, without what one caller's bad luck does there to all others."""
+
+    async def _process_pong(self) -> None:
+        # Who waited for it may have given up. The library's reader would end by that, and the
+        # connection be deaf until its own pings are missed.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        # Where its writer has ended by the loss, the library writes in the caller's name: who
+        # subscribes would be told that he has not, and keep it for ever. Subscriptions are made
+        # again with the next connection, and what was published is missed by its ack.
+        with contextlib.suppress(OSError, RuntimeError):
+            return await super()._flush_pending(force_flush)
+
+
 class Bus:
     """A connection to the broker, which reconnects for ever."""
 
@@ -98,7 +117,7 @@ class Bus:
 
         Raises Unavailable when none of them answers within `timeout_s`.
         """
-        nc = NatsClient()
+        nc = _Connection()
         bus: Bus | None = None
 
         async def disconnected() -> None:

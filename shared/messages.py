@@ -470,6 +470,8 @@ class JobRecord(Struct, frozen=True):
     """Whether it goes on when the client's connection has closed."""
     options: dict[str, Any] = {}
     """What the answer's shape depends on."""
+    timeout_s: float = 0.0
+    """The request has ended after it, if it was ever taken."""
 
 
 # ---------------------------------------------------------------------------------------------

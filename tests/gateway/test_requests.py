@@ -10,6 +10,7 @@ import httpx
 
 from shared import jobs, subjects
 from shared.bus import Bus
+from shared.config import DeliveryConfig, NatsConfig
 from shared.messages import JobRecord
 from shared.tokenlog import last_record
 from tests.cluster.conftest import Cluster
@@ -220,4 +221,88 @@ async def test_a_request_whose_log_is_gone_is_not_waited_for(
     await jobs.put(bus, request_id, JobRecord("chat", "demo", "", 1, True))
     for path in ("", "/stream"):
         told = await http.get(f"/v1/requests/{request_id}{path}")
-        assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")
+        assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_who_went_on_elsewhere_is_not_cancelled_by_a_connection_found_broken_later(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    named = {"x-request-id": f"thawed-{time.time_ns()}"}
+    frozen = another()
+    body = long(max_tokens=900, n=1)
+    async with httpx.AsyncClient(base_url=frozen.url, timeout=60, trust_env=False) as client:
+        text = ""
+        async with client.stream("POST", PATH, json=body, headers=named) as stream:
+            async for line in stream.aiter_lines():
+                text += line + "\n"
+                if line == "" and len(events(text)) == 3:
+                    break
+            frozen.process.send_signal(signal.SIGSTOP)
+            begun = events(text)
+            resume = named | {"last-event-id": begun[-1][0]}
+            rest = ""
+            async with http.stream("POST", PATH, json=body, headers=resume) as other:
+                async for line in other.aiter_lines():
+                    if not rest:
+                        await stream.aclose()
+                        frozen.process.send_signal(signal.SIGCONT)
+                    rest += line + "\n"
+                request_id = other.headers["x-request-id"]
+    told = events(rest)
+    assert told[-1][1] == "[DONE]"
+    assert "error" not in told[-2][1], told[-2]
+    assert events((await http.get(f"/v1/requests/{request_id}/stream")).text) == begun + told
+
+
+async def test_a_drain_without_time_leaves_its_requests_to_others(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    named = {"x-request-id": f"drained-{time.time_ns()}"}
+    body = long(max_tokens=900, n=1)
+    gateway = another()
+    text = ""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        try:
+            async with client.stream("POST", PATH, json=body, headers=named) as stream:
+                async for line in stream.aiter_lines():
+                    if not text:
+                        gateway.process.send_signal(signal.SIGTERM)
+                        await asyncio.sleep(0.2)
+                        gateway.process.send_signal(signal.SIGTERM)
+                    text += line + "\n"
+        except httpx.HTTPError:
+            pass
+    begun = [event for event in events(text) if event[0]]
+    assert begun[-1][1] != "[DONE]"
+    assert gateway.process.wait(30) == 0
+    answer = await http.post(PATH, json=body, headers=named | {"last-event-id": begun[-1][0]})
+    rest = events(answer.text)
+    assert rest[-1][1] == "[DONE]"
+    assert "error" not in rest[-2][1], rest[-2]
+
+
+async def test_what_could_not_be_noted_is_not_done(http: httpx.AsyncClient, bus: Bus) -> None:
+    """The client is told to ask again: what it has asked first is nobody's."""
+    cancels: list[str] = []
+    await bus.watch(subjects.CANCELS_FILTER, cancels.append)
+    await bus._js.delete_stream(subjects.JOBS_STREAM)
+    try:
+        answer = await http.post(PATH, json=long(max_tokens=900))
+    finally:
+        await bus.prepare(NatsConfig(), DeliveryConfig())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    deadline = time.monotonic() + 10
+    while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert [subjects.last_token(subject)[:9] for subject in cancels] == ["chatcmpl-"]
+
+
+async def test_a_note_of_what_was_never_asked_is_not_waited_for(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    """Its gateway has died between the two."""
+    request_id = f"chatcmpl-{time.time_ns()}"
+    now_s = int(bus.now_ms() / 1000)
+    await jobs.put(bus, request_id, JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0))
+    for path in ("", "/stream"):
+        assert (await http.get(f"/v1/requests/{request_id}{path}")).status_code == 404

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from shared import subjects
+from shared.broker import Broker
 from shared.bus import Bus
+from shared.config import DeliveryConfig, NatsConfig
 from shared.consumer import Consumer
 from shared.errors import PayloadTooLarge, Unavailable
 
@@ -121,3 +123,41 @@ async def test_a_message_over_the_limit_is_refused_by_name(bus: Bus, model: str)
 async def test_no_server_is_said_plainly() -> None:
     with pytest.raises(Unavailable, match=r"nats://127\.0\.0\.1:1"):
         await Bus.connect("nats://127.0.0.1:1", "test", timeout_s=0.5)
+
+
+async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Broker) -> None:
+    """The library writes by itself where its writer has ended, and its reader has not seen why."""
+    bus = await Bus.connect(broker.url, "test-lost")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus._nc
+    await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
+    held = len(nc._subs)
+    for _ in range(3):
+        nc._flusher_task.cancel()
+        await asyncio.sleep(0)
+        nc._transport.close()
+        assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    listener = await bus.listen(subjects.tokens("nobody"))
+    nc._flusher_task.cancel()
+    await asyncio.sleep(0)
+    nc._transport.close()
+    await bus.publish(subjects.cancel("nobody"), b"", f"lost-{secrets.token_hex(4)}")
+    await bus.unlisten(listener)
+    assert len(nc._subs) == held
+    await bus.close()
+
+
+async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker) -> None:
+    """The library's reader dies of an answer that nobody waits for any more."""
+    bus = await Bus.connect(broker.url, "test-deaf")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus._nc
+    for _ in range(3):
+        listening = asyncio.create_task(bus.listen(subjects.tokens("nobody")))
+        while not nc._pongs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    assert nc.stats["reconnects"] == 0
+    await bus.close()

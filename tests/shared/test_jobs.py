@@ -1,5 +1,6 @@
 """What gateways note of requests, and how a request keeps what was given."""
 
+import asyncio
 import json
 import secrets
 
@@ -22,10 +23,27 @@ async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     assert await jobs.get(bus, request_id) is None
     first = JobRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
-    assert await jobs.put(bus, request_id, first) == first
+    noted = await jobs.put(bus, request_id, first)
+    assert noted is not None
+    assert noted.record == first
     other = JobRecord("completion", "demo", "a", 2, False)
-    assert await jobs.put(bus, request_id, other) == first
+    assert await jobs.put(bus, request_id, other) is None
+    taken = await jobs.take_over(bus, request_id)
+    assert taken is not None
+    assert taken.record == first
     assert await jobs.get(bus, request_id) == first
+
+
+async def test_the_last_of_many_who_claim_a_request_answers_for_it(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    assert await jobs.take_over(bus, request_id) is None
+    noted = await jobs.put(bus, request_id, JobRecord("chat", "demo", "a", 1, False))
+    many = await asyncio.gather(*(jobs.take_over(bus, request_id) for _ in range(8)))
+    claims = [claim for claim in [noted, *many] if claim is not None]
+    assert len(claims) > 1
+    last = max(claims, key=lambda claim: claim.sequence)
+    since = {c.sequence: await jobs.is_claimed_since(bus, request_id, c) for c in claims}
+    assert since == {c.sequence: c is not last for c in claims}
 
 
 def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:

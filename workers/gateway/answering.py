@@ -12,11 +12,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from starlette.requests import Request
+import structlog
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from shared import client, jobs, subjects
-from shared.errors import Cancelled, InvalidRequest, NotFound
+from shared.errors import Cancelled, InvalidRequest, NotFound, PagemillError, Unavailable
 from shared.messages import (
     ErrorInfo,
     Failure,
@@ -45,6 +46,8 @@ from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
+
+_log = structlog.get_logger()
 
 
 def request_id_of(kind: str, tenant: str, name: str) -> str:
@@ -92,9 +95,18 @@ def start_of(request: Request, parts: int) -> list[int]:
 class Job:
     """One request, being answered here."""
 
-    def __init__(self, door: Door, request_id: str, record: JobRecord, endpoint: str) -> None:
+    def __init__(
+        self,
+        door: Door,
+        request_id: str,
+        record: JobRecord,
+        endpoint: str,
+        claimed: "asyncio.Task[jobs.Claim] | None" = None,
+    ) -> None:
+        """`claimed`: for a client whose leaving ends the request."""
         self.request_id = request_id
         self.record = record
+        self.claimed = claimed
         self.parts = parts_of(request_id, record)
         self.numbered = True
         """Whether events have ids."""
@@ -161,26 +173,45 @@ class Job:
         return token_ids
 
     def follow(self) -> list[AsyncIterator[LogRecord]]:
-        rest_s = max(0.0, self.may_last_s)
+        """To their ends, or to when these must have been there."""
+        rest_s = max(0.0, self._rest_s)
         return [client.follow(self._door.bus, part, timeout_s=rest_s) for part in self.parts]
 
     @property
-    def may_last_s(self) -> float:
-        """From now on; below 0 for one that has ended, whatever is left of it."""
-        longest_s = self._door.config.delivery.max_timeout_s
-        return self.record.created_s + longest_s + client.GRACE_S - self._door.bus.now_ms() / 1000
+    def overdue(self) -> bool:
+        """It must have ended, if it was ever taken."""
+        return self._rest_s < -client.GRACE_S
+
+    @property
+    def _rest_s(self) -> float:
+        since_s = self._door.bus.now_ms() / 1000 - self.record.created_s
+        return self.record.timeout_s - since_s
 
     def cancel_soon(self) -> None:
-        async def cancel(part: str) -> None:
-            await client.cancel(self._door.bus, part)
-
-        for part in self.parts:
-            self._door.in_background(cancel(part))
+        self._door.in_background(self._cancel())
 
     def gone(self) -> None:
         """The client is."""
         if not self.record.durable:
-            self.cancel_soon()
+            self._door.in_background(self._cancel_unless_claimed())
+
+    async def _cancel_unless_claimed(self) -> None:
+        """A connection may be found broken long after its client has gone on over another."""
+        assert self.claimed is not None
+        bus = self._door.bus
+        try:
+            if await jobs.is_claimed_since(bus, self.request_id, await self.claimed):
+                return
+        except PagemillError:
+            pass  # Then nobody can have come since.
+        await self._cancel()
+
+    async def _cancel(self) -> None:
+        try:
+            for part in self.parts:
+                await client.cancel(self._door.bus, part)
+        except Unavailable as error:
+            _log.warning("not_cancelled", request_id=self.request_id, reason=error.message)
 
     def _event_id(self, position: Sequence[int]) -> str:
         return _id_of(position) if self.numbered else ""
@@ -207,22 +238,37 @@ async def submit(
     door.check_model(first.model)
     request_id, named = known_as or request_id_for(request, kind, caller.tenant)
     created_s = int(door.bus.now_ms() / 1000)
-    record = JobRecord(kind, first.model, caller.tenant, created_s, durable, order.options)
+    timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
+    record = JobRecord(
+        kind, first.model, caller.tenant, created_s, durable, order.options, timeout_s
+    )
     start = start_of(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
     endpoint = request.scope["endpoint_path"]
+    claimed = asyncio.create_task(_claim(door, request, request_id, record))
     if not named:
-        noted = asyncio.create_task(jobs.put(door.bus, request_id, record))
-        job = Job(door, request_id, record, endpoint)
-        logs = _asked(door, job, requests, order, noted)
+        # What becomes of it is looked at before anything is shown, or by nobody.
+        claimed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        job = Job(door, request_id, record, endpoint, claimed)
+        logs = _asked(door, job, requests, order)
     else:
-        record = await jobs.put(door.bus, request_id, record)
-        job = Job(door, request_id, record, endpoint)
+        record = (await claimed).record
+        job = Job(door, request_id, record, endpoint, claimed)
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
         logs = await _asked_again(door, job, requests, order)
     return await respond(request, job, logs, start, stream=stream, refuse=refuse)
+
+
+async def _claim(door: Door, request: Request, request_id: str, record: JobRecord) -> jobs.Claim:
+    while (claim := await jobs.put(door.bus, request_id, record)) is None:
+        # Its client may have gone on elsewhere, and closed this connection while we could not see.
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        if (claim := await jobs.take_over(door.bus, request_id)) is not None:
+            return claim
+    return claim
 
 
 def _asked(
@@ -230,10 +276,9 @@ def _asked(
     job: Job,
     requests: Sequence[GenerateRequest],
     order: Order,
-    noted: "asyncio.Task[JobRecord] | None" = None,
 ) -> list[AsyncIterator[LogRecord]]:
     return [
-        _ask(door, job, part, request, order.sampling, noted)
+        _ask(door, job, part, request, order.sampling)
         for part, request in zip(job.parts, requests, strict=True)
     ]
 
@@ -244,14 +289,17 @@ async def _ask(
     part: str,
     request: GenerateRequest,
     sampling: dict[str, Any],
-    noted: "asyncio.Task[JobRecord] | None",
 ) -> AsyncIterator[LogRecord]:
     """It lives as long as the answer, so it has nothing of the body as it was sent."""
+    assert job.claimed is not None
     records = client.ask(door.bus, request, part, job.record.tenant, sampling)
     async for record in records:
-        if noted is not None:
+        try:
             # By now it has been for long; nobody may see an answer that could not be resumed.
-            await noted
+            await asyncio.shield(job.claimed)
+        except PagemillError:
+            job.cancel_soon()  # Who is told to ask again would have it done twice.
+            raise
         yield record
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client, whereabouts
-from shared.errors import LogTruncated
+from shared.errors import NotFound
 from shared.messages import Failure, LogRecord
 from shared.tokenlog import is_final, last_record
 from workers.gateway import errors
@@ -77,12 +77,13 @@ def routes(door: Door) -> list[Route]:
 
 
 async def _check_kept(door: Door, job: Job) -> None:
-    """Raises LogTruncated for a request that must have ended, and has no log."""
-    if job.may_last_s > 0:
+    """Raises NotFound for a request that must have ended and has no log: there is none any more, or
+    its gateway died before it was on its way."""
+    if not job.overdue:
         return
     lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
     if not any(lasts):
-        raise LogTruncated("this request has ended, and its log has been removed to make room")
+        raise NotFound("there is no such request, or not any more", field="id")
 
 
 async def _described(door: Door, job: Job) -> RequestBody:
