@@ -214,7 +214,7 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
     "malformed msgpack": (b"\x83\xa5model\xc1", "invalid_request", None),
     "no messages": ({"model": "demo", "messages": []}, "invalid_request", "messages"),
     "unknown field": (body("hi", temperatur=1), "invalid_request", "temperatur"),
-    "a salt of the client's own": (body("hi", cache_salt="x"), "invalid_request", "cache_salt"),
+    "a tenant of the client's own": (body("hi", tenant="x"), "invalid_request", "tenant"),
     "unknown field of 2 MB": (body("hi", **{"x" * 2_000_000: 1}), "invalid_request", None),
     "a penalty that leaves no numbers": (
         body("hi", sampling_params={"repetition_penalty": 1e-40}),

@@ -57,7 +57,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
 
 
 def text_of(processor: Processor, asked: Prompt) -> str:
-    return processor.detokenize(processor.tokenize(asked))[0]
+    return processor.detokenize(processor.tokenize(asked), skip_special_tokens=False)[0]
 
 
 def test_tools_and_calls_are_what_transformers_makes_of_them(processor: Processor) -> None:
@@ -269,12 +269,12 @@ def test_an_endless_text_is_refused_by_its_own_field(processor: Processor) -> No
 def test_every_token_is_told_alone(processor: Processor) -> None:
     text = "Grüße, 世界 <|end|>"
     token_ids = processor.tokenize(Prompt(text=text))
-    whole, each = processor.detokenize(token_ids)
+    whole, each = processor.detokenize(token_ids, skip_special_tokens=False)
     assert whole == text
     assert b"".join(each) == text.encode()
     assert "Ġ" in processor.spellings(token_ids)
     with pytest.raises(InvalidRequest) as caught:
-        processor.detokenize([processor.vocab_size])
+        processor.detokenize([processor.vocab_size], skip_special_tokens=False)
     assert caught.value.field == "tokens[0]"
 
 

@@ -72,7 +72,7 @@ def test_structured_outputs_are_exactly_one(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"json_schema": {}}, {"json_object": True}, {"regex": ""}, {"choice": ["a"]}]
+    "given", [{"json_schema": {}}, {"json_object": True}, {"regex": "a"}, {"choice": ["a"]}]
 )
 def test_each_form_of_structured_outputs_is_taken(given: dict[str, object]) -> None:
     assert msgspec.convert(given, StructuredOutputs)
