@@ -77,6 +77,7 @@ async def test_a_closed_connection_cancels_also_what_is_not_streamed(
     await asyncio.sleep(1.0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
+    assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
     again = await http.post(PATH, json=body, headers=named)
     assert (again.status_code, again.json()["error"]["code"]) == (400, "cancelled")
 
@@ -112,7 +113,7 @@ async def test_delete_cancels(http: httpx.AsyncClient) -> None:
     assert (await state_of(http, request_id))["state"] == "running"
     assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 202
     assert (await ended(http, request_id))["state"] == "cancelled"
-    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=1")).text)
+    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=0")).text)
     assert told[-1][1] == "[DONE]"
     assert told[-2][1]["error"]["code"] == "cancelled"
 
@@ -265,7 +266,8 @@ async def test_a_note_of_what_was_never_asked_is_not_waited_for(
     """Its gateway has died between the two."""
     request_id = f"chatcmpl-{time.time_ns()}"
     now_s = int(bus.now_ms() / 1000)
-    await jobs.put(bus, request_id, JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0))
+    note = JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
+    await jobs.hold(bus, request_id, note, "gateway-dead:a")
     assert (await http.get(f"/v1/requests/{request_id}")).status_code == 404
     # As a status, or as an event if a ping was due by then.
     assert '"code":"unavailable"' in (await http.get(f"/v1/requests/{request_id}/stream")).text
