@@ -1,59 +1,70 @@
 """Gateways' notes of requests, where every gateway finds them."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+
+import msgspec
+from msgspec.structs import replace
 
 from shared import subjects
 from shared.bus import Bus
 from shared.errors import Fenced
-from shared.messages import JobRecord, decode_job_record, to_json
+from shared.messages import Heartbeat, JobRecord, decode_job_record, to_json
 
 # A replica that answers reads may be a moment behind.
 STALE_READ_S = 0.02
+# Of those who have come again and again, the last.
+MAX_HOLDERS = 8
+
+_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Somebody answers for a request from now on; of several, the one with the last sequence."""
-
-    record: JobRecord
-    """The first of the request's id, which stays."""
-    sequence: int
-
-
-async def put(bus: Bus, request_id: str, record: JobRecord) -> Claim | None:
-    """Note `record`, and answer for the request; None if there is a note of it already.
+async def hold(bus: Bus, request_id: str, record: JobRecord, holder: str) -> JobRecord:
+    """Answer for a request, of which `record` is noted unless there is a note of it: the first
+    stays. `holder` is a name that nobody else has, and begins with that of the worker and a colon.
 
     Raises PayloadTooLarge or Unavailable.
     """
-    try:
-        return Claim(record, await bus.append(subjects.job(request_id), to_json(record), 0))
-    except Fenced:
-        # It may be our own, if the ack was lost.
-        return None
-
-
-async def take_over(bus: Bus, request_id: str) -> Claim | None:
-    """Answer for a request of which there is a note; None when another did so at that moment, or
-    the note is gone. Raises Unavailable."""
-    subject = subjects.job(request_id)
-    stored = await bus.last(subjects.JOBS_STREAM, subject)
-    if stored is not None:
-        record = decode_job_record(stored.data)
+    while True:
         try:
-            return Claim(record, await bus.append(subject, stored.data, stored.sequence))
+            noted = replace(record, holders=[holder])
+            await bus.append(subjects.job(request_id), to_json(noted), 0)
+            return record
         except Fenced:
-            await asyncio.sleep(STALE_READ_S)
-    return None
+            # It may be our own, if the ack was lost.
+            held = await _change(bus, request_id, lambda known: [*known, holder][-MAX_HOLDERS:])
+            if held is not None:
+                return held
 
 
-async def is_claimed_since(bus: Bus, request_id: str, claim: Claim) -> bool:
-    """Whether somebody else has come to answer for it. Raises Unavailable."""
-    stored = await bus.last(subjects.JOBS_STREAM, subjects.job(request_id))
-    return stored is not None and stored.sequence > claim.sequence
+async def leave(bus: Bus, request_id: str, holder: str) -> bool:
+    """Whether nobody alive answers for the request any more. Raises Unavailable."""
+    left = await _change(bus, request_id, lambda known: [h for h in known if h != holder])
+    if left is None or not left.holders:
+        return True
+    living = {_heartbeat.decode(data).worker for data in await bus.heartbeats()}
+    return living.isdisjoint(other.partition(":")[0] for other in left.holders)
 
 
 async def get(bus: Bus, request_id: str) -> JobRecord | None:
     """None if there is none, or none any more. Raises Unavailable."""
     stored = await bus.last(subjects.JOBS_STREAM, subjects.job(request_id))
     return None if stored is None else decode_job_record(stored.data)
+
+
+async def _change(
+    bus: Bus, request_id: str, change: Callable[[list[str]], list[str]]
+) -> JobRecord | None:
+    """With other holders; None if there is no note."""
+    subject = subjects.job(request_id)
+    while (stored := await bus.last(subjects.JOBS_STREAM, subject)) is not None:
+        known = decode_job_record(stored.data)
+        changed = replace(known, holders=change(known.holders))
+        if changed.holders == known.holders:
+            return known
+        try:
+            await bus.append(subject, to_json(changed), stored.sequence)
+            return changed
+        except Fenced:
+            await asyncio.sleep(STALE_READ_S)
+    return None

@@ -472,6 +472,8 @@ class JobRecord(Struct, frozen=True):
     """What the answer's shape depends on."""
     timeout_s: float = 0.0
     """The request has ended after it, if it was ever taken."""
+    holders: list[str] = []
+    """Connections of clients whose leaving ends it, each a worker's name, a colon, and its own."""
 
 
 # ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ write, with the small scenario that brings it out and the invariants of which on
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,32 @@ SCENARIOS = {
         max_num_seqs=4,
         max_tokens=(8, 24),
         step_ms=10.0,
+        timeout_s=60.0,
+    ),
+    # Their clients go on elsewhere, and some go away.
+    "dying gateways": replace(
+        BASE,
+        gateways=2,
+        durable=0.3,
+        mix=replace(CALM, http=1.0, cancel=0.15, ask_after=0.1),
+        fault_every_s=2.0,
+        faults={"kill:gateway": 1.0},
+        max_tokens=(16, 48),
+        step_ms=20.0,
+        timeout_s=60.0,
+    ),
+    # They wake up with the connections of clients who have gone on elsewhere.
+    "frozen gateways": replace(
+        BASE,
+        gateways=2,
+        durable=0.0,
+        mix=replace(CALM, http=1.0),
+        fault_every_s=4.0,
+        faults={"stop:gateway": 1.0},
+        requests=60,
+        rate=6.0,
+        max_tokens=(300, 400),
+        step_ms=20.0,
         timeout_s=60.0,
     ),
     "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
@@ -419,6 +446,56 @@ def _full_arena_is_an_error() -> None:
         return ref
 
     _put(parcels, "put", or_fail)
+
+
+# -- the HTTP door ----------------------------------------------------------------------------
+
+
+@bug("gateway", "dying gateways", "I2")
+def _last_event_id_forgotten() -> None:
+    from workers.gateway import answering
+
+    _put(answering, "start_of", lambda request, parts: [0] * parts)
+
+
+@bug("gateway", "dying gateways", "I2", "I5", "I12")
+def _asked_again_is_another_request() -> None:
+    from workers.gateway import answering
+
+    request_id_for = answering.request_id_for
+
+    def another(request: Any, kind: str, tenant: str) -> tuple[str, bool]:
+        request_id, named = request_id_for(request, kind, tenant)
+        return f"{request_id[:-8]}{secrets.token_hex(4)}", named
+
+    _put(answering, "request_id_for", another)
+
+
+@bug("gateway", "dying gateways", "I1")
+def _goes_on_without_its_client() -> None:
+    from workers.gateway.answering import Job
+
+    _put(Job, "gone", lambda self: None)
+
+
+@bug("gateway", "frozen gateways", "I10")
+def _cancels_what_went_on_elsewhere() -> None:
+    from shared import jobs
+
+    async def always(*_: Any) -> bool:
+        return True
+
+    _put(jobs, "leave", always)
+
+
+@bug("gateway", "frozen gateways", "I8")
+def _listens_on() -> None:
+    from shared.bus import Bus
+
+    async def never(*_: Any) -> None:
+        pass
+
+    _put(Bus, "unlisten", never)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

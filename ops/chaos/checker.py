@@ -22,7 +22,9 @@ from ops.chaos.history import (
     Final,
     Got,
     Ready,
+    Saw,
 )
+from ops.chaos.httpload import DONE
 from ops.chaos.plan import Planned, Settings
 from shared.tokenlog import is_final
 
@@ -71,6 +73,18 @@ class Session:
         return self.got[-1] if self.got and is_final(self.got[-1].record) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came over one connection to a gateway."""
+
+    asked: Asked
+    saw: list[Saw] = field(default_factory=list)
+
+    @property
+    def ended(self) -> float | None:
+        return self.saw[-1].t if self.saw and self.saw[-1].data == DONE else None
+
+
 @dataclass
 class Run:
     settings: Settings
@@ -91,6 +105,17 @@ class Run:
                 found[event.id][event.session] = Session(event)
             elif isinstance(event, Got) and event.session in found[event.id]:
                 found[event.id][event.session].got.append(event)
+        return {id: list(by_number.values()) for id, by_number in found.items()}
+
+    @cached_property
+    def readings(self) -> dict[str, list[Reading]]:
+        """By request, in the order in which they began."""
+        found: dict[str, dict[int, Reading]] = defaultdict(dict)
+        for event in self.clients:
+            if isinstance(event, Asked) and self.planned[event.id].http:
+                found[event.id][event.session] = Reading(event)
+            elif isinstance(event, Saw):
+                found[event.id][event.session].saw.append(event)
         return {id: list(by_number.values()) for id, by_number in found.items()}
 
     @cached_property
@@ -116,8 +141,8 @@ class Run:
         return Counter(event.id for event in self.did if event.what == "harm")
 
     @cached_property
-    def cancelled(self) -> dict[str, float]:
-        return {event.id: event.t for event in self.clients if isinstance(event, AskedToCancel)}
+    def cancelled(self) -> dict[str, AskedToCancel]:
+        return {event.id: event for event in self.clients if isinstance(event, AskedToCancel)}
 
     @cached_property
     def ended(self) -> dict[str, float]:
@@ -125,6 +150,8 @@ class Run:
         found: dict[str, float] = {}
         for id, sessions in self.sessions.items():
             finals = [session.final.t for session in sessions if session.final is not None]
+            ends = (reading.ended for reading in self.readings.get(id, []))
+            finals += [end for end in ends if end is not None]
             if finals:
                 found[id] = min(finals)
         return found
@@ -169,6 +196,17 @@ class Run:
                 left = event.t if not up else None
         return found
 
+    def gateway_failed(self, number: int, start: float, stop: float) -> bool:
+        """Whether a gateway was hurt, or away, at any time of [start, stop]."""
+        events = [
+            (event.t, isinstance(event, Ready))
+            for event in self.pool
+            if isinstance(event, Ready | Fault)
+            and (event.role, event.number) == ("gateway", number)
+        ]
+        before = [ready for t, ready in events if t < start]
+        return before[-1:] == [False] or any(start <= t <= stop for t, ready in events if not ready)
+
     def outage_within(self, start: float, stop: float) -> float:
         """Seconds of [start, stop] that were outages; where they overlap they count once."""
         total, reached = 0.0, start
@@ -194,7 +232,8 @@ class Verdict:
 
 
 def check(run: Run) -> Verdict:
-    from ops.chaos import checks_of_requests, checks_of_system, figures
+    from ops.chaos import checks_of_http, checks_of_requests, checks_of_system, figures
 
-    found = [*checks_of_requests.find(run), *checks_of_system.find(run)]
+    checks = (checks_of_requests, checks_of_http, checks_of_system)
+    found = [violation for module in checks for violation in module.find(run)]
     return Verdict(sorted(found), figures.measure(run), figures.count(run))

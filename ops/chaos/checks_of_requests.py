@@ -59,7 +59,11 @@ def check_cancelled(run: Run, planned: Planned) -> Iterator[str]:
     asked, ended = run.cancelled.get(planned.id), run.ended.get(planned.id)
     if asked is None or ended is None:
         return
-    late_s = _late_s(run, asked, ended)
+    late_s = _late_s(run, asked.t, ended)
+    if asked.gateway is not None and run.gateway_failed(
+        asked.gateway, asked.t, asked.t + run.bounds.after_cancel_s
+    ):
+        return  # It may never have heard of it.
     if late_s > run.bounds.after_cancel_s:
         yield f"ended {late_s:.2f} s after its cancellation"
 

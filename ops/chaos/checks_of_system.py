@@ -52,7 +52,7 @@ def check_letters(run: Run) -> Iterator[tuple[str, str]]:
 
 # Pools make their threads one by one, when they are busy: those that render, and asyncio's own, in
 # which workers connect to the owners of payloads.
-POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6}
+POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6, "gateway": 6}
 HELD = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 
@@ -169,16 +169,22 @@ def recoveries(run: Run) -> list[tuple[Fault, float]]:
 
     Only where somebody asked soon after it; a stop is not over when it begins, and is left out.
     """
-    firsts = sorted(
+    over_nats = sorted(
         (sessions[0].asked.t, sessions[0].got[0].t)
         for sessions in run.sessions.values()
         if sessions[0].got and sessions[0].asked.publishes
     )
-    asked = [t for t, _ in firsts]
+    over_http = sorted(
+        (readings[0].asked.t, min(reading.saw[0].t for reading in readings if reading.saw))
+        for readings in run.readings.values()
+        if any(reading.saw for reading in readings)
+    )
     found = []
     for fault in run.pool:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role == "load":
             continue
+        firsts = over_http if fault.role == "gateway" else over_nats
+        asked = [t for t, _ in firsts]
         # Those of the next seconds; the very first of them may be a long one.
         start, stop = bisect.bisect(asked, fault.t), bisect.bisect(asked, fault.t + 2.0)
         if start < stop:

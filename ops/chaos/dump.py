@@ -154,4 +154,6 @@ def arena_sockets() -> list[str]:
 
 def shm_entries() -> list[str]:
     folder = Path("/dev/shm")
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    names = (path.name for path in folder.iterdir()) if folder.exists() else iter(())
+    # Intel's OpenMP, which we do not use, leaves a note there of every process of the machine.
+    return sorted(name for name in names if not name.startswith("__KMP_REGISTERED_LIB_"))

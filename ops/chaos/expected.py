@@ -60,7 +60,8 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
         # Whoever makes the embeddings, the answer is to be the same.
         core = build_core(replace(model, tower="engine"), config.engine)
     requests = (_rendered(one, processor, config, settings.engine) for one in planned)
-    found = run_alone(core, requests)
+    by_bus_id = run_alone(core, requests)
+    found = {one.id: by_bus_id[one.bus_id] for one in planned}
     if settings.engine == "demo":
         CACHE.mkdir(exist_ok=True)
         file.write_bytes(msgspec.msgpack.encode(found))
@@ -107,7 +108,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
     """As coordinator and renderer would make it."""
     request = planned.request
     data = msgspec.json.encode(request)
-    _, sampling, _ = admit(f"pm.request.{request.model}", planned.id, data, config.models)
+    _, sampling, _ = admit(f"pm.request.{request.model}", planned.bus_id, data, config.models)
     images = _images(request, config)
     rendered = processor.render(request.messages, images)
     if engine == "fake":
@@ -123,7 +124,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
         )
         for item in rendered.items
     ]
-    return EngineRequest(planned.id, rendered.prompt_token_ids, items, sampling)
+    return EngineRequest(planned.bus_id, rendered.prompt_token_ids, items, sampling)
 
 
 def _images(request: Any, config: Config) -> Iterator[Any]:

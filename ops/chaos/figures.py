@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ops.chaos.checker import Run
-from ops.chaos.history import Asked, Broke, Ended, Fault, Got, Memory
+from ops.chaos.history import Asked, Broke, Ended, Fault, Got, Memory, Saw
 from shared.messages import Failure, LogRecord, TokenChunk
 from shared.tokenlog import is_final
 
@@ -13,7 +13,7 @@ from shared.tokenlog import is_final
 def measure(run: Run) -> dict[str, float]:
     first = {id: sessions[0].asked.t for id, sessions in run.sessions.items()}
     took = sorted(t - first[id] for id, t in run.ended.items())
-    seen = sorted(event.t for event in run.clients if isinstance(event, Got))
+    seen = sorted(event.t for event in run.clients if isinstance(event, Got | Saw))
     gaps = [b - a for a, b in itertools.pairwise(seen)]
     asked = [event.t for event in run.clients if isinstance(event, Asked)]
     rss = [event.rss_mib for event in run.pool if isinstance(event, Memory)]

@@ -57,10 +57,22 @@ class Broke(Event, frozen=True):
     reason: str
 
 
-class AskedToCancel(Event, frozen=True):
-    """The cancellation is stored from `t` on."""
+class Saw(Event, frozen=True):
+    """An event of an answer over HTTP, or an error in its place."""
 
     id: str
+    session: int
+    at: int | None
+    """The event's id: the index of its record. None for the end mark, and for an error that came as
+    a status."""
+    data: str
+
+
+class AskedToCancel(Event, frozen=True):
+    """The cancellation is stored from `t` on; or the connection to a gateway was closed then."""
+
+    id: str
+    gateway: int | None = None
 
 
 # -- the pool ---------------------------------------------------------------------------------
@@ -138,6 +150,7 @@ AnyEvent = (
     Asked
     | Accepted
     | Got
+    | Saw
     | Broke
     | AskedToCancel
     | Fault

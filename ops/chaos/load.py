@@ -23,9 +23,11 @@ from ops.chaos.history import (
     Broke,
     Got,
     Journal,
+    Saw,
     now,
     read_events,
 )
+from ops.chaos.httpload import DONE, HttpLoad
 from ops.chaos.plan import Planned, Settings, make_request
 from shared import client, telemetry
 from shared.bus import Bus
@@ -42,11 +44,12 @@ app = App(name="chaos-load")
 
 
 class Load:
-    def __init__(self, url: str, settings: Settings, file: Path) -> None:
+    def __init__(self, url: str, gateways: list[str], settings: Settings, file: Path) -> None:
         self._url = url
         self._settings = settings
         self._ends, self._sessions, began = _read_past(file)
         self._journal = Journal(file)
+        self._http = HttpLoad(gateways, self._journal, self._new_session)
         self._next_index = 0
         self._began = began or now()
 
@@ -60,6 +63,7 @@ class Load:
                     clients.create_task(self._be_clients())
         finally:
             await self._bus.close()
+            await self._http.close()
 
     def _watch_acceptance(self, bus: Any) -> None:
         publish = bus.publish
@@ -85,8 +89,11 @@ class Load:
             await self._be_client(planned)
 
     async def _be_client(self, planned: Planned) -> None:
-        beside: list[asyncio.Task[bool]] = []
         give_up = now() + planned.timeout_s + PATIENCE_S
+        if planned.http:
+            await self._http.be_client(planned, give_up)
+            return
+        beside: list[asyncio.Task[bool]] = []
         while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(AGAIN_S)
         for task in beside:
@@ -99,7 +106,7 @@ class Load:
         self, planned: Planned, beside: list[asyncio.Task[bool]] | None, start: int | None = None
     ) -> bool:
         """Ask (or follow from `start`) to the end; returns whether it was reached."""
-        self._sessions[planned.id] = session = self._sessions.get(planned.id, 0) + 1
+        session = self._new_session(planned.id)
         publishes = start is None
         self._journal.write(Asked(now(), planned.id, session, start or 0, publishes))
         try:
@@ -117,6 +124,10 @@ class Load:
             self._journal.write(Broke(now(), planned.id, session, "silence", "no final record"))
             return False
         return True
+
+    def _new_session(self, id: str) -> int:
+        self._sessions[id] = session = self._sessions.get(id, 0) + 1
+        return session
 
     def _records(self, planned: Planned, start: int | None) -> AsyncIterator[LogRecord]:
         if start is None:
@@ -147,15 +158,23 @@ def _read_past(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
         began = event.t if began is None else began
         if isinstance(event, Asked):
             sessions[event.id] = event.session
-        elif isinstance(event, Got) and is_final(event.record):
+        elif (isinstance(event, Got) and is_final(event.record)) or (
+            isinstance(event, Saw) and event.data == DONE
+        ):
             ends[event.id] += 1
     return ends, sessions, began
 
 
 @app.default
-def main(*, settings: Path, out: Path, nats: Annotated[str, Parameter(name="--nats")]) -> int:
+def main(
+    *,
+    settings: Path,
+    out: Path,
+    nats: Annotated[str, Parameter(name="--nats")],
+    gateway: list[str] | None = None,
+) -> int:
     telemetry.setup("error", role="load")
-    load = Load(nats, msgspec.json.decode(settings.read_bytes(), type=Settings), out)
+    load = Load(nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out)
     uvloop.run(load.run())
     return 0
 

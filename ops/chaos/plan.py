@@ -11,6 +11,7 @@ from msgspec import Struct
 from ops.chaos import fake
 from shared.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.sampling import SamplingParams
+from workers.gateway.answering import request_id_of
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent
@@ -36,6 +37,8 @@ class Mix(Struct, frozen=True):
     """Requests at which a step hangs for a while, in the first engine that has them."""
     pictures: float = 0.0
     """Of all requests, whatever else they are."""
+    http: float = 0.0
+    """Of all requests but the harmful: their clients go through the gateways."""
 
 
 # Of each picture, where a fake renderer does not care what it shows.
@@ -54,6 +57,7 @@ class Settings(Struct, frozen=True):
     encoders: int = 0
     """0: engines have towers of their own."""
     brokers: int = 1
+    gateways: int = 0
     engine: Literal["fake", "demo"] = "fake"
     renderer: Literal["fake", "real"] = "real"
     fault_every_s: float = 0.0
@@ -83,6 +87,8 @@ class Settings(Struct, frozen=True):
     listen: bool = False
     """Workers have payloads for other machines, too."""
     drain_s: float = 8.0
+    durable: float = 0.5
+    """Share of the HTTP requests that go on without their clients."""
     mix: Mix = Mix()
 
 
@@ -95,6 +101,14 @@ class Planned(Struct, frozen=True):
     after_records: int
     """When the client does it."""
     timeout_s: float
+    http: bool = False
+    durable: bool = False
+    """Of an HTTP request: it goes on when its connection is closed."""
+
+    @property
+    def bus_id(self) -> str:
+        """By which workers know it; clients of gateways have a name of their own for it."""
+        return request_id_of("chat", "", self.id) if self.http else self.id
 
 
 _WORDS = [
@@ -151,6 +165,8 @@ def make_request(settings: Settings, index: int) -> Planned:
         behaviour=behaviour,
         after_records=rng.randint(0, 4),
         timeout_s=timeout_s,
+        http=harm is None and rng.random() < settings.mix.http,
+        durable=rng.random() < settings.durable,
     )
 
 

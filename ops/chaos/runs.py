@@ -37,7 +37,7 @@ RUNS: dict[str, Settings] = {
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
 }
 
-# In three minutes on two cores, for CI.
+# In three and a half minutes on two cores, for CI.
 QUICK: dict[str, Settings] = {
     "fake engine, mixed faults": Settings(
         requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
@@ -61,6 +61,27 @@ QUICK: dict[str, Settings] = {
         crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
         timeout_s=60.0,
         mix=Mix(pictures=0.7),
+    ),
+    # Their clients go on over the other one.
+    "fake engine, two gateways": Settings(
+        requests=170,
+        rate=10.0,
+        renderers=1,
+        engines=2,
+        gateways=2,
+        renderer="fake",
+        fault_every_s=1.5,
+        faults={
+            "kill:gateway": 3.0,
+            "stop:gateway": 2.0,
+            "drain:gateway": 1.0,
+            "kill:engine": 0.7,
+            "kill:broker": 0.4,
+            "kill:coordinator": 0.3,
+        },
+        timeout_s=60.0,
+        step_ms=10.0,
+        mix=Mix(http=0.75, cancel=0.1),
     ),
     # The engines have no tower: pictures go by way of encoders, which die most.
     "demo model with encoders, kills": replace(

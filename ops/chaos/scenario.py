@@ -15,6 +15,7 @@ from ops.chaos.cluster3 import Cluster3
 from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
 from ops.chaos.fake import MAX_MODEL_LEN
+from ops.chaos.gateways import Gateways, to_plan
 from ops.chaos.history import Final, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
@@ -33,7 +34,7 @@ WARM_UP_TIMEOUT_S = 10.0
 SPARE_S = 300.0
 EMBEDDINGS_TTL_S = 10.0
 RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
-FAKE_RSS_MIB = {"coordinator": 128.0, "renderer": 128.0, "engine": 256.0}
+FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engine": 256.0}
 
 
 def write_config(settings: Settings, folder: Path) -> Path:
@@ -63,6 +64,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
             "listen": "127.0.0.1" if settings.listen else None,
         },
         "embeddings": {"ttl_s": EMBEDDINGS_TTL_S},
+        "gateway": {"page": False},
         "engine": {
             "threads": 1,
             "num_blocks": settings.num_blocks,
@@ -83,6 +85,7 @@ def fakes(settings: Settings) -> dict[str, bool]:
         "renderer": settings.renderer == "fake",
         "encoder": False,
         "engine": settings.engine == "fake",
+        "gateway": False,
     }
 
 
@@ -136,6 +139,7 @@ class Scenario:
         self.config_file = write_config(settings, self.folder)
         (self.folder / "settings.json").write_bytes(msgspec.json.encode(settings))
         self.brokers = (ThreeBrokers if settings.brokers == 3 else OneBroker)(self.folder / "nats")
+        self.gateways = Gateways(settings.gateways)
         self.pool = Pool(
             self.folder,
             self.brokers,
@@ -145,6 +149,7 @@ class Scenario:
                 "renderer": settings.renderers,
                 "encoder": settings.encoders,
                 "engine": settings.engines,
+                "gateway": settings.gateways,
                 "load": 1,
             },
             {
@@ -157,6 +162,9 @@ class Scenario:
             },
             Journal(self.folder / "pool.jsonl"),
         )
+        for slot in self.pool.slots:
+            if slot.role == "gateway":
+                slot.command = self.gateways.with_port(slot, slot.command)
 
     def _commands(self) -> dict[str, list[str]]:
         s, url = self.settings, self.brokers.url
@@ -168,6 +176,7 @@ class Scenario:
             *(sys.executable, "-m", "ops.chaos.load", "--nats", url),
             *("--settings", str(self.folder / "settings.json")),
             *("--out", str(self.folder / "clients.jsonl")),
+            *self.gateways.arguments,
         ]
         return commands
 
@@ -193,9 +202,13 @@ class Scenario:
             await self.pool.wait_ready()
             settled = await store.settle()
             await embeddings_over(self.settings)
+            logs = await store.logs()
+            warm = self.gateways.warm_up_ids
+            mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
+            planned = make_requests(self.settings)
             return Final(
                 settled=settled,
-                logs={id: log for id, log in (await store.logs()).items() if id[:4] != "warm"},
+                logs=to_plan(planned, mine),
                 letters=await store.letters(),
                 messages=await store.messages(),
                 left=await store.left(),
@@ -232,6 +245,7 @@ class Scenario:
 
         await asyncio.gather(*(one(number) for number in range(NUM_WARM_UPS)))
         await bus.close()
+        await self.gateways.warm_up()
 
     async def _under_load(self) -> None:
         s = self.settings
@@ -292,6 +306,7 @@ def bounds_of(settings: Settings) -> Bounds:
         "coordinator": FAKE_RSS_MIB["coordinator"],
         "renderer": (FAKE_RSS_MIB if settings.renderer == "fake" else RSS_MIB)["renderer"],
         "encoder": RSS_MIB["encoder"],
+        "gateway": FAKE_RSS_MIB["gateway"],
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
     }
     # Readers map what owners have written, and have as much again to receive into.

@@ -26,6 +26,7 @@ from ops.chaos.checker import Run, Verdict, check
 from ops.chaos.cluster3 import SIZE, Cluster3
 from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
+from ops.chaos.gateways import Gateways, to_plan
 from ops.chaos.history import AnyEvent, Did, Fault, Final, Journal, Ready, now, read_events
 from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
@@ -63,6 +64,7 @@ SPARE_S = 90.0
 NUM_WARM_UPS = 16
 MEMBER_DISK_MIB = 256
 CANCEL_S = 5.0
+PROBE_PATIENCE_S = 2.0
 
 
 class Servers(OneBroker):
@@ -180,8 +182,10 @@ class Scene:
             "renderer": settings.renderers,
             "encoder": settings.encoders,
             "engine": settings.engines,
+            "gateway": settings.gateways,
             LOAD: 1,
         }
+        self.gateways = Gateways(settings.gateways)
         env = {
             "CHAOS_DIR": str(self.folder / "workers"),
             "CHAOS_SEED": str(settings.seed),
@@ -228,10 +232,13 @@ class Scene:
                 *(sys.executable, "-m", "ops.chaos.load", "--nats", url),
                 *("--settings", str(self._cell_folder / "settings.json")),
                 *("--out", str(self.clients_file)),
+                *self.gateways.arguments,
             ]
         else:
             fake = fakes(self.settings)[slot.role]
             command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
+        if slot.role == "gateway":
+            command = self.gateways.with_port(slot, command)
         if program:
             python, _, _, *arguments = command
             command = [python, "-c", program, *arguments]
@@ -250,6 +257,7 @@ class Scene:
                 for number in range(NUM_WARM_UPS)
             )
             await asyncio.gather(*asked)
+        await self.gateways.warm_up()
 
     # -- one cell ---------------------------------------------------------------------------
 
@@ -275,7 +283,8 @@ class Scene:
             settled = await store.settle()
             await embeddings_over(settings)
             mine = f"c{settings.seed}-"
-            logs = {id: log for id, log in (await store.logs()).items() if id.startswith(mine)}
+            by_name = to_plan(make_requests(settings), await store.logs())
+            logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
             letters = [
                 letter
                 for letter in await store.letters()
@@ -403,6 +412,18 @@ class Scene:
         self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
         if took_s > bound_s:
             self.note(f"I9 {name}: {took_s:.2f} s to the first record of a new request")
+        if self.gateways.urls:
+            await self._probe_http(f"{name}_http", id, bound_s)
+
+    async def _probe_http(self, name: str, id: str, bound_s: float) -> None:
+        try:
+            took_s = await self.gateways.probe(f"{id}-http", PROBE_PATIENCE_S)
+        except TimeoutError:
+            self.note(f"I9 {name}: no gateway answered a new request")
+            return
+        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        if took_s > bound_s:
+            self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 
 
 Disturb = Callable[[Scene], Awaitable[None]]
@@ -438,6 +459,8 @@ SCENES: dict[str, Callable[[], Scene]] = {
             mix=replace(BASE.mix, pictures=0.7),
         )
     ),
+    # Most of what is asked goes through them.
+    "gateways": lambda: Scene(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
     "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
 }
 

@@ -45,16 +45,12 @@ class Cell:
         return self.why_not or self.needs()
 
 
-NO_GATEWAY = "there is no gateway role yet"
-
 # -- the table --------------------------------------------------------------------------------
 
 
 def _process_cells() -> Iterator[Cell]:
-    for role in ("coordinator", "renderer", "encoder", "engine", LOAD):
+    for role in ("coordinator", "renderer", "encoder", "engine", LOAD, "gateway"):
         yield from _cells_of(role)
-    faults = ("SIGKILL", "SIGSTOP", "SIGTERM", "rolling restart", "OOM", "bad network")
-    yield from (Cell(f"gateway: {fault}", "", why_not=NO_GATEWAY) for fault in faults)
     yield Cell(
         "encoder: all of them away",
         "kill -STOP of all, 4 s",
@@ -73,10 +69,13 @@ def _process_cells() -> Iterator[Cell]:
     )
 
 
+SCENE_OF = {"encoder": "encoders", "gateway": "gateways"}
+
+
 def _cells_of(role: str) -> Iterator[Cell]:
     name = "client" if role == LOAD else role
     for cell in _faults_of(role, name):
-        yield replace(cell, on="encoders") if role == "encoder" else cell
+        yield replace(cell, on=SCENE_OF.get(role, "single"))
 
 
 def _faults_of(role: str, name: str) -> Iterator[Cell]:
@@ -255,7 +254,14 @@ SLOW = [
     Cell(
         "slow: client stops reading", "proxy holds, 8 s", "", networks.reader_that_stops, load_s=9
     ),
-    Cell("slow: gateway stalls", "", why_not=NO_GATEWAY),
+    Cell(
+        "slow: gateway stalls",
+        "kill -STOP, 5 s, kill -CONT",
+        "5 s beside it",
+        processes.sigstop("gateway", 5.0),
+        on="gateways",
+        load_s=9,
+    ),
     Cell(
         "slow: engine slower than renderer",
         "engines stopped for 4 s, 40 long prompts",
@@ -297,9 +303,17 @@ PARTITION = [
     Cell("partition: one way", "proxy holds one direction", "7 s", networks.one_way, load_s=20),
     Cell(
         "partition: client from broker",
-        "proxy holds, 10 s (in the gateway's place)",
+        "proxy holds, 10 s",
         "7 s",
         networks.blackholed(LOAD),
+        load_s=14,
+    ),
+    Cell(
+        "partition: gateway from broker",
+        "proxy holds, 10 s",
+        "7 s",
+        networks.blackholed("gateway"),
+        on="gateways",
         load_s=14,
     ),
     Cell(

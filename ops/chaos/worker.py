@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
+from msgspec.structs import replace
 
 from ops.chaos import bugs, payloads
 from ops.chaos.crash import CrashPoints, parse_triggers
@@ -31,7 +32,7 @@ from shared.runtime import Context
 from workers import settings
 from workers.__main__ import ROLE_MODULES
 
-Role = Literal["coordinator", "renderer", "encoder", "engine"]
+Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
 app = App(name="chaos-worker")
 
 # How a record begins that is not the last of its log.
@@ -47,7 +48,9 @@ def main(
     nats: Annotated[str, Parameter(name="--nats")],
     fake: bool = False,
     step_ms: float = 0.0,
+    port: int | None = None,
 ) -> int:
+    """`port`: of a gateway."""
     journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}-{os.getpid()}.jsonl")
     crash = CrashPoints(
         parse_triggers(os.environ.get("CHAOS_CRASH", ""), role),
@@ -55,6 +58,8 @@ def main(
         lambda point: journal.write(Did(now(), f"crash {point}")),
     )
     loaded = settings.load_config(config)
+    if port is not None:
+        loaded = replace(loaded, gateway=replace(loaded.gateway, port=port))
     role_main = _fake_main(role, journal, step_ms) if fake else _real_main(role)
     watch(journal, crash)
     bugs.plant(os.environ.get("CHAOS_BUG", ""), role)

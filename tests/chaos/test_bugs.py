@@ -15,6 +15,7 @@ QUICK = (
     "no_fencing",
     "block_lost_on_cancel",
     "payload_not_released",
+    "last_event_id_forgotten",
 )
 
 

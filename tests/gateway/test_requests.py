@@ -78,6 +78,7 @@ async def test_a_closed_connection_cancels_also_what_is_not_streamed(
     await asyncio.sleep(1.0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
+    assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
     again = await http.post(PATH, json=body, headers=named)
     assert (again.status_code, again.json()["error"]["code"]) == (400, "cancelled")
 
@@ -218,7 +219,7 @@ async def test_a_request_whose_log_is_gone_is_not_waited_for(
     http: httpx.AsyncClient, bus: Bus
 ) -> None:
     request_id = f"chatcmpl-{time.time_ns()}"
-    await jobs.put(bus, request_id, JobRecord("chat", "demo", "", 1, True))
+    await jobs.hold(bus, request_id, JobRecord("chat", "demo", "", 1, True), "gateway-dead:a")
     for path in ("", "/stream"):
         told = await http.get(f"/v1/requests/{request_id}{path}")
         assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
@@ -303,6 +304,7 @@ async def test_a_note_of_what_was_never_asked_is_not_waited_for(
     """Its gateway has died between the two."""
     request_id = f"chatcmpl-{time.time_ns()}"
     now_s = int(bus.now_ms() / 1000)
-    await jobs.put(bus, request_id, JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0))
+    note = JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
+    await jobs.hold(bus, request_id, note, "gateway-dead:a")
     for path in ("", "/stream"):
         assert (await http.get(f"/v1/requests/{request_id}{path}")).status_code == 404

@@ -6,15 +6,18 @@ import secrets
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shared import jobs
 from shared.bus import Bus
 from shared.messages import (
     Acceptance,
     GenerateRequest,
+    Heartbeat,
     JobRecord,
     Message,
     encode_request,
+    to_json,
 )
 from shared.sampling import SamplingParams, StructuredOutputs
 
@@ -23,27 +26,31 @@ async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     assert await jobs.get(bus, request_id) is None
     first = JobRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
-    noted = await jobs.put(bus, request_id, first)
-    assert noted is not None
-    assert noted.record == first
+    assert await jobs.hold(bus, request_id, first, "gateway-1:a") == first
     other = JobRecord("completion", "demo", "a", 2, False)
-    assert await jobs.put(bus, request_id, other) is None
-    taken = await jobs.take_over(bus, request_id)
-    assert taken is not None
-    assert taken.record == first
-    assert await jobs.get(bus, request_id) == first
+    assert replace(await jobs.hold(bus, request_id, other, "gateway-2:b"), holders=[]) == first
+    noted = await jobs.get(bus, request_id)
+    assert noted == replace(first, holders=["gateway-1:a", "gateway-2:b"])
 
 
-async def test_the_last_of_many_who_claim_a_request_answers_for_it(bus: Bus) -> None:
+async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
-    assert await jobs.take_over(bus, request_id) is None
-    noted = await jobs.put(bus, request_id, JobRecord("chat", "demo", "a", 1, False))
-    many = await asyncio.gather(*(jobs.take_over(bus, request_id) for _ in range(8)))
-    claims = [claim for claim in [noted, *many] if claim is not None]
-    assert len(claims) > 1
-    last = max(claims, key=lambda claim: claim.sequence)
-    since = {c.sequence: await jobs.is_claimed_since(bus, request_id, c) for c in claims}
-    assert since == {c.sequence: c is not last for c in claims}
+    note = JobRecord("chat", "demo", "a", 1, False)
+    worker = f"gateway-{secrets.token_hex(4)}"
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    names = [f"{worker}:{number}" for number in range(6)]
+    await asyncio.gather(*(jobs.hold(bus, request_id, note, name) for name in names))
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    alone = await asyncio.gather(*(jobs.leave(bus, request_id, name) for name in names))
+    assert sum(alone) == 1
+
+
+async def test_the_dead_hold_nothing(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    note = JobRecord("chat", "demo", "a", 1, False)
+    for name in ("gateway-dead:a", "gateway-alive:b"):
+        await jobs.hold(bus, request_id, note, name)
+    assert await jobs.leave(bus, request_id, "gateway-alive:b")
 
 
 def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:

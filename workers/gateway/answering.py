@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import structlog
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client, jobs, subjects
@@ -101,12 +101,15 @@ class Job:
         request_id: str,
         record: JobRecord,
         endpoint: str,
-        claimed: "asyncio.Task[jobs.Claim] | None" = None,
+        holder: str = "",
+        noted: "asyncio.Task[JobRecord] | None" = None,
     ) -> None:
-        """`claimed`: for a client whose leaving ends the request."""
+        """`holder`: of `jobs.hold`, for a client whose leaving ends the request; `noted` is when
+        that is known to all."""
         self.request_id = request_id
         self.record = record
-        self.claimed = claimed
+        self.noted = noted
+        self._holder = holder
         self.parts = parts_of(request_id, record)
         self.numbered = True
         """Whether events have ids."""
@@ -193,18 +196,18 @@ class Job:
     def gone(self) -> None:
         """The client is."""
         if not self.record.durable:
-            self._door.in_background(self._cancel_unless_claimed())
+            self._door.in_background(self._leave())
 
-    async def _cancel_unless_claimed(self) -> None:
+    async def _leave(self) -> None:
         """A connection may be found broken long after its client has gone on over another."""
-        assert self.claimed is not None
-        bus = self._door.bus
+        assert self.noted is not None
         try:
-            if await jobs.is_claimed_since(bus, self.request_id, await self.claimed):
-                return
+            await self.noted
+            alone = await jobs.leave(self._door.bus, self.request_id, self._holder)
         except PagemillError:
-            pass  # Then nobody can have come since.
-        await self._cancel()
+            alone = True  # Nobody else can have come.
+        if alone:
+            await self._cancel()
 
     async def _cancel(self) -> None:
         try:
@@ -246,29 +249,20 @@ async def submit(
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
     endpoint = request.scope["endpoint_path"]
-    claimed = asyncio.create_task(_claim(door, request, request_id, record))
+    holder = f"{door.worker}:{secrets.token_hex(8)}"
+    noted = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
     if not named:
         # What becomes of it is looked at before anything is shown, or by nobody.
-        claimed.add_done_callback(lambda done: done.cancelled() or done.exception())
-        job = Job(door, request_id, record, endpoint, claimed)
+        noted.add_done_callback(lambda done: done.cancelled() or done.exception())
+        job = Job(door, request_id, record, endpoint, holder, noted)
         logs = _asked(door, job, requests, order)
     else:
-        record = (await claimed).record
-        job = Job(door, request_id, record, endpoint, claimed)
+        record = await noted
+        job = Job(door, request_id, record, endpoint, holder, noted)
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
         logs = await _asked_again(door, job, requests, order)
     return await respond(request, job, logs, start, stream=stream, refuse=refuse)
-
-
-async def _claim(door: Door, request: Request, request_id: str, record: JobRecord) -> jobs.Claim:
-    while (claim := await jobs.put(door.bus, request_id, record)) is None:
-        # Its client may have gone on elsewhere, and closed this connection while we could not see.
-        if await request.is_disconnected():
-            raise ClientDisconnect
-        if (claim := await jobs.take_over(door.bus, request_id)) is not None:
-            return claim
-    return claim
 
 
 def _asked(
@@ -291,12 +285,12 @@ async def _ask(
     sampling: dict[str, Any],
 ) -> AsyncIterator[LogRecord]:
     """It lives as long as the answer, so it has nothing of the body as it was sent."""
-    assert job.claimed is not None
+    assert job.noted is not None
     records = client.ask(door.bus, request, part, job.record.tenant, sampling)
     async for record in records:
         try:
             # By now it has been for long; nobody may see an answer that could not be resumed.
-            await asyncio.shield(job.claimed)
+            await asyncio.shield(job.noted)
         except PagemillError:
             job.cancel_soon()  # Who is told to ask again would have it done twice.
             raise

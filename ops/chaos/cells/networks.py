@@ -21,8 +21,7 @@ def bad_network(role: str) -> Disturb:
         await lead_in(scene)
         slot = scene.pick(role)
         proxy = scene.proxies[slot]
-        client_away = scene.outage("client") if role == LOAD else contextlib.nullcontext()
-        with client_away:
+        with _asking_is_late(scene, role):
             with dropping([proxy.port], probability=0.3):
                 await asyncio.sleep(5.0)
                 scene.outcome.figures["packets_lost"] = nets.num_dropped()
@@ -45,7 +44,7 @@ def blackholed(role: str, *, up: bool = True, down: bool = True, lasts_s: float 
         await lead_in(scene)
         slot = scene.pick(role)
         proxy = scene.proxies[slot]
-        with scene.outage("client") if role == LOAD else contextlib.nullcontext():
+        with _asking_is_late(scene, role):
             await proxy.blackhole(up=up, down=down)
             await scene.probe("beside_partition", WORKER_S)
             await asyncio.sleep(lasts_s)
@@ -53,6 +52,13 @@ def blackholed(role: str, *, up: bool = True, down: bool = True, lasts_s: float 
         await scene.probe("after_partition", PARTITION_S)
 
     return disturb
+
+
+def _asking_is_late(scene: Scene, role: str) -> contextlib.AbstractContextManager[None]:
+    """What clients ask for reaches the broker when it can."""
+    if role in (LOAD, "gateway"):
+        return scene.outage("client")
+    return contextlib.nullcontext()
 
 
 async def one_way(scene: Scene) -> None:

@@ -1,0 +1,112 @@
+"""I1 to I3, I10 and I12 of what came through gateways.
+
+What a client is to see follows from the log: the events of its records, one after the other. The
+gateway's own code says here what these are; the text must be the expected one besides.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+from ops.chaos.checker import Reading, Run, Violation
+from ops.chaos.httpload import DONE
+from ops.chaos.plan import MODEL, Planned
+from shared.messages import Failure, Finish, LogRecord, TokenChunk
+from workers.gateway import errors
+from workers.gateway.chatanswer import ChatAssembler, ChatOptions
+
+# A gateway that is not there, one that says nothing, and a broker that does not answer it.
+PASSING = ("connection", "silence", "503", "unavailable")
+
+Shown = tuple[int | None, Any]
+
+
+def find(run: Run) -> Iterator[Violation]:
+    for id, readings in run.readings.items():
+        planned, log = run.planned[id], run.final.logs.get(id, [])
+        wanted = events_of(planned, log, _created_s(readings))
+        for reading in readings:
+            for what in _faults_of(reading, wanted):
+                yield Violation("I2", id, f"session {reading.asked.session}: {what}")
+        for what in _faults_of_text(run, planned, readings, log):
+            yield Violation("I3", id, what)
+        for broke in run.broken.get(id, []):
+            if broke.code not in PASSING:
+                yield Violation("I10", id, f"was told {broke.code}: {broke.reason}")
+        if planned.behaviour == "ask_after" and len(_whole(readings)) < 2:
+            yield Violation("I12", id, "asked again after its end, and got no whole answer")
+
+
+def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Shown]:
+    """All that there is to see of a request, without the end mark."""
+    options = ChatOptions(include_usage=True)
+    assembler = ChatAssembler(planned.bus_id, MODEL, created_s, options, {})
+    found: list[Shown] = []
+    for record in log:
+        match record:
+            case TokenChunk():
+                shown: Any = assembler.take(0, record)
+            case Finish():
+                shown = assembler.finish(0, record.usage)
+            case Failure():
+                shown = errors.body_of(record.error)
+        if shown is not None:
+            found.append((record.index, json.loads(errors.to_json(shown))))
+    return found
+
+
+def _created_s(readings: list[Reading]) -> int:
+    """The same in all of them, or they are not of one request."""
+    for reading in readings:
+        for saw in reading.saw:
+            if saw.at is not None and "created" in (data := json.loads(saw.data)):
+                return int(data["created"])
+    return 0
+
+
+def _faults_of(reading: Reading, wanted: list[Shown]) -> Iterator[str]:
+    ended = reading.ended is not None
+    due = [(at, shown) for at, shown in wanted if at is not None and at >= reading.asked.start]
+    seen = [(saw.at, json.loads(saw.data)) for saw in reading.saw if saw.data != DONE]
+    if [at for at, _ in seen] == [None]:
+        # An error in the place of an answer has no number.
+        due = [(None, shown) for _, shown in due]
+    for was, is_due in zip_longest(seen, due):
+        if was is None:
+            if ended:
+                yield f"ended without event {is_due[0]}"
+            return
+        if is_due is None:
+            yield f"event {was[0]} is more than there is: {was[1]}"
+            return
+        if was != is_due:
+            kind = "differs" if was[0] == is_due[0] else f"instead of {is_due[0]}"
+            yield f"event {was[0]} {kind}: {was[1]}"
+            return
+
+
+def _whole(readings: list[Reading]) -> list[Reading]:
+    return [r for r in readings if r.ended is not None]
+
+
+def _faults_of_text(
+    run: Run, planned: Planned, readings: list[Reading], log: list[LogRecord]
+) -> Iterator[str]:
+    """Of all connections together."""
+    expected = run.expected.get(planned.id)
+    if expected is None or not _whole(readings) or not (log and isinstance(log[-1], Finish)):
+        return
+    by_index = {
+        saw.at: json.loads(saw.data) for r in readings for saw in r.saw if saw.at is not None
+    }
+    texts, reasons = [""] * len(expected.choices), [""] * len(expected.choices)
+    for _, chunk in sorted(by_index.items()):
+        for choice in chunk.get("choices", []):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] += choice["finish_reason"] or ""
+    for index, wanted in enumerate(expected.choices):
+        if texts[index] != wanted.text:
+            yield f"choice {index}: {texts[index]!r} was shown instead of {wanted.text!r}"
+        if reasons[index] != wanted.finish_reason:
+            yield f"choice {index}: ended by {reasons[index]!r}, not {wanted.finish_reason!r}"

@@ -1,0 +1,113 @@
+"""What clients saw through gateways: a clean history, and one wrong in each possible way."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ops.chaos.checker import Run, check
+from ops.chaos.checks_of_http import events_of
+from ops.chaos.history import (
+    Accepted,
+    Asked,
+    AskedToCancel,
+    Broke,
+    Fault,
+    Ready,
+    Saw,
+)
+from ops.chaos.httpload import DONE
+from shared.messages import LogRecord
+from tests.chaos.test_checker import FINISH, ID, LOG, edit, failure, make_run, with_final
+from workers.gateway import errors
+
+CREATED_S = 5
+
+
+def shown(log: list[LogRecord] = LOG, start: int = 0) -> list[tuple[int | None, str]]:
+    planned = edit(make_run().planned[ID], http=True)
+    events = events_of(planned, log, CREATED_S)
+    return [(at, errors.to_json(data).decode()) for at, data in events if (at or 0) >= start]
+
+
+def reading(
+    events: list[tuple[int | None, str]], session: int = 1, start: int = 0, done: bool = True
+) -> list[Any]:
+    ends: list[tuple[int | None, str]] = [(None, DONE)] if done else []
+    return [
+        Asked(1.0, ID, session, start, True),
+        Accepted(1.1, ID, session, False),
+        *(Saw(1.2, ID, session, at, data) for at, data in [*events, *ends]),
+    ]
+
+
+def seen(*clients: list[Any], behaviour: Any = "plain", **final: Any) -> Run:
+    run = with_final(make_run(behaviour=behaviour), **final)
+    planned = {ID: edit(run.planned[ID], http=True)}
+    return replace(run, planned=planned, clients=[event for part in clients for event in part])
+
+
+def test_a_clean_history() -> None:
+    assert check(seen(reading(shown()))).violations == []
+
+
+def test_a_client_that_went_on_elsewhere() -> None:
+    run = seen(reading(shown()[:1], done=False), reading(shown(start=1), 2, start=1))
+    assert check(run).violations == []
+
+
+def test_an_error_in_the_place_of_an_answer() -> None:
+    log: list[LogRecord] = [failure("cancelled", 0)]
+    told = [(None, shown(log)[0][1])]
+    run = seen(reading(told), [AskedToCancel(1.15, ID)], logs={ID: log})
+    assert check(run).violations == []
+
+
+OTHER = [(at, data.replace('"ab"', '"xy"')) for at, data in shown()]
+CANCELLED: list[LogRecord] = [LOG[0], failure("cancelled", 1)]
+LATE = [AskedToCancel(1.2, ID, 1), Saw(9.0, ID, 1, *shown(CANCELLED)[1]), Saw(9, ID, 1, None, DONE)]
+LEFT = [*reading(shown(CANCELLED)[:1], done=False), *LATE]
+
+WRONG = {
+    "a gap": ("I2", seen(reading([shown()[0], shown()[2]]))),
+    "a repeat": ("I2", seen(reading([shown()[0], *shown()]))),
+    "the beginning once more": (
+        "I2",
+        seen(reading(shown()[:1], done=False), reading(shown(), 2, start=1)),
+    ),
+    "an end too early": ("I2", seen(reading(shown()[:2]))),
+    "more than there is": ("I2", seen(reading([*shown(), (3, "{}")]))),
+    "another text": ("I3", seen(reading(OTHER))),
+    "another id": (
+        "I2",
+        seen(reading([(at, data.replace("chatcmpl-", "chatcmpl-x")) for at, data in shown()])),
+    ),
+    "never its end": ("I1", seen(reading(shown()[:1], done=False))),
+    "an end of which the log does not know": (
+        "I1",
+        seen(reading(shown()), logs={ID: [*LOG[:2]]}),
+    ),
+    "asked again in vain": ("I12", seen(reading(shown()), behaviour="ask_after")),
+    "an error without a reason": (
+        "I10",
+        seen([Asked(0.5, ID, 1, 0, True), Broke(0.6, ID, 1, "500", "")], reading(shown(), 2)),
+    ),
+    "a gateway that did not cancel": ("I1", seen(LEFT, behaviour="cancel", logs={ID: CANCELLED})),
+    "a log by another name": ("I5", seen(reading(shown()), logs={ID: LOG, "chatcmpl-1": [FINISH]})),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_history_is_told_by_its_invariant(name: str) -> None:
+    invariant, run = WRONG[name]
+    found = check(run).violations
+    assert invariant in {violation.invariant for violation in found}, found
+
+
+@pytest.mark.parametrize(("at", "excused"), [(0.5, False), (1.1, True), (2.0, True), (4.0, False)])
+def test_a_gateway_that_was_away_does_not_hear_of_its_client(at: float, excused: bool) -> None:
+    run = seen(LEFT, behaviour="cancel", logs={ID: CANCELLED})
+    run = replace(
+        run, pool=[Fault(at, "stop", "gateway", 1, 9), Ready(at + 0.2, "gateway", 1, 9, 0)]
+    )
+    assert excused is not any(violation.invariant == "I1" for violation in check(run).violations)
