@@ -213,14 +213,13 @@ async def test_a_second_signal_hands_back_at_once(cluster: Cluster, client: Bus)
                     second.send_signal(signal.SIGTERM)
                     break
             assert await asyncio.to_thread(second.wait, 10) == 0
-            print("WAITED", time.monotonic() - began)
             assert time.monotonic() - began < 6  # of the ten that the drain may take
         records += [record async for record in running]
     assert_gapless(records)
     assert isinstance(records[-1], Finish)
-    # The stopped engine may have been given it first, and not have heard of it.
+    # The stopped engine may have been given it in between, and not have heard of it.
     first, handed_back = attempts_of(records)
-    assert handed_back == first + 1
+    assert handed_back > first
 
 
 async def other_engine(bus: Bus, pid: int) -> int:

@@ -9,8 +9,9 @@ to /v1/chat/completions; all answers are streamed, greedy and of full length, an
 twice.
 
 First one request at a time, with a short answer, on an engine that is idle otherwise: the
-difference to the same over NATS is that of each pair. Then bursts of 1, 8 and 32. The roads take
-turns at every repetition, each time another one first.
+difference to the same over NATS is that of each pair. Then bursts of 1, 8 and 32. NATS and
+gateway take turns at every repetition, each time the other one first; then vLLM, which is left
+to come to rest.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,9 +43,13 @@ from workers import settings
 from workers.local import LocalCluster, WorkerSpec, default_workers
 
 LOADS = (1, 8, 32)
+OURS = ("nats", "gateway")
+BLOCK = 10
 SHORT = 4
-# What a request leaves to be acknowledged after its answer; and threads of vLLM that spin.
-PAUSE_S = {"nats": 0.02, "gateway": 0.02, "vllm": 0.3}
+# What a request leaves to be acknowledged after its answer.
+PAUSE_S = 0.02
+# For a second after its last answer, processes of vLLM look for the next request without a pause.
+CALM_S = 2.0
 MAX_MODEL_LEN = 2048
 PICTURE_SIDE = 224
 VLLM_OPTIONS = (
@@ -66,7 +71,7 @@ class Work:
 
 WORKS = (
     Work("text", "smollm2-135m", False, 64, 64, 60, 5),
-    Work("pictures", "mid-qwen2vl", True, 16, 16, 16, 2),
+    Work("pictures", "mid-qwen2vl", True, 16, 16, 20, 2),
 )
 
 
@@ -123,20 +128,39 @@ async def _compare(
         for load in LOADS:
             for road in roads.values():
                 await _burst(road, requests.make(load, SHORT), pids)
-        singles: Singles = {name: [] for name in roads}
-        for number in range(work.singles):
-            for name in _turn(roads, number):
-                (asked,) = requests.make(1, SHORT)
-                singles[name].append((await roads[name](asked)).first_s)
-                await asyncio.sleep(PAUSE_S[name])
-        bursts: Bursts = {load: {name: [] for name in roads} for load in LOADS}
-        for number in range(work.bursts):
-            for load in LOADS:
-                for name in _turn(roads, number):
-                    asked_all = requests.make(load, work.max_tokens)
-                    bursts[load][name].append(await _burst(roads[name], asked_all, pids))
-                    await asyncio.sleep(PAUSE_S[name])
-    return singles, bursts
+        return await _singles(work, roads, requests), await _bursts(work, roads, requests, pids)
+
+
+async def _singles(work: Work, roads: dict[str, Road], requests: "_Requests") -> Singles:
+    singles: Singles = {name: [] for name in roads}
+    for _ in range(work.singles // BLOCK):
+        for number in range(BLOCK):
+            for name in _turn(OURS, number):
+                await _single(roads[name], requests, singles[name])
+        for name in roads.keys() - set(OURS):
+            for _ in range(BLOCK):
+                await _single(roads[name], requests, singles[name])
+            await asyncio.sleep(CALM_S)
+    return singles
+
+
+async def _single(road: Road, requests: "_Requests", first_s: list[float]) -> None:
+    (asked,) = requests.make(1, SHORT)
+    first_s.append((await road(asked)).first_s)
+    await asyncio.sleep(PAUSE_S)
+
+
+async def _bursts(
+    work: Work, roads: dict[str, Road], requests: "_Requests", pids: dict[str, int]
+) -> Bursts:
+    bursts: Bursts = {load: {name: [] for name in roads} for load in LOADS}
+    for number in range(work.bursts):
+        for load in LOADS:
+            for name in [*_turn(OURS, number), *(roads.keys() - set(OURS))]:
+                asked = requests.make(load, work.max_tokens)
+                bursts[load][name].append(await _burst(roads[name], asked, pids))
+                await asyncio.sleep(PAUSE_S if name in OURS else CALM_S)
+    return bursts
 
 
 async def _burst(road: Road, requests: list[Prepared], pids: dict[str, int]) -> Burst:
@@ -150,10 +174,8 @@ async def _burst(road: Road, requests: list[Prepared], pids: dict[str, int]) -> 
     return Burst([each.first_s for each in times], num_tokens, took_s, cpu_s)
 
 
-def _turn(roads: dict[str, Road], number: int) -> list[str]:
-    names = list(roads)
-    first = number % len(names)
-    return names[first:] + names[:first]
+def _turn(names: Sequence[str], number: int) -> Sequence[str]:
+    return names if number % 2 else names[::-1]
 
 
 class _Requests:
