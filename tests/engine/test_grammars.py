@@ -158,13 +158,15 @@ NAMES = st.text('abé"\\ ', max_size=4)
 INTEGERS = st.tuples(st.integers(-500, 500), st.integers(0, 500)).map(
     lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[0] + pair[1]}
 )
+# Others are no numbers of JavaScript's, nor of llguidance's.
+EXACT = st.integers(-(2**53) + 1, 2**53 - 1)
 LEAVES = st.one_of(
     st.just({"type": "null"}),
     st.just({"type": "boolean"}),
     INTEGERS,
     st.integers(0, 6).map(lambda n: {"type": "string", "maxLength": n}),
     st.just({"type": "string", "pattern": "^[a-cé]{1,3}$"}),
-    st.lists(NAMES | st.integers() | st.none(), min_size=1, max_size=3).map(lambda v: {"enum": v}),
+    st.lists(NAMES | EXACT | st.none(), min_size=1, max_size=3).map(lambda v: {"enum": v}),
     NAMES.map(lambda value: {"const": value}),
 )
 

@@ -73,9 +73,10 @@ async def test_a_closed_connection_cancels_also_what_is_not_streamed(
     http: httpx.AsyncClient,
 ) -> None:
     named = {"x-request-id": f"left-{time.time_ns()}"}
-    body = long(stream=False, max_tokens=900)
+    body = long(stream=False, max_tokens=900, n=8)
     asking = asyncio.create_task(http.post(PATH, json=body, headers=named))
-    await asyncio.sleep(1.0)
+    while (await http.get(f"/v1/requests/{named['x-request-id']}")).status_code == 404:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
@@ -228,9 +229,9 @@ async def test_a_request_whose_log_is_gone_is_not_waited_for(
 async def test_who_went_on_elsewhere_is_not_cancelled_by_a_connection_found_broken_later(
     another: Start, http: httpx.AsyncClient
 ) -> None:
-    named = {"x-request-id": f"thawed-{time.time_ns()}"}
+    named = WITH_IDS | {"x-request-id": f"thawed-{time.time_ns()}"}
     frozen = another()
-    body = long(max_tokens=900, n=1)
+    body = long(max_tokens=900, n=8)
     async with httpx.AsyncClient(base_url=frozen.url, timeout=60, trust_env=False) as client:
         text = ""
         async with client.stream("POST", PATH, json=body, headers=named) as stream:
@@ -258,8 +259,8 @@ async def test_who_went_on_elsewhere_is_not_cancelled_by_a_connection_found_brok
 async def test_a_drain_without_time_leaves_its_requests_to_others(
     another: Start, http: httpx.AsyncClient
 ) -> None:
-    named = {"x-request-id": f"drained-{time.time_ns()}"}
-    body = long(max_tokens=900, n=1)
+    named = WITH_IDS | {"x-request-id": f"drained-{time.time_ns()}"}
+    body = long(max_tokens=900, n=8)
     gateway = another()
     text = ""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
