@@ -227,13 +227,16 @@ def _talk(
     *,
     publishes: bool,
 ) -> Coroutine[Any, Any, None]:
-    resume = {"last-event-id": str(start - 1)} if start else {}
+    # With the ids of events, to go on from.
+    headers = {"accept": "text/event-stream"}
+    if start:
+        headers["last-event-id"] = str(start - 1)
     if publishes:
-        headers = resume | {"x-request-id": planned.id}
+        headers["x-request-id"] = planned.id
         request = gateway.build_request("POST", PATH, json=body_of(planned), headers=headers)
     else:
         path = f"/v1/requests/{planned.bus_id}/stream"
-        request = gateway.build_request("GET", path, headers=resume)
+        request = gateway.build_request("GET", path, headers=headers)
     return _exchange(gateway, request, lines)
 
 
