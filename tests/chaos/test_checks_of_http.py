@@ -111,3 +111,12 @@ def test_a_gateway_that_was_away_does_not_hear_of_its_client(at: float, excused:
         run, pool=[Fault(at, "stop", "gateway", 1, 9), Ready(at + 0.2, "gateway", 1, 9, 0)]
     )
     assert excused is not any(violation.invariant == "I1" for violation in check(run).violations)
+
+
+@pytest.mark.parametrize(("at", "excused"), [(-14.0, False), (-13.0, True), (0.9, True)])
+def test_a_gateway_that_died_with_it_counts_as_reading_it(at: float, excused: bool) -> None:
+    before = [Asked(at - 0.1, ID, 0, 0, True), Broke(at, ID, 0, "connection", "")]
+    run = seen(before, LEFT, behaviour="cancel", logs={ID: CANCELLED})
+    found = check(run).violations
+    late = [v for v in found if "after its cancellation" in v.what]
+    assert excused is not any(late)
