@@ -24,6 +24,7 @@ BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 ABOUT = {
+    "answer_too_large": "log probabilities over `gateway.max_answer_mib`; streams have no limit",
     "body_too_large": "the body is over `gateway.max_body_mib`, or has countless chunks",
     "cancelled": "somebody has cancelled the request",
     "context_length_exceeded": "prompt and answer do not fit into the model's context",

@@ -241,6 +241,8 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     header_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 60.0
     """For the whole of a body to arrive."""
+    max_answer_mib: Positive = 256
+    """Log probabilities of an answer that is not streamed; four of the largest may be under way."""
     cors_origins: list[str] = []
     """Web pages of other origins that may use it, such as `https://chat.example`."""
     tls_cert: str | None = None

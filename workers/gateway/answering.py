@@ -39,6 +39,7 @@ from workers.gateway.assembling import (
 )
 from workers.gateway.auth import Caller
 from workers.gateway.generatewire import MAX_ID_LEN
+from workers.gateway.keeping import kept_in, kept_of, noted
 from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
@@ -242,27 +243,44 @@ async def submit(
     request_id, named = known_as or request_id_for(request, kind, caller.tenant)
     created_s = int(door.bus.now_ms() / 1000)
     timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
-    record = JobRecord(
-        kind, first.model, caller.tenant, created_s, durable, order.options, timeout_s
-    )
+    kept = kept_of(order, door.config.models[first.model].sampling_defaults)
+    options = noted(order.options, kept)
+    record = JobRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+    if not stream:
+        await _make_room(door, request, record)
     start = start_of(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
     endpoint = request.scope["endpoint_path"]
     holder = f"{door.worker}:{secrets.token_hex(8)}"
-    noted = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
+    holding = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
     if not named:
         # What becomes of it is looked at before anything is shown, or by nobody.
-        noted.add_done_callback(lambda done: done.cancelled() or done.exception())
-        job = Job(door, request_id, record, endpoint, holder, noted)
+        holding.add_done_callback(lambda done: done.cancelled() or done.exception())
+        job = Job(door, request_id, record, endpoint, holder, holding)
         logs = _asked(door, job, requests, order)
     else:
-        record = await noted
-        job = Job(door, request_id, record, endpoint, holder, noted)
+        first_record = await holding
+        job = Job(door, request_id, first_record, endpoint, holder, holding)
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
+        if not stream and first_record is not record:
+            try:
+                await _make_room(door, request, first_record)
+            except PagemillError:
+                job.gone()  # Its client is, and another may still be there.
+                raise
         logs = await _asked_again(door, job, requests, order)
     return await respond(request, job, logs, start, stream=stream, refuse=refuse)
+
+
+async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
+    """For all of the answer at once. Raises AnswerTooLarge or Overloaded; where the model's limit
+    is needed, Unavailable."""
+    kept = kept_in(record)
+    most = (await door.card(record.model)).max_model_len if kept.needs_max_model_len else 0
+    num_bytes = kept.at_most(most)
+    door.shelf.take(request.scope, num_bytes, kept.field_of(num_bytes, record.kind))
 
 
 def _asked(

@@ -26,6 +26,7 @@ from workers.gateway.assembling import Assembler, Spelling
 from workers.gateway.auth import Caller, Keyring
 from workers.gateway.bodies import Room
 from workers.gateway.edge import Edge
+from workers.gateway.keeping import Shelf
 from workers.gateway.limits import Limits
 from workers.gateway.spellings import Spellings
 
@@ -68,6 +69,7 @@ class Door:
         """With the loop's time at which they were told."""
         self._background: set[asyncio.Task[None]] = set()
         self.room = Room(config.gateway)
+        self.shelf = Shelf(config.gateway)
         self._accounts = Limits(asyncio.get_running_loop().time)
 
     async def card(self, model: str) -> ModelCard:
@@ -122,6 +124,7 @@ class Door:
                 return await endpoint(request, caller)
             finally:
                 self.room.release(request)
+                self.shelf.release(request.scope)
 
         return Route(path, guarded, methods=list(methods))
 

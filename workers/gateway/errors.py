@@ -56,6 +56,12 @@ class BodyTooLarge(RequestError):
     code = "body_too_large"
 
 
+class AnswerTooLarge(RequestError):
+    """Of one that is not streamed."""
+
+    code = "answer_too_large"
+
+
 class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 

@@ -66,6 +66,7 @@ ANY_ANSWER = (
     UnknownAdapter,
     UnknownModel,
     UnsupportedContent,
+    errors.AnswerTooLarge,
     errors.RateLimited,
 )
 """What a request may end with."""
@@ -123,7 +124,10 @@ OPERATIONS = [
         "Requests",
         "What has become of a request",
         requests.RequestBody,
-        refuses=(InvalidRequest, NotFound, Unavailable, LogTruncated),
+        refuses=(
+            *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
+            *(errors.AnswerTooLarge, errors.RateLimited),
+        ),
     ),
     Operation(
         "GET",

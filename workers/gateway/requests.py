@@ -10,12 +10,13 @@ from starlette.routing import Route
 
 from shared import client, whereabouts
 from shared.errors import NotFound
-from shared.messages import Failure, LogRecord
+from shared.messages import Failure, Finish, LogRecord
 from shared.tokenlog import is_final, last_record
 from workers.gateway import errors
 from workers.gateway.answering import Job, job_of, start_of
 from workers.gateway.app import Door, Json, answer_of
 from workers.gateway.auth import Caller
+from workers.gateway.keeping import kept_in
 from workers.gateway.sse import EventStream
 from workers.gateway.way import Stop, way_of
 
@@ -51,7 +52,7 @@ class Cancelling(Struct, frozen=True):
 def routes(door: Door) -> list[Route]:
     async def show(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
-        return Json(await _described(door, job))
+        return Json(await _described(door, request, job))
 
     async def stream(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
@@ -86,7 +87,7 @@ async def _check_kept(door: Door, job: Job) -> None:
         raise NotFound("there is no such request, or not any more", field="id")
 
 
-async def _described(door: Door, job: Job) -> RequestBody:
+async def _described(door: Door, request: Request, job: Job) -> RequestBody:
     await _check_kept(door, job)
     lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
     ended = [last for last in lasts if last is not None and is_final(last)]
@@ -100,6 +101,8 @@ async def _described(door: Door, job: Job) -> RequestBody:
     state = _state(lasts, ended, failure, where)
     result: Any = UNSET
     if state == "finished":
+        num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
+        door.shelf.take(request.scope, kept_in(job.record).of_tokens(num_tokens), "id")
         result = await job.whole(job.follow())
     return RequestBody(
         id=job.request_id,
