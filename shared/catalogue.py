@@ -237,6 +237,12 @@ _ALL = (
         "Bytes of answers' bodies.",
         ("endpoint",),
     ),
+    Description(
+        "http_connections_refused_total",
+        "counter",
+        GATEWAY,
+        "Connections over `gateway.max_connections`.",
+    ),
     # -- every stage --------------------------------------------------------------------------
     Description(
         "request_errors_total",

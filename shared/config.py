@@ -236,6 +236,8 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Without any, everybody who can connect may use it."""
     allow_anonymous: bool = False
     """Listen elsewhere than on the loopback address without keys."""
+    max_connections: Positive = 1024
+    """At one time; further ones are refused."""
     max_body_mib: Positive = 64
     max_header_kib: Positive = 32
     header_timeout_s: Seconds = 10.0

@@ -244,15 +244,20 @@ def test_it_takes_little_memory(gateway: Gateway) -> None:
         assert f"/{library}/" not in status
 
 
-async def test_a_certificate_makes_it_https(another: Start, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+async def certificate(folder: Path) -> ssl.SSLContext:
+    """Written there as cert.pem and key.pem, for 127.0.0.1; returns who trusts it."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     made = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
     assert await made.wait() == 0
+    return ssl.create_default_context(cafile=cert)
+
+
+async def test_a_certificate_makes_it_https(another: Start, tmp_path: Path) -> None:
+    trust = await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem")
     assert gateway.url.startswith("https://")
-    trust = ssl.create_default_context(cafile=cert)
     async with httpx.AsyncClient(base_url=gateway.url, verify=trust, trust_env=False) as http:
         assert (await http.get("/health")).status_code == 200

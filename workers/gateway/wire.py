@@ -1,34 +1,48 @@
 """The server's own edge: what is refused before there is a request that a route could be found for.
 
 A connection that sends headers for ever, too many of them, or a body of countless tiny chunks is
-told so and closed.
+told so and closed, and so is one that is more than there may be.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from shared.errors import InvalidRequest, PagemillError
+from shared.config import GatewayConfig
+from shared.errors import InvalidRequest, Overloaded, PagemillError
+from shared.metrics import Counter
 from workers.gateway import errors
 
 # Of one body; the largest allowed needs fewer, unless somebody means harm.
 MAX_CHUNKS = 16_384
 # To close while a client still sends is to reset, and it would not see what it was told.
 LINGER_S = 2.0
+# They linger too, and would be a crowd of their own; more are closed without a word.
+MAX_TURNED_AWAY = 64
+
+
+class Entrance:
+    """What all connections share."""
+
+    def __init__(self, limits: GatewayConfig, max_connections: int, refused: Counter) -> None:
+        self.max_header_bytes = limits.max_header_kib * 2**10
+        self.header_timeout_s = limits.header_timeout_s
+        self.max_connections = max_connections
+        self.refused = refused
+        self.turned_away: set[Wire] = set()
+        """Told that they are too many, and not closed yet."""
 
 
 class Wire(HttpToolsProtocol):
     """A connection."""
 
-    def __init__(
-        self, max_header_bytes: int, header_timeout_s: float, config: Config, **kwargs: Any
-    ) -> None:
+    def __init__(self, entrance: Entrance, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self._max_header_bytes = max_header_bytes
-        self._header_timeout_s = header_timeout_s
+        self._entrance = entrance
         self._in_head = True
         self._in_body = False
         self._refused = False
@@ -38,10 +52,14 @@ class Wire(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        if len(self.connections) > self._entrance.max_connections:
+            self._turn_away()
+        else:
+            self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._entrance.turned_away.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -49,8 +67,11 @@ class Wire(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._max_header_bytes:
+        if self._in_head and self._head_bytes > self._entrance.max_header_bytes:
             self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
+        elif self._is_idle and self._timer is None:
+            # What has come is no request yet, and has ended the time of an idle connection.
+            self._await_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -82,6 +103,20 @@ class Wire(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest("this is not a valid HTTP request"))
 
+    @property
+    def _is_idle(self) -> bool:
+        return not self._in_body and (self.cycle is None or self.cycle.response_complete)
+
+    def _turn_away(self) -> None:
+        self.connections.discard(self)
+        self._entrance.refused.add()
+        if len(self._entrance.turned_away) < MAX_TURNED_AWAY:
+            self._entrance.turned_away.add(self)
+            self._refuse(Overloaded("there are too many connections"))
+        else:
+            self._refused = True
+            self.transport.abort()
+
     def _refuse(self, error: PagemillError) -> None:
         if self._refused or self.transport.is_closing():
             return
@@ -92,9 +127,11 @@ class Wire(HttpToolsProtocol):
         if not answering:
             info = errors.info_of(error)
             body = errors.to_json(errors.body_of(info))
+            after_s = info.retry_after_s
             self.transport.write(
                 STATUS_LINE[errors.status_of(info)]
                 + b"content-type: application/json\r\nconnection: close\r\n"
+                + (b"" if after_s is None else b"retry-after: %d\r\n" % math.ceil(after_s))
                 + b"content-length: %d\r\n\r\n" % len(body)
                 + body
             )
@@ -103,7 +140,7 @@ class Wire(HttpToolsProtocol):
         self._set_timer(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
-        self._set_timer(self._header_timeout_s, self._head_is_late)
+        self._set_timer(self._entrance.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._refuse(errors.TooSlow("the request's headers did not arrive in time"))

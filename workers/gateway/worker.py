@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import math
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from workers.gateway import (
     tokenizing,
 )
 from workers.gateway.app import Door, application
-from workers.gateway.wire import Wire
+from workers.gateway.wire import Entrance, Wire
 
 FEATURES = (
     *(health, models, completing, requests),
@@ -44,13 +45,20 @@ FEATURES = (
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 30
+# For all but connections, those who are turned away included.
+OTHER_FILES = 192
 
 
 async def main(context: Context) -> None:
     config = context.config.gateway
     door = Door(context.bus, context.config, context.metrics, context.worker)
     with _listening(config) as listener:
-        server = _server(door, every_route(door), context.config.delivery.drain_s)
+        num_connections = _affordable(config.max_connections)
+        if num_connections < config.max_connections:
+            context.log.warning("fewer_connections", max_connections=num_connections)
+        refused = context.metrics.counter("http_connections_refused_total")
+        entrance = Entrance(config, num_connections, refused)
+        server = _server(door, every_route(door), entrance, context.config.delivery.drain_s)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener)
         context.log.info("listening", url=context.url)
@@ -79,14 +87,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(door: Door, routes: list[Route], drain_s: float) -> _Server:
+def _server(door: Door, routes: list[Route], entrance: Entrance, drain_s: float) -> _Server:
     limits = door.limits
     config = uvicorn.Config(
         application(door, routes),
         # What uvicorn calls a class, it only calls.
         http=cast(
             type[asyncio.Protocol],
-            partial(Wire, limits.max_header_kib * 2**10, limits.header_timeout_s),
+            partial(Wire, entrance),
         ),
         ws="none",
         lifespan="off",
@@ -100,6 +108,16 @@ def _server(door: Door, routes: list[Route], drain_s: float) -> _Server:
     config.load()
     config.ssl = _tls(limits)
     return _Server(config)
+
+
+def _affordable(num_connections: int) -> int:
+    """As many of them as the process can have files for; it takes what it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + OTHER_FILES
+    if 0 <= soft < needed:
+        soft = needed if hard < 0 else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return num_connections if soft < 0 else max(1, min(num_connections, soft - OTHER_FILES))
 
 
 @contextlib.contextmanager
