@@ -81,10 +81,11 @@ def _endpoints() -> str:
             _name(operation.body),
             _name(operation.answer)
             + ("" if operation.chunk is None else f", or SSE of {_name(operation.chunk)}"),
+            "yes" if operation.counted else "-",
         ]
         for operation in OPERATIONS
     ]
-    return _table(["", "", "body", "answer"], rows)
+    return _table(["", "", "body", "answer", "counted"], rows)
 
 
 def bodies() -> str:

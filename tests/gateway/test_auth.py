@@ -19,6 +19,7 @@ from workers.gateway.app import Door
 from workers.gateway.auth import Caller, Keyring, digest, make_key
 from workers.gateway.errors import InvalidKey, RateLimited
 from workers.gateway.limits import Limits
+from workers.gateway.operations import OPERATIONS
 from workers.gateway.worker import every_route
 
 ALICE, BOB = make_key(), make_key()
@@ -200,6 +201,24 @@ async def test_one_key_may_ask_for_so_much(another: Start) -> None:
                 pass
         free = await http.post(path, json=question(), headers=bearer(BOB))
         assert free.status_code == 200
+
+
+async def test_all_that_costs_others_something_counts(another: Start) -> None:
+    """And what ends work does not: a key at its limit can still end what it has begun."""
+    gateway = another(api_keys=[KEYS[0] | {"max_requests_per_minute": 1}])
+    async with httpx.AsyncClient(
+        base_url=gateway.url, timeout=60, trust_env=False, headers=bearer(ALICE)
+    ) as http:
+        first = await http.post("/tokenize", json={"prompt": "Hi"})
+        assert first.status_code == 200
+        for operation in OPERATIONS:
+            got = await http.request(operation.method, operation.path.replace("{id}", "x"))
+            assert (got.status_code == 429) == operation.counted, operation.path
+    free = {operation.path for operation in OPERATIONS if not operation.counted}
+    facts = {"/health", "/ready", "/version", "/metrics", "/openapi.json"}
+    assert free == facts | {
+        *("/v1/models", "/v1/models/{model}", "/v1/requests/{id}", "/inference/v1/abort_requests"),
+    }
 
 
 async def test_other_origins_may_read_where_that_is_configured(another: Start) -> None:

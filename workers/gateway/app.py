@@ -110,7 +110,8 @@ class Door:
         public: bool = False,
         counted: bool = False,
     ) -> Route:
-        """`public`: for those without a key, too. `counted`: it is work, for the key's limits."""
+        """`public`: for those without a key, too. `counted`: for the limits of the key, as all is
+        that costs others something; what ends work, or tells what is known anyway, is not."""
 
         async def guarded(request: Request) -> Response:
             request.scope["endpoint_path"] = path

@@ -54,8 +54,8 @@ def routes(door: Door) -> list[Route]:
         return []
     derenderer = _Derenderer(Desk(door))
     return [
-        derenderer.desk.post("/v1/chat/completions/derender", derenderer.chat),
-        derenderer.desk.post("/v1/completions/derender", derenderer.completion),
+        derenderer.desk.post("/v1/chat/completions/derender", derenderer.chat, counted=True),
+        derenderer.desk.post("/v1/completions/derender", derenderer.completion, counted=True),
     ]
 
 

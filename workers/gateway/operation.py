@@ -38,6 +38,8 @@ class Operation(Struct, frozen=True):
     """With which it is answered."""
     public: bool = False
     """Without a key, too."""
+    counted: bool = False
+    """For the limits of the key."""
     status_of: Callable[[ErrorLike], int] = errors.status_of
 
     @property
@@ -46,6 +48,8 @@ class Operation(Struct, frozen=True):
         found: set[type[PagemillError]] = {errors.HeadersTooLarge, WorkerFailure, *self.refuses}
         if not self.public:
             found.add(errors.InvalidKey)
+        if self.counted:
+            found.add(errors.RateLimited)
         if self.body is not None:
             found |= {InvalidRequest, *BODY}
         by_status: dict[int, list[str]] = {}

@@ -67,7 +67,6 @@ ANY_ANSWER = (
     UnknownModel,
     UnsupportedContent,
     errors.AnswerTooLarge,
-    errors.RateLimited,
 )
 """What a request may end with."""
 
@@ -77,6 +76,7 @@ ASKED_OF_RENDERERS = (
     MediaBlocked,
     MediaNotFound,
     MediaTooLarge,
+    Overloaded,
     PayloadTooLarge,
     Unavailable,
     UnknownAdapter,
@@ -106,6 +106,7 @@ OPERATIONS = [
         ChatChunk,
         ANY_ANSWER,
         STREAM,
+        counted=True,
     ),
     Operation(
         "POST",
@@ -117,6 +118,7 @@ OPERATIONS = [
         Completion,
         ANY_ANSWER,
         STREAM,
+        counted=True,
     ),
     Operation(
         "GET",
@@ -126,8 +128,9 @@ OPERATIONS = [
         requests.RequestBody,
         refuses=(
             *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
-            *(errors.AnswerTooLarge, errors.RateLimited),
+            errors.AnswerTooLarge,
         ),
+        counted=True,
     ),
     Operation(
         "GET",
@@ -138,6 +141,7 @@ OPERATIONS = [
         chunk=Any,
         refuses=(InvalidRequest, NotFound, *ANY_ANSWER),
         parameters=(LAST_EVENT, FROM),
+        counted=True,
     ),
     Operation(
         "DELETE",
@@ -156,6 +160,7 @@ OPERATIONS = [
         RenderedRequest,
         rendering.RenderChat,
         refuses=(*ASKED_OF_RENDERERS, InvalidGrammar),
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -166,6 +171,7 @@ OPERATIONS = [
         list[RenderedRequest],
         rendering.RenderCompletion,
         refuses=(*ASKED_OF_RENDERERS, InvalidGrammar),
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -178,6 +184,7 @@ OPERATIONS = [
         GenerateChunk,
         (*ANY_ANSWER, MMCacheMiss),
         STREAM,
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -198,6 +205,7 @@ OPERATIONS = [
         derenderwire.ChatResponse | derenderwire.StreamAnswer,
         derenderwire.DerenderChat | derenderwire.DerenderChatStream,
         refuses=ASKED_OF_RENDERERS,
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -208,6 +216,7 @@ OPERATIONS = [
         derenderwire.CompletionResponse | derenderwire.StreamAnswer,
         derenderwire.DerenderCompletion | derenderwire.DerenderCompletionStream,
         refuses=ASKED_OF_RENDERERS,
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -218,6 +227,7 @@ OPERATIONS = [
         tokenizing.TokenizeAnswer,
         tokenizing.TokenizeBody,
         refuses=ASKED_OF_RENDERERS,
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation(
@@ -228,6 +238,7 @@ OPERATIONS = [
         tokenizing.DetokenizeAnswer,
         tokenizing.DetokenizeBody,
         refuses=ASKED_OF_RENDERERS,
+        counted=True,
         status_of=scaleouterrors.status_of,
     ),
     Operation("GET", "/v1/models", "Models", "The models that are served here", models.ModelList),

@@ -71,9 +71,9 @@ def routes(door: Door) -> list[Route]:
 
     path = "/v1/requests/{id}"
     return [
-        door.route(path, show),
+        door.route(path, show, counted=True),
         door.route(path, cancel, ["DELETE"]),
-        door.route(f"{path}/stream", stream),
+        door.route(f"{path}/stream", stream, counted=True),
     ]
 
 

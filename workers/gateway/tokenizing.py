@@ -77,9 +77,8 @@ def routes(door: Door) -> list[Route]:
         return Json(DetokenizeAnswer(text))
 
     return [
-        # It may have to fetch and process pictures.
         desk.post("/tokenize", tokenize, counted=True),
-        desk.post("/detokenize", detokenize),
+        desk.post("/detokenize", detokenize, counted=True),
     ]
 
 
