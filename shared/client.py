@@ -159,10 +159,15 @@ async def tokenize(
 
 
 async def detokenize(
-    bus: Bus, model: str, request: DetokenizeRequest, timeout_s: float = ANSWER_TIMEOUT_S
+    bus: Bus,
+    model: str,
+    request: DetokenizeRequest,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    tenant: str = "",
 ) -> Detokenized | Refusal:
     """The text of tokens. Raises what `render` raises."""
-    answer = await _question(bus, model, subjects.detokenize, to_json(request), timeout_s)
+    question = to_json(request)
+    answer = await _question(bus, model, subjects.detokenize, question, timeout_s, tenant)
     return decode_detokenized(answer)
 
 

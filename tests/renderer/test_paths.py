@@ -295,6 +295,31 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
     assert set(refused) == {"overloaded"}
 
 
+async def test_a_burst_of_one_tenant_leaves_room_for_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what there is, and every other turn, however many of the first wait."""
+    monkeypatch.setattr(services, "MAX_HELD", 8)
+    request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
+    order: list[str] = []
+
+    async def ask(tenant: str) -> str:
+        answer = await client.render(rig.bus, request, tenant=tenant)
+        if isinstance(answer, Refusal):
+            return answer.error.code
+        order.append(tenant)
+        return "answered"
+
+    burst = [asyncio.create_task(ask("many")) for _ in range(24)]
+    few = [asyncio.create_task(ask("few")) for _ in range(4)]
+    assert await asyncio.gather(*few) == ["answered"] * 4
+    told = await asyncio.gather(*burst)
+    assert set(told) == {"answered", "overloaded"}
+    assert order.index("few") < order.count("many")
+    # Nothing is held any more.
+    assert await asyncio.gather(*(ask("many") for _ in range(8))) == ["answered"] * 8
+
+
 async def test_questions_are_shared_among_renderers(broker: Broker, bus: Bus) -> None:
     model = new_model()
     config = config_for(model)

@@ -153,7 +153,8 @@ class Job:
                 if record.index == 0 and start == 0:
                     self._first.observe(time.monotonic() - self._began_s)
                 self._tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                await self._door.spellings.learn(self.record.model, self._unspelt(record))
+                model, tenant = self.record.model, self.record.tenant
+                await self._door.spellings.learn(model, self._unspelt(record), tenant)
                 return self._assembler.take(part, record)
             case Finish():
                 return self._assembler.finish(part, record.usage)

@@ -138,17 +138,18 @@ async def _echoed(door: Door, order: Order, caller: Caller, *, scored: bool) -> 
         text = order.requests[len(echoes)].prompt
         if text is None:
             assert token_ids is not None
-            text = (await _detokenized(door, request.model, token_ids)).prompt
+            text = (await _detokenized(door, request.model, token_ids, caller)).prompt
         requests.append(request)
         if scored and token_ids is not None:
-            await door.spellings.learn(request.model, token_ids)
+            await door.spellings.learn(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if scored else []))
     options: dict[str, Any] = order.options | {"echo": msgspec.to_builtins(echoes)}
     return Order(requests, order.sampling, options)
 
 
-async def _detokenized(door: Door, model: str, token_ids: list[int]) -> Detokenized:
-    return _unless_refused(await client.detokenize(door.bus, model, DetokenizeRequest(token_ids)))
+async def _detokenized(door: Door, model: str, token_ids: list[int], caller: Caller) -> Detokenized:
+    question = DetokenizeRequest(token_ids)
+    return _unless_refused(await client.detokenize(door.bus, model, question, tenant=caller.tenant))
 
 
 def _unless_refused(answer: T | Refusal) -> T:

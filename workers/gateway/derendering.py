@@ -52,24 +52,34 @@ _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
 def routes(door: Door) -> list[Route]:
     if not door.limits.scale_out:
         return []
-    derenderer = _Derenderer(Desk(door))
+    desk = Desk(door)
+
+    async def chat(request: Request, caller: Caller) -> Response:
+        return await _Derenderer(desk, caller.tenant).chat(request)
+
+    async def completion(request: Request, caller: Caller) -> Response:
+        return await _Derenderer(desk, caller.tenant).completion(request)
+
     return [
-        derenderer.desk.post("/v1/chat/completions/derender", derenderer.chat, counted=True),
-        derenderer.desk.post("/v1/completions/derender", derenderer.completion, counted=True),
+        desk.post("/v1/chat/completions/derender", chat, counted=True),
+        desk.post("/v1/completions/derender", completion, counted=True),
     ]
 
 
 class _Derenderer:
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    """Of one request, whose questions are those of its tenant."""
 
-    async def chat(self, request: Request, _: Caller) -> Response:
+    def __init__(self, desk: Desk, tenant: str) -> None:
+        self.desk = desk
+        self._tenant = tenant
+
+    async def chat(self, request: Request) -> Response:
         data = await self.desk.read(request)
         if decode(data, _which).stream:
             return Json(await self._chat_event(decode(data, _chat_stream)))
         return Json(await self._chat_answer(decode(data, _chat)))
 
-    async def completion(self, request: Request, _: Caller) -> Response:
+    async def completion(self, request: Request) -> Response:
         data = await self.desk.read(request)
         if decode(data, _which).stream:
             return Json(await self._completion_event(decode(data, _completion_stream)))
@@ -195,7 +205,7 @@ class _Derenderer:
 
         async def read_one(choice: GeneratedChoice) -> Read:
             token_ids = derender.whole_tokens(answer, choice)
-            text = await self.desk.text_of(model, opened.token_ids + token_ids, skip)
+            text = await self._text(model, opened.token_ids + token_ids, skip)
             new, _ = window.read(opened, token_ids, text, text, last=True)
             return Read(new, await self._logprobs(model, choice, []), token_ids)
 
@@ -221,8 +231,8 @@ class _Derenderer:
         token_ids = choice.token_ids or []
         whole = before.token_ids + token_ids
         text, kept_text, logprobs = await asyncio.gather(
-            self.desk.text_of(model, whole, skip),
-            self.desk.text_of(model, window.kept(whole), skip),
+            self._text(model, whole, skip),
+            self._text(model, window.kept(whole), skip),
             self._logprobs(model, choice, state.context),
         )
         last = choice.finish_reason is not None
@@ -237,13 +247,17 @@ class _Derenderer:
 
     async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> Window:
         seed = window.kept(prompt or [])
-        return window.opened(seed, await self.desk.text_of(model, seed, skip))
+        return window.opened(seed, await self._text(model, seed, skip))
+
+    async def _text(self, model: str, token_ids: list[int], skip: bool) -> str:
+        return await self.desk.text_of(model, token_ids, skip, self._tenant)
 
     async def _logprobs(
         self, model: str, choice: GeneratedChoice, context: list[int]
     ) -> TextContent | None:
         named = derender.named_tokens(choice, context)
-        return derender.logprobs_of(choice, context, await self.desk.spelling_of(model, named))
+        spelling = await self.desk.spelling_of(model, named, self._tenant)
+        return derender.logprobs_of(choice, context, spelling)
 
     async def _max_len(self, model: str) -> int:
         return (await self.desk.door.card(model)).max_model_len

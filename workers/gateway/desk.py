@@ -72,15 +72,18 @@ class Desk:
         told = await client.render_features(self.door.bus, question, tenant=caller.tenant)
         return answered(told)
 
-    async def text_of(self, model: str, token_ids: list[int], skip_special_tokens: bool) -> str:
+    async def text_of(
+        self, model: str, token_ids: list[int], skip_special_tokens: bool, tenant: str
+    ) -> str:
         if not token_ids:
             return ""
         question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
-        return answered(await client.detokenize(self.door.bus, model, question)).prompt
+        told = await client.detokenize(self.door.bus, model, question, tenant=tenant)
+        return answered(told).prompt
 
-    async def spelling_of(self, model: str, token_ids: Collection[int]) -> Spelling:
+    async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> Spelling:
         """Of these tokens at least."""
-        await self.door.spellings.learn(model, token_ids)
+        await self.door.spellings.learn(model, token_ids, tenant)
         return self.door.spellings.of(model)
 
 

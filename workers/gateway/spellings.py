@@ -17,13 +17,15 @@ class Spellings:
     def of(self, model: str) -> Spelling:
         return self._known.setdefault(model, {})
 
-    async def learn(self, model: str, token_ids: Collection[int]) -> None:
-        """Returns when the model's spelling has all of these. Raises Unavailable."""
+    async def learn(self, model: str, token_ids: Collection[int], tenant: str) -> None:
+        """Returns when the model's spelling has all of these, asked for in the turn of `tenant`.
+        Raises Unavailable."""
         known = self._known.setdefault(model, {})
         unknown = [token_id for token_id in token_ids if token_id not in known]
         if not unknown:
             return
-        answer = await client.detokenize(self._bus, model, DetokenizeRequest(unknown))
+        question = DetokenizeRequest(unknown)
+        answer = await client.detokenize(self._bus, model, question, tenant=tenant)
         if isinstance(answer, Refusal):
             raise Failed(answer.error, "")
         known.update(zip(unknown, answer.token_bytes, strict=True))

@@ -71,9 +71,9 @@ def routes(door: Door) -> list[Route]:
         strings = told.token_strs if asked.return_token_strs else None
         return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))
 
-    async def detokenize(request: Request, _: Caller) -> Response:
+    async def detokenize(request: Request, caller: Caller) -> Response:
         asked = decode(await desk.read(request), _detokenize)
-        text = await desk.text_of(desk.model(asked.model), asked.tokens, False)
+        text = await desk.text_of(desk.model(asked.model), asked.tokens, False, caller.tenant)
         return Json(DetokenizeAnswer(text))
 
     return [

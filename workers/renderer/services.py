@@ -1,11 +1,13 @@
 """Questions on the bus that are answered at once: what a prompt renders to, and how many tokens.
 
 They share threads with engine-bound work, but may only ever have half of them, and what is asked
-beyond a bound is refused at once: nobody's answer waits for somebody's counting.
+beyond a bound is refused at once: nobody's answer waits for somebody's counting. Tenants are
+answered in turn, and when too much is asked it is the tenant with the most that is refused.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -35,6 +37,7 @@ from shared.prompts import prompt_of, prompt_to_count
 from workers.renderer.pictures import InThread
 from workers.renderer.processor import Processor
 from workers.renderer.readonly_path import ReadOnlyPath
+from workers.renderer.turns import Turns
 
 # Asked and not answered; at ten milliseconds each, the last of them waits less than a second.
 MAX_HELD = 64
@@ -58,8 +61,8 @@ class Services:
         self._processors = processors
         self._config = config
         self._in_thread = in_thread
-        self._credit = asyncio.Semaphore(max(1, config.renderer.threads // 2))
-        self._num_held = 0
+        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._num_free = max(1, config.renderer.threads // 2)
         self._shares: list[Share] = []
 
     async def start(self) -> None:
@@ -84,19 +87,39 @@ class Services:
     async def _answer(
         self, work: Callable[[bytes, str], Awaitable[bytes]], question: bytes, tenant: str | None
     ) -> bytes:
-        if self._num_held >= MAX_HELD:
-            return _refusal(Overloaded(f"{MAX_HELD} others wait for this renderer's answer"))
-        self._num_held += 1
         try:
-            async with self._credit:
-                return await work(question, tenant_of(tenant))
+            asker = tenant_of(tenant)
+            async with self._turn(asker):
+                return await work(question, asker)
         except PagemillError as error:
             return _refusal(error)
         except Exception:
             _log.exception("not_answered")
             return _refusal(WorkerFailure("a worker failed on this request"))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+        """Raises Overloaded, at once or when somebody else is given the place."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gone = self._turns.enter(tenant, mine, MAX_HELD)
+        if gone is not None:
+            gone.set_exception(Overloaded(f"{MAX_HELD} others wait for this renderer's answer"))
+        self._go_on()
+        try:
+            await asyncio.shield(mine)
+            yield
         finally:
-            self._num_held -= 1
+            if not mine.done():
+                self._turns.withdraw(tenant, mine)
+            elif mine.exception() is None:
+                self._num_free += 1
+                self._turns.leave(tenant)
+                self._go_on()
+
+    def _go_on(self) -> None:
+        while self._num_free and (waiter := self._turns.next()) is not None:
+            self._num_free -= 1
+            waiter.set_result(None)
 
     async def _render(self, model: str, question: bytes, tenant: str) -> bytes:
         request = await _decoded(decode_request, question)
