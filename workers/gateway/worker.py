@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -81,6 +81,32 @@ def every_route(door: Door) -> list[Route]:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self.servers = []
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, but for the time of a handshake, which would be a minute."""
+        connection = partial(
+            cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        tls, loop = self.config.ssl, asyncio.get_running_loop()
+        timeout_s = None if tls is None else self._handshake_timeout_s
+        for listener in sockets or ():
+            server = await loop.create_server(
+                connection,
+                sock=listener,
+                ssl=tls,
+                ssl_handshake_timeout=timeout_s,
+                backlog=BACKLOG,
+            )
+            self.servers.append(server)
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """They are the worker's, which tells us."""
@@ -107,7 +133,7 @@ def _server(door: Door, routes: list[Route], entrance: Entrance, drain_s: float)
     )
     config.load()
     config.ssl = _tls(limits)
-    return _Server(config)
+    return _Server(config, limits.header_timeout_s)
 
 
 def _affordable(num_connections: int) -> int:
