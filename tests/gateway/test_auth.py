@@ -204,7 +204,7 @@ async def test_one_key_may_ask_for_so_much(another: Start) -> None:
 
 
 async def test_all_that_costs_others_something_counts(another: Start) -> None:
-    """And what ends work does not: a key at its limit can still end what it has begun."""
+    """A key at its limit can still look at what it has begun, and end it."""
     gateway = another(api_keys=[KEYS[0] | {"max_requests_per_minute": 1}])
     async with httpx.AsyncClient(
         base_url=gateway.url, timeout=60, trust_env=False, headers=bearer(ALICE)

@@ -111,7 +111,7 @@ class Door:
         counted: bool = False,
     ) -> Route:
         """`public`: for those without a key, too. `counted`: for the limits of the key, as all is
-        that costs others something; what ends work, or tells what is known anyway, is not."""
+        that makes work; what looks at it, ends it, or tells what is known anyway, is not."""
 
         async def guarded(request: Request) -> Response:
             request.scope["endpoint_path"] = path

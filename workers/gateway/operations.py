@@ -130,7 +130,6 @@ OPERATIONS = [
             *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
             errors.AnswerTooLarge,
         ),
-        counted=True,
     ),
     Operation(
         "GET",

@@ -71,7 +71,7 @@ def routes(door: Door) -> list[Route]:
 
     path = "/v1/requests/{id}"
     return [
-        door.route(path, show, counted=True),
+        door.route(path, show),
         door.route(path, cancel, ["DELETE"]),
         door.route(f"{path}/stream", stream, counted=True),
     ]

@@ -5,9 +5,6 @@ import { Stages, duration, hasEnded } from "./stages.js";
 import { Refused, ask, refusal } from "./stream.js";
 
 const POLL_MS = 150;
-// Each look counts for the limits of the key.
-const MAX_POLL_MS = 5000;
-const POLL_GROWTH = 1.25;
 const HEALTH_MS = 5000;
 // Of less there is no telling how many tokens a second they are.
 const LEAST_RATE_MS = 200;
@@ -87,12 +84,12 @@ class Run {
 
   /** Follow the request through the stages, until it has ended. */
   async watch() {
-    for (let pauseMs = POLL_MS; ; pauseMs = Math.min(pauseMs * POLL_GROWTH, MAX_POLL_MS)) {
+    for (;;) {
       const request = await this.whereabouts();
       if (this !== running) return;
       if (request !== null) stages.show(request);
       if (this.abort.signal.aborted || (request === null ? this.over : hasEnded(request.state))) return;
-      await new Promise((resolve) => setTimeout(resolve, pauseMs));
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
   }
 
