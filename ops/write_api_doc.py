@@ -47,6 +47,7 @@ ABOUT = {
     "payload_too_large": "a request that fits into no message, its pictures left aside",
     "poison": "given up, after workers had died with it in hand",
     "rate_limit_exceeded": "over a limit of the key; `Retry-After` says for how long",
+    "request_id_reused": "the request that goes by this `X-Request-Id` has asked something else",
     "request_timeout": "headers or body did not arrive in time",
     "unavailable": "no broker, or no worker, answers",
     "unknown_adapter": "the model has no adapter of this name here",

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import structlog
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +27,7 @@ from shared.messages import (
     JobRecord,
     LogRecord,
     TokenChunk,
+    to_json,
 )
 from shared.tokenlog import last_record
 from workers.gateway import errors
@@ -248,6 +250,8 @@ async def submit(
     start = start_of(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
+    if named:
+        record = structs.replace(record, digest=_digest(requests, order.sampling))
     endpoint = request.scope["endpoint_path"]
     holder = f"{door.worker}:{secrets.token_hex(8)}"
     noted = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
@@ -257,12 +261,20 @@ async def submit(
         job = Job(door, request_id, record, endpoint, holder, noted)
         logs = _asked(door, job, requests, order)
     else:
-        record = await noted
-        job = Job(door, request_id, record, endpoint, holder, noted)
-        if len(start) != len(job.parts):
-            raise InvalidRequest("this id is that of another request", field="X-Request-Id")
+        known = await noted
+        job = Job(door, request_id, known, endpoint, holder, noted)
+        if known.digest != record.digest:
+            job.gone()
+            raise errors.ReusedId(
+                "this id is that of another request, which asked something else",
+                field="X-Request-Id",
+            )
         logs = await _asked_again(door, job, requests, order)
     return await respond(request, job, logs, start, stream=stream, refuse=refuse)
+
+
+def _digest(requests: Sequence[GenerateRequest], sampling: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json([requests, sampling])).hexdigest()
 
 
 def _asked(

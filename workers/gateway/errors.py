@@ -44,6 +44,10 @@ class UnknownRoute(RequestError):
     code = "unknown_url"
 
 
+class ReusedId(RequestError):
+    code = "request_id_reused"
+
+
 class WrongMethod(RequestError):
     code = "method_not_allowed"
 
@@ -90,6 +94,7 @@ STATUSES = {
     "media_too_large": 422,
     "media_not_found": 422,
     "mm_cache_miss": 422,
+    ReusedId.code: 422,
     RateLimited.code: 429,
     HeadersTooLarge.code: 431,
     "unavailable": 503,
