@@ -177,6 +177,11 @@ def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> Requ
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
         return UnknownParameter(f"unknown parameter: {path}", field=path)
+    missing = "Object missing required field `"
+    if what.startswith(missing):
+        name = what.removeprefix(missing).removesuffix("`")
+        path = f"{field}.{name}".removeprefix(".")
+        return InvalidRequest(f"{path} is missing", field=path)
     for part in CONTENT:
         if what == f"Invalid value {part!r}":
             return UnsupportedContent(
