@@ -29,7 +29,7 @@ PROGRESS_S = 0.5
 STACK_BYTES = 64 << 20
 # Between the parts of a JSON text: a space, or a new line and its indentation. With any number of
 # them a model that does not want to write JSON goes on with blanks until it may write no more.
-SPACING = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
+SPACING = r"( |\n[ \t]{0,16})?"
 FIELD = "sampling_params.structured_outputs"
 
 
@@ -152,7 +152,9 @@ def define(wanted: StructuredOutputs) -> str:
     text = msgspec.json.encode(schema).decode()
     # The default would win over what the schema itself says of white space.
     own = "x-guidance" in schema
-    return LLMatcher.grammar_from_json_schema(text, defaults=None if own else SPACING)
+    return LLMatcher.grammar_from_json_schema(
+        text, defaults=None if own else {"whitespace_pattern": SPACING}
+    )
 
 
 def _quote(text: str) -> str:
