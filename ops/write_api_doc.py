@@ -8,6 +8,7 @@ import ast
 import inspect
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,7 @@ from workers.gateway import errors
 from workers.gateway.openapi import document
 from workers.gateway.operation import types_of
 from workers.gateway.operations import OPERATIONS
+from workers.gateway.schemas import PREFIXES
 
 FILE = Path(__file__).parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -39,12 +41,14 @@ ABOUT = {
     "media_not_found": "a `media:` URL of nothing that the tenant has stored",
     "media_too_large": "a picture over the limit on bytes, pixels or number",
     "media_url_blocked": "a URL from which pictures are not fetched here",
+    "method_not_allowed": "there is nothing of this method at the URL; `Allow` says of which",
     "mm_cache_miss": "features by hash alone, of nothing that the tenant has sent before",
     "not_found": "no such request of this tenant, or none any more",
     "overloaded": "too many requests wait; `Retry-After` says for how long",
     "payload_too_large": "a request that fits into no message, its pictures left aside",
     "poison": "given up, after workers had died with it in hand",
     "rate_limit_exceeded": "over a limit of the key; `Retry-After` says for how long",
+    "request_id_reused": "the request that goes by this `X-Request-Id` has asked something else",
     "request_timeout": "headers or body did not arrive in time",
     "unavailable": "no broker, or no worker, answers",
     "unknown_adapter": "the model has no adapter of this name here",
@@ -53,6 +57,7 @@ ABOUT = {
     "unsupported_content": "a part of a message that the model has no stage for",
     "unsupported_content_type": "the body is not `application/json`",
     "unsupported_parameter": "a field, or a value of one, that is known and not done here",
+    "unknown_url": "there is nothing at the URL",
     "worker_failure": "a worker has failed on the request",
 }
 """When each error comes, by its code."""
@@ -64,11 +69,20 @@ def main() -> None:
 
 def rewritten(text: str) -> str:
     structs = _structs()
+    above = {name for _, kind, name, _ in BLOCK.findall(text) if kind == "fields"}
 
     def block(match: re.Match[str]) -> str:
         begin, kind, name, end = match.groups()
-        made = {"endpoints": _endpoints, "errors": _errors}.get(kind)
-        return f"{begin}\n{made() if made else _fields(structs[name])}\n{end}"
+        match kind:
+            case "endpoints":
+                made = _endpoints()
+            case "errors":
+                made = _errors()
+            case "types":
+                made = _types(structs, above)
+            case _:
+                made = _fields(name, structs[name])
+        return f"{begin}\n{made}\n{end}"
 
     return BLOCK.sub(block, text)
 
@@ -103,11 +117,9 @@ def _name(one: Any) -> str:
 
 
 def _errors() -> str:
-    used: dict[str, list[str]] = {}
+    used = {errors.UnknownRoute.code, errors.WrongMethod.code}
     for operation in OPERATIONS:
-        for codes in operation.refusals.values():
-            for code in codes:
-                used.setdefault(code, []).append(operation.path)
+        used.update(*operation.refusals.values())
     by_code = {error.code: error for error in _subclasses(PagemillError)}
     rows = [[str(errors.status_of(by_code[code])), f"`{code}`", ABOUT[code]] for code in used]
     return _table(["status", "code", ""], sorted(rows))
@@ -120,27 +132,44 @@ def _subclasses(cls: type[PagemillError]) -> list[type[PagemillError]]:
 def _structs() -> dict[str, Any]:
     """By name: every Struct that the document has a schema of."""
     found: dict[str, Any] = {}
-    pending = types_of(OPERATIONS)
+    pending = [*types_of(OPERATIONS), errors.ErrorAnswer]
     while pending:
         one = pending.pop(0)
         pending += get_args(one)
         if not inspect.isclass(one) or not issubclass(one, msgspec.Struct):
             continue
-        if one.__name__ not in found:
-            found[one.__name__] = one
+        if (name := _schema_name(one)) not in found:
+            found[name] = one
             pending += get_type_hints(one, include_extras=True).values()
     return found
 
 
-def _fields(cls: Any) -> str:
-    schema = document()["components"]["schemas"][cls.__name__]
+@cache
+def _schemas() -> dict[str, Any]:
+    return dict(document()["components"]["schemas"])
+
+
+def _schema_name(cls: Any) -> str:
+    """What the document calls it, where there are several of its name."""
+    told = PREFIXES.get(cls.__module__.rpartition(".")[2], "") + cls.__name__
+    return told if told in _schemas() else str(cls.__name__)
+
+
+def _types(structs: dict[str, Any], above: set[str]) -> str:
+    """A table of each that has none above."""
+    rest = sorted(structs.keys() - above)
+    return "\n".join(f"`{name}`\n\n{_fields(name, structs[name])}" for name in rest)
+
+
+def _fields(name: str, cls: Any) -> str:
+    schema = _schemas()[name]
     about = _docstrings(cls)
     required = set(schema.get("required", ()))
     rows = []
-    for name, field in schema["properties"].items():
+    for key, field in schema["properties"].items():
         default = field.get("default")
-        shown = "required" if name in required else "-" if default is None else _code(default)
-        rows.append([f"`{name}`", _spelled(field), shown, about.get(name, "")])
+        shown = "required" if key in required else "-" if default is None else _code(default)
+        rows.append([f"`{key}`", _spelled(field), shown, about.get(key, "")])
     return _table(["field", "type", "default", ""], rows)
 
 

@@ -474,6 +474,8 @@ class JobRecord(Struct, frozen=True):
     """The request has ended after it, if it was ever taken."""
     holders: list[str] = []
     """Connections of clients whose leaving ends it, each a worker's name, a colon, and its own."""
+    digest: str = ""
+    """SHA-256 of what is asked, where the client has named it: who names it again asks the same."""
 
 
 # ---------------------------------------------------------------------------------------------

@@ -228,6 +228,9 @@ async def test_other_origins_may_read_where_that_is_configured(another: Start) -
         preflight = await http.options("/v1/chat/completions", headers=asks)
         assert preflight.status_code == 204
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        # OpenAI's package has a dozen of `x-stainless-…`, which browsers ask about.
+        allowed = preflight.headers["access-control-allow-headers"].split(", ")
+        assert {"authorization", "*"} <= set(allowed)
         other = await http.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
 

@@ -46,6 +46,8 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
     (ask(model="other"), 404, "unknown_model", "model"),
     (ask(tempreature=1), 400, "unknown_parameter", "tempreature"),
+    ({"model": "demo"}, 400, "invalid_request", "messages"),
+    (ask(messages=[{"content": "a"}]), 400, "invalid_request", "messages[0].role"),
     (ask(temperature=3), 400, "invalid_request", "temperature"),
     (ask(temperature="hot"), 400, "invalid_request", "temperature"),
     (ask(messages=[]), 400, "invalid_request", "messages"),

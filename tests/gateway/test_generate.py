@@ -248,7 +248,9 @@ async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
     named = {"X-Request-Id": "its-name"}
     first = await ok(http, GENERATE, asked, **named)
     assert first["request_id"] == "generate-tokens-its-name"
-    assert await ok(http, GENERATE, other, **named) == first
+    assert await ok(http, GENERATE, asked, **named) == first
+    reused = await http.post(GENERATE, json=other, headers=named)
+    assert (reused.status_code, reused.json()["error"]["code"]) == (422, "request_id_reused")
 
 
 async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Start) -> None:
@@ -326,6 +328,14 @@ async def test_more_than_there_is_room_for_is_refused_where_it_is_rendered(
     asked = chat()
     del asked["max_tokens"]
     assert (await ok(http, RENDER, asked))["sampling_params"]["max_tokens"] == 64
+
+
+async def test_what_generate_would_refuse_is_refused_where_it_is_rendered(
+    http: httpx.AsyncClient,
+) -> None:
+    status, error = await refused(http, RENDER, chat(n=2, temperature=0))
+    assert (status, error["code"], error["param"]) == (400, "invalid_request", "n")
+    await ok(http, GENERATE, await ok(http, RENDER, chat(n=2, temperature=1)))
 
 
 async def test_prompts_are_rendered_each_for_itself(http: httpx.AsyncClient) -> None:

@@ -84,6 +84,34 @@ async def test_a_closed_connection_cancels_also_what_is_not_streamed(
     assert (again.status_code, again.json()["error"]["code"]) == (400, "cancelled")
 
 
+async def test_an_id_is_that_of_what_was_asked_first(http: httpx.AsyncClient) -> None:
+    """A trace's id that a proxy passes on comes with several questions."""
+    named = {"x-request-id": f"trace-{time.time_ns()}"}
+    body = question("Describe it.") | {"max_tokens": 4}
+    first = await http.post(PATH, json=body, headers=named)
+    again = await http.post(PATH, json=body, headers=named)
+    assert (again.status_code, again.json()) == (200, first.json())
+    for other in (body | question("What colour is it?"), body | {"max_tokens": 5}):
+        refused = await http.post(PATH, json=other | {"stream": True}, headers=named)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "request_id_reused")
+    prompts = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 2}
+    assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 200
+    prompts["prompt"] = ["a", "c"]
+    assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 422
+
+
+async def test_who_is_refused_an_id_keeps_nobodys_request_alive(http: httpx.AsyncClient) -> None:
+    named = {"x-request-id": f"trace-{time.time_ns()}"}
+    body = long(max_tokens=900, n=8)
+    async with http.stream("POST", PATH, json=body, headers=named) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        refused = await http.post(PATH, json=body | {"seed": 6}, headers=named)
+        assert refused.json()["error"]["code"] == "request_id_reused"
+        assert (await state_of(http, named["x-request-id"]))["state"] == "running"
+    assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
+
+
 async def test_a_durable_request_goes_on_without_its_client(http: httpx.AsyncClient) -> None:
     request_id, begun = await begin(http, {}, 2, durable=True)
     url = f"/v1/requests/{request_id}/stream"

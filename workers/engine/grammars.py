@@ -27,6 +27,9 @@ MAX_COMPILING = 2
 PROGRESS_S = 0.5
 # More than the process has in which the grammar was tried, so what has passed there passes here.
 STACK_BYTES = 64 << 20
+# Between the parts of a JSON text: a space, or a new line and its indentation. With any number of
+# them a model that does not want to write JSON goes on with blanks until it may write no more.
+SPACING = r"( |\n[ \t]{0,16})?"
 FIELD = "sampling_params.structured_outputs"
 
 
@@ -145,8 +148,13 @@ def define(wanted: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(wanted.grammar)
     if wanted.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, wanted.choice)))
-    schema = {"type": "object"} if wanted.json_object else wanted.json_schema
-    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode())
+    schema = {"type": "object"} if wanted.json_object else wanted.json_schema or {}
+    text = msgspec.json.encode(schema).decode()
+    # The default would win over what the schema itself says of white space.
+    own = "x-guidance" in schema
+    return LLMatcher.grammar_from_json_schema(
+        text, defaults=None if own else {"whitespace_pattern": SPACING}
+    )
 
 
 def _quote(text: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import structlog
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +27,7 @@ from shared.messages import (
     JobRecord,
     LogRecord,
     TokenChunk,
+    to_json,
 )
 from shared.tokenlog import last_record
 from workers.gateway import errors
@@ -252,6 +254,8 @@ async def submit(
     start = start_of(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
+    if named:
+        record = structs.replace(record, digest=_digest(requests, order.sampling))
     endpoint = request.scope["endpoint_path"]
     holder = f"{door.worker}:{secrets.token_hex(8)}"
     holding = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
@@ -261,13 +265,17 @@ async def submit(
         job = Job(door, request_id, record, endpoint, holder, holding)
         logs = _asked(door, job, requests, order)
     else:
-        first_record = await holding
-        job = Job(door, request_id, first_record, endpoint, holder, holding)
-        if len(start) != len(job.parts):
-            raise InvalidRequest("this id is that of another request", field="X-Request-Id")
-        if not stream and first_record is not record:
+        known = await holding
+        job = Job(door, request_id, known, endpoint, holder, holding)
+        if known.digest != record.digest:
+            job.gone()
+            raise errors.ReusedId(
+                "this id is that of another request, which asked something else",
+                field="X-Request-Id",
+            )
+        if not stream and known is not record:
             try:
-                await _make_room(door, request, first_record)
+                await _make_room(door, request, known)
             except PagemillError:
                 job.gone()  # Its client is, and another may still be there.
                 raise
@@ -282,6 +290,10 @@ async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
     most = (await door.card(record.model)).max_model_len if kept.needs_max_model_len else 0
     num_bytes = kept.at_most(most)
     door.shelf.take(request.scope, num_bytes, kept.field_of(num_bytes, record.kind))
+
+
+def _digest(requests: Sequence[GenerateRequest], sampling: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json([requests, sampling])).hexdigest()
 
 
 def _asked(

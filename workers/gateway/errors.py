@@ -44,6 +44,10 @@ class UnknownRoute(RequestError):
     code = "unknown_url"
 
 
+class ReusedId(RequestError):
+    code = "request_id_reused"
+
+
 class WrongMethod(RequestError):
     code = "method_not_allowed"
 
@@ -96,6 +100,7 @@ STATUSES = {
     "media_too_large": 422,
     "media_not_found": 422,
     "mm_cache_miss": 422,
+    ReusedId.code: 422,
     RateLimited.code: 429,
     HeadersTooLarge.code: 431,
     "unavailable": 503,
@@ -178,6 +183,11 @@ def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> Requ
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
         return UnknownParameter(f"unknown parameter: {path}", field=path)
+    missing = "Object missing required field `"
+    if what.startswith(missing):
+        name = what.removeprefix(missing).removesuffix("`")
+        path = f"{field}.{name}".removeprefix(".")
+        return InvalidRequest(f"{path} is missing", field=path)
     for part in CONTENT:
         if what == f"Invalid value {part!r}":
             return UnsupportedContent(

@@ -16,7 +16,7 @@ from workers.gateway.generatewire import (
     RenderedRequest,
     StreamOptions,
 )
-from workers.gateway.samplingwire import write_sampling
+from workers.gateway.samplingwire import check_greedy, write_sampling
 
 
 def resolved(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
@@ -25,10 +25,12 @@ def resolved(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingP
     Raises InvalidRequest for what no request may have.
     """
     try:
-        return msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
+        params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         what, field = split_path(str(error))
         raise InvalidRequest(f"{field}: {what}", field=field or None) from error
+    check_greedy(params)
+    return params
 
 
 def num_to_answer(asked: int | None, num_prompt: int, max_model_len: int) -> int:

@@ -170,5 +170,10 @@ def _check(sampling: dict[str, Any]) -> None:
         what, path = split_path(str(error))
         name = path.partition(".")[0].partition("[")[0]
         raise InvalidRequest(f"{name}: {what}", field=name or None) from error
+    check_greedy(params)
+
+
+def check_greedy(params: SamplingParams) -> None:
+    """Raises InvalidRequest for choices that would all be the same."""
     if params.n > 1 and params.temperature < _GREEDY_EPS:
         raise InvalidRequest(f"n must be 1 when using greedy sampling, got {params.n}.", field="n")

@@ -12,7 +12,8 @@ from msgspec import NODEFAULT, Struct, UnsetType
 _REF = "#/components/schemas/{name}"
 # What msgspec calls the Structs of a name that there is twice.
 _TWICE = re.compile(r"workers\.gateway\.(\w+)\.(\w+)")
-_PREFIXES = {"derenderwire": "Derender", "generatewire": "Generate"}
+PREFIXES = {"derenderwire": "Derender", "generatewire": "Generate"}
+"""Of their names in the document then, by module."""
 
 
 class Schemas:
@@ -73,5 +74,5 @@ def _is_struct(one: Any) -> bool:
 def _renamed(schema: Any) -> Any:
     text = msgspec.json.encode(schema).decode()
     return msgspec.json.decode(
-        _TWICE.sub(lambda match: _PREFIXES.get(match[1], "") + match[2], text)
+        _TWICE.sub(lambda match: PREFIXES.get(match[1], "") + match[2], text)
     )
