@@ -23,6 +23,9 @@ from workers.gateway.logprobs import MAX_CONTEXT, spell
 from workers.gateway.openai import CompletionRequest
 from workers.gateway.ordering import Order, lane_of, prompts_of, sampling_of, usage_options
 
+# As OpenAI's API has it: an answer to a chat ends by itself, and a prompt may go on for ever.
+DEFAULT_MAX_TOKENS = 16
+
 
 class Echo(Struct, frozen=True):
     """A prompt that the answer begins with."""
@@ -47,7 +50,7 @@ class CompletionOptions(Struct, frozen=True):
 def completion_order(request: CompletionRequest) -> Order:
     """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
     prompts = prompts_of(request)
-    sampling = sampling_of(request)
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
     if request.logprobs is not None:
         sampling["logprobs"] = request.logprobs
         if request.echo:
