@@ -237,6 +237,8 @@ async def submit(
 
     `known_as` is what `request_id_for` has said; `refuse` says what failures are answered with.
     """
+    if door.over.is_set():
+        raise Unavailable("the gateway is being stopped")
     first = order.requests[0]
     door.check_model(first.model)
     request_id, named = known_as or request_id_for(request, kind, caller.tenant)
@@ -262,7 +264,7 @@ async def submit(
         if len(start) != len(job.parts):
             raise InvalidRequest("this id is that of another request", field="X-Request-Id")
         logs = await _asked_again(door, job, requests, order)
-    return await respond(request, job, logs, start, stream=stream, refuse=refuse)
+    return await respond(door, request, job, logs, start, stream=stream, refuse=refuse)
 
 
 def _asked(
@@ -312,6 +314,7 @@ async def _asked_again(
 
 async def respond(
     request: Request,
+    door: Door,
     job: Job,
     logs: Sequence[AsyncIterator[LogRecord]],
     start: Sequence[int],
@@ -323,11 +326,16 @@ async def respond(
     if stream:
         job.numbered = _wants_ids(request, job.record)
         return EventStream(
-            job.events(logs, start), job.gone, refuse, headers, numbered=job.numbered
+            job.events(logs, start),
+            job.gone,
+            door.over,
+            refuse,
+            headers,
+            numbered=job.numbered,
         )
     try:
-        answer = await unless_gone(request.receive, job.whole(logs), job.gone)
-    except errors.Failed as error:
+        answer = await unless_gone(request.receive, job.whole(logs), job.gone, door.over)
+    except (errors.Failed, errors.Interrupted) as error:
         refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal

@@ -66,6 +66,7 @@ ANY_ANSWER = (
     UnknownAdapter,
     UnknownModel,
     UnsupportedContent,
+    errors.Interrupted,
     errors.RateLimited,
 )
 """What a request may end with."""
