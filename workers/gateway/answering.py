@@ -38,6 +38,7 @@ from workers.gateway.assembling import (
     tokens_to_spell,
 )
 from workers.gateway.auth import Caller
+from workers.gateway.fields import as_asked, names_of
 from workers.gateway.generatewire import MAX_ID_LEN
 from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
@@ -166,8 +167,7 @@ class Job:
 
     def error_of(self, failure: Failure) -> ErrorInfo:
         """With the field by the name that its endpoint has for it."""
-        of_openai = self.record.kind != "generate"
-        return errors.as_asked(failure.error) if of_openai else failure.error
+        return as_asked(failure.error, self.record.kind, self.record.options)
 
     def _unspelt(self, record: TokenChunk) -> set[int]:
         token_ids = tokens_to_spell(record)
@@ -289,14 +289,15 @@ async def _ask(
     """It lives as long as the answer, so it has nothing of the body as it was sent."""
     assert job.noted is not None
     records = client.ask(door.bus, request, part, job.record.tenant, sampling)
-    async for record in records:
-        try:
-            # By now it has been for long; nobody may see an answer that could not be resumed.
-            await asyncio.shield(job.noted)
-        except PagemillError:
-            job.cancel_soon()  # Who is told to ask again would have it done twice.
-            raise
-        yield record
+    with names_of(job.record.kind, job.record.options):
+        async for record in records:
+            try:
+                # By now it has been for long; nobody may see an answer that could not be resumed.
+                await asyncio.shield(job.noted)
+            except PagemillError:
+                job.cancel_soon()  # Who is told to ask again would have it done twice.
+                raise
+            yield record
 
 
 async def _asked_again(
@@ -313,8 +314,8 @@ async def _asked_again(
 
 
 async def respond(
-    request: Request,
     door: Door,
+    request: Request,
     job: Job,
     logs: Sequence[AsyncIterator[LogRecord]],
     start: Sequence[int],

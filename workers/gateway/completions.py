@@ -21,7 +21,14 @@ from workers.gateway.answers import (
 from workers.gateway.assembling import Spelling, or_unset, spelled
 from workers.gateway.logprobs import MAX_CONTEXT, spell
 from workers.gateway.openai import CompletionRequest
-from workers.gateway.ordering import Order, lane_of, prompts_of, sampling_of, usage_options
+from workers.gateway.ordering import (
+    Order,
+    fields_of,
+    lane_of,
+    prompts_of,
+    sampling_of,
+    usage_options,
+)
 
 # As OpenAI's API has it: an answer to a chat ends by itself, and a prompt may go on for ever.
 DEFAULT_MAX_TOKENS = 16
@@ -67,6 +74,7 @@ def completion_order(request: CompletionRequest) -> Order:
         "parts": len(prompts),
         "n": request.n or 1,
         "logprobs": request.logprobs is not None,
+        "fields": fields_of(request),
     }
     return Order([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
 

@@ -166,14 +166,6 @@ def info_of(error: Exception) -> ErrorInfo:
     return error_info(WorkerFailure("not expected"))
 
 
-def as_asked(error: ErrorInfo) -> ErrorInfo:
-    """With the field as OpenAI's clients have sent it."""
-    field = (error.field or "").removeprefix("sampling_params.")
-    if field.partition(".")[0] == "template_kwargs":
-        field = f"chat_{field}"
-    return msgspec.structs.replace(error, field=field or None)
-
-
 def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     """What is wrong with a body of the right syntax; `unsupported` are known, and not done here."""
     what, field = split_path(str(error))
