@@ -201,10 +201,15 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
 
 
 class Hop(Struct, frozen=True, array_like=True):
-    """One stage of a request's path; times are Unix milliseconds of the broker's clock."""
+    """One stage of a request's path; times are Unix milliseconds of the broker's clock.
+
+    An encoder's is written by the engine that waited: from when it asked until it had the
+    embeddings of all pictures.
+    """
 
     role: str
     worker: str
+    """Empty of encoders: each picture may be of another."""
     attempt: int
     received_ms: float
     sent_ms: float
