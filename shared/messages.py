@@ -419,6 +419,9 @@ class ModelCard(Struct, frozen=True, tag="card"):
     takes_tools: bool
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """In which form it writes its calls, if that is known."""
+    call_signs: list[int | None] | None = None
+    """Of a model that writes calls as `hermes`, the tokens of `<tool_call>` and `</tool_call>`;
+    null for one that is spelled in several."""
 
 
 class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -74,7 +74,8 @@ class _Renderer:
         asked = decode(await self.desk.read(request), _chat, UNSUPPORTED)
         model = self.desk.model(asked.model)
         card = await self.desk.door.card(model) if asked.tools else None
-        order = chat_order(asked, card)
+        # Other engines read other grammars.
+        order = chat_order(asked, card, strict=False)
         wire_id = f"chatcmpl-{_base_id(request, asked)}"
         return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
 
