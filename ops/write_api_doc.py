@@ -33,6 +33,7 @@ ABOUT = {
     "deadline_exceeded": "it did not end within `timeout_s`, or the configured time",
     "headers_too_large": "the headers are over `gateway.max_header_kib`, or more than 128",
     "internal_error": "an error of ours; the request may be sent again",
+    "interrupted": "the gateway is being stopped; the request goes on, and is read by its id",
     "invalid_api_key": "no key, or one that is not known here",
     "invalid_grammar": "a schema, expression or grammar that answers cannot be held to",
     "invalid_media": "a picture that cannot be read, fetched or decoded",

@@ -201,10 +201,15 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
 
 
 class Hop(Struct, frozen=True, array_like=True):
-    """One stage of a request's path; times are Unix milliseconds of the broker's clock."""
+    """One stage of a request's path; times are Unix milliseconds of the broker's clock.
+
+    An encoder's is written by the engine that waited: from when it asked until it had the
+    embeddings of all pictures.
+    """
 
     role: str
     worker: str
+    """Empty of encoders: each picture may be of another."""
     attempt: int
     received_ms: float
     sent_ms: float
@@ -414,6 +419,9 @@ class ModelCard(Struct, frozen=True, tag="card"):
     takes_tools: bool
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """In which form it writes its calls, if that is known."""
+    call_signs: list[int | None] | None = None
+    """Of a model that writes calls as `hermes`, the tokens of `<tool_call>` and `</tool_call>`;
+    null for one that is spelled in several."""
 
 
 class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):

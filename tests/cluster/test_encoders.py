@@ -124,7 +124,19 @@ async def test_answers_are_right_and_every_picture_went_through_an_encoder(
     for case, records in zip(CASES, answers, strict=True):
         assert_gapless(records)
         assert case.expect.lower() in text_of(records).lower()
+        check_path(records[-1], bool(case.images))
     assert len(events(three, "encoded")) == len({i for case in CASES for i in case.images})
+
+
+def check_path(final: LogRecord, encoded: bool) -> None:
+    """A request with pictures waited for them between its renderer and its answer."""
+    assert isinstance(final, Finish)
+    roles = ["coordinator", "renderer", *["encoder"] * encoded, "engine"]
+    assert [hop.role for hop in final.path] == roles
+    if encoded:
+        waited, answered = final.path[-2:]
+        assert answered.received_ms <= waited.received_ms <= waited.sent_ms <= answered.sent_ms
+        assert waited.attempt == answered.attempt
 
 
 async def test_a_hundred_requests_with_one_picture_make_one_encode(
@@ -202,7 +214,7 @@ async def test_embeddings_that_are_lost_are_made_again(
     assert isinstance(final, Finish)
     assert "yellow" in text_of(records).lower()
     roles = [hop.role for hop in final.path]
-    assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
+    assert roles == ["coordinator", "renderer", "engine", "renderer", "encoder", "engine"]
     assert len(events(three, "encoded")) - before == 2
 
 

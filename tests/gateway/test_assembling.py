@@ -174,7 +174,11 @@ async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() ->
 
 
 async def run(
-    events: AsyncIterator[bytes], leave: asyncio.Event | None = None, *, numbered: bool = False
+    events: AsyncIterator[bytes],
+    leave: asyncio.Event | None = None,
+    over: asyncio.Event | None = None,
+    *,
+    numbered: bool = False,
 ) -> list[Message]:
     sent: list[Message] = []
     left: list[bool] = []
@@ -187,7 +191,14 @@ async def run(
         sent.append(message)
 
     headers = {"x-request-id": "r"}
-    stream = EventStream(events, lambda: left.append(True), answer_of, headers, numbered=numbered)
+    stream = EventStream(
+        events,
+        lambda: left.append(True),
+        over or asyncio.Event(),
+        answer_of,
+        headers,
+        numbered=numbered,
+    )
     await stream({"type": "http"}, receive, send)
     return sent
 
@@ -241,3 +252,28 @@ async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_
     written = b"".join(body["body"] for body in bodies)
     assert b'id: 7\ndata: {"error":{"message":"too long"' in written
     assert written.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+async def test_what_is_interrupted_says_so_unless_its_client_goes_on_by_itself(
+    *, numbered: bool
+) -> None:
+    over, began = asyncio.Event(), asyncio.Event()
+
+    async def events(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield event(b"1", "0" if numbered else "")
+            over.set()
+        await began.wait()
+
+    asyncio.get_running_loop().call_later(0.05, over.set)
+    start, *_ = await run(events(0), over=over, numbered=numbered)
+    assert start["status"] == 503
+    assert (b"x-request-id", b"r") in start["headers"]
+    over.clear()
+    start, *bodies = await run(events(1), over=over, numbered=numbered)
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert (b'"code":"interrupted"' in written) == (not numbered)
+    assert written.endswith(b"data: [DONE]\n\n") == (not numbered)
+    assert bodies[-1]["more_body"] == numbered

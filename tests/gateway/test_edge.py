@@ -89,10 +89,10 @@ CASES: list[tuple[dict[str, Any], int, str, str | None]] = [
         ask(tools=[tool(nested(600))], tool_choice="required"),
         400,
         "invalid_request",
-        "structured_outputs",
+        "tools",
     ),
-    (ask(guided_json=nested(40)), 400, "invalid_request", "structured_outputs"),
-    (ask(guided_json={"const": 2**70}), 400, "invalid_request", "structured_outputs"),
+    (ask(guided_json=nested(40)), 400, "invalid_request", "guided_json"),
+    (ask(guided_json={"const": 2**70}), 400, "invalid_request", "guided_json"),
     (ask(stop_token_ids=[2**70]), 400, "invalid_request", "stop_token_ids[0]"),
     (ask(logit_bias={"100000": 1}), 400, "invalid_request", "logit_bias"),
 ]

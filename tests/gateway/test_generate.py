@@ -338,6 +338,15 @@ async def test_what_generate_would_refuse_is_refused_where_it_is_rendered(
     await ok(http, GENERATE, await ok(http, RENDER, chat(n=2, temperature=1)))
 
 
+async def test_a_completion_is_rendered_with_the_tokens_that_it_would_have(
+    http: httpx.AsyncClient,
+) -> None:
+    for asked, wanted in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
+        body = {"model": "demo", "prompt": "a cat"} | asked
+        (rendered,) = await ok(http, "/v1/completions/render", body)
+        assert rendered["sampling_params"]["max_tokens"] == wanted
+
+
 async def test_prompts_are_rendered_each_for_itself(http: httpx.AsyncClient) -> None:
     asked = {"model": "demo", "prompt": ["a cat", "a dog and"], "max_tokens": 3, "temperature": 0}
     rendered = await ok(http, "/v1/completions/render", asked)

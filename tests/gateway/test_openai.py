@@ -108,6 +108,20 @@ async def test_completions(client: AsyncOpenAI) -> None:
     assert {c.index async for chunk in stream for c in chunk.choices} == {0, 1}
 
 
+async def test_a_completion_has_16_tokens_unless_told_otherwise(client: AsyncOpenAI) -> None:
+    on: Any = {"ignore_eos": True}
+    answer = await client.completions.create(model="demo", prompt="What", extra_body=on)
+    null = await client.completions.create(
+        model="demo", prompt="What", max_tokens=None, extra_body=on
+    )
+    more = await client.completions.create(
+        model="demo", prompt="What", max_tokens=20, extra_body=on
+    )
+    used = [answer.usage, null.usage, more.usage]
+    assert [usage.completion_tokens for usage in used if usage is not None] == [16, 16, 20]
+    assert answer.choices[0].finish_reason == "length"
+
+
 async def test_log_probabilities(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="demo", messages=HELLO, logprobs=True, top_logprobs=3, max_completion_tokens=5

@@ -4,9 +4,14 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
+import pytest
+import yaml
+from openai import AsyncOpenAI
 
 from shared import jobs, subjects
 from shared.bus import Bus
@@ -14,7 +19,7 @@ from shared.config import DeliveryConfig, NatsConfig
 from shared.messages import JobRecord
 from shared.tokenlog import last_record
 from tests.cluster.conftest import Cluster
-from tests.gateway.conftest import WITH_IDS, Start, free_port
+from tests.gateway.conftest import WITH_IDS, Gateway, Start, free_port, start_gateway_at
 from tests.gateway.test_chat import events, question
 
 PATH = "/v1/chat/completions"
@@ -309,6 +314,45 @@ async def test_a_drain_without_time_leaves_its_requests_to_others(
     rest = events(answer.text)
     assert rest[-1][1] == "[DONE]"
     assert "error" not in rest[-2][1], rest[-2]
+
+
+async def test_who_waits_when_the_drain_is_over_is_told_where_to_go_on(
+    cluster: Cluster, tmp_path: Path, gateway: Gateway
+) -> None:
+    """By the official client, which has chosen no id, and to which nothing has been told yet."""
+    tree = yaml.safe_load(cluster.config.read_text())
+    tree["delivery"] |= {"drain_s": 0.5}
+    ending = start_gateway_at(cluster.url, tree | {"gateway": {"port": 0}}, tmp_path)
+    asked: Any = question() | {"max_tokens": 900, "n": 8, "extra_body": {"ignore_eos": True}}
+    begun = asyncio.Event()
+    last = AsyncOpenAI(base_url=f"{ending.url}/v1", api_key="none", max_retries=0)
+    other = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+
+    async def stream() -> openai.APIError:
+        try:
+            async for _ in await last.chat.completions.create(**asked, stream=True):
+                begun.set()
+        except openai.APIError as told:
+            return told
+        raise AssertionError("it came to its end")
+
+    async with last, other:
+        streaming = asyncio.create_task(stream())
+        waiting = asyncio.create_task(last.chat.completions.create(**asked))
+        await begun.wait()
+        ending.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.InternalServerError) as told:
+            await waiting
+        assert (told.value.status_code, told.value.code) == (503, "interrupted")
+        request_id = told.value.request_id
+        assert request_id is not None
+        assert (await streaming).code == "interrupted"
+        assert ending.process.wait(30) == 0
+        found: Any = {"state": ""}
+        while found["state"] not in ("finished", "cancelled", "failed"):
+            found = await other.get(f"/requests/{request_id}", cast_to=object)
+    assert found["state"] == "finished"
+    assert len(found["result"]["choices"]) == 8
 
 
 async def test_what_could_not_be_noted_is_not_done(http: httpx.AsyncClient, bus: Bus) -> None:

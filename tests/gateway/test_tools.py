@@ -2,12 +2,15 @@
 
 import itertools
 import json
+from collections.abc import Iterator
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.gateway.tools import Call, Piece, ToolParser
+from workers.gateway.callreader import Call, Piece
+from workers.gateway.tools import ToolParser
 
 NAMES = ["weather", "time-of_day"]
 Read = tuple[str, list[tuple[str, str]]]
@@ -206,3 +209,65 @@ def test_whatever_the_arguments_are_they_arrive(
 def test_one_call_may_be_all() -> None:
     text = '[{"name": "weather", "parameters": {"a": 1}}, {"name": "weather", "parameters": {}}]'
     assert read("required", [text], one=True) == ("", [("weather", '{"a": 1}')])
+
+
+class Counted(str):
+    """A text that counts what is copied when others are made of it."""
+
+    copied = 0
+
+    def __add__(self, other: str) -> "Counted":
+        return Counted.of(str(self) + str(other))
+
+    def __radd__(self, other: str) -> "Counted":
+        return Counted.of(str(other) + str(self))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> "Counted":
+        return Counted.of(str(self)[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(Counted, str(self))
+
+    def strip(self, chars: str | None = None) -> "Counted":
+        return Counted.of(str(self).strip(chars))
+
+    def lstrip(self, chars: str | None = None) -> "Counted":
+        return Counted.of(str(self).lstrip(chars))
+
+    @classmethod
+    def of(cls, text: str) -> "Counted":
+        cls.copied += len(text)
+        return cls(text)
+
+
+LONG = "a" * 5000
+HELD = {
+    "hermes": [
+        f"{LONG} <tool_" * 3,
+        f'<tool_call>{{"other": "{LONG}',
+        f'<tool_call>{{"{LONG}": 1, "name": "weather", "arguments": {{}}}}</tool_call>',
+        f'<tool_call>{{"arguments": {{"a": "{LONG}"}}, "name": "weather"}}</tool_call>',
+        f'<tool_call>{{"name": "weather", "arguments": {{"a": "{LONG}"}}}}</tool_call>',
+        f'<tool_call>{{"name": "weather", "arguments": "{LONG}"}}</tool_call>',
+        f'<tool_call>{{"name": "weather", "other": {LONG}',
+        f'<tool_call>{{"name": "weather"}}</tool_call>{" " * 5000}x',
+        f"<tool_call>{{{' ' * 5000}",
+    ],
+    "llama3_json": [f'{{"other": ["{LONG}', f"{' ' * 5000}{{", LONG],
+    "mistral": [f"[TOOL_CALLS]weather{{{LONG}", f"[TOOL_CALLS]{LONG}", "[TOOL_" * 900],
+    "named": [LONG],
+    "required": [f'[{{"other": "{LONG}', LONG],
+}
+
+
+@pytest.mark.parametrize(("form", "text"), [(f, text) for f, all_ in HELD.items() for text in all_])
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_what_is_held_is_not_copied_again_with_every_character(
+    form: str, text: str, size: int
+) -> None:
+    parser = ToolParser(form, NAMES)
+    Counted.copied = 0
+    for start in range(0, len(text), size):
+        parser.feed(Counted(text[start : start + size]))
+    parser.end()
+    assert Counted.copied < 20 * len(text)

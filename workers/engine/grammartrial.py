@@ -8,6 +8,7 @@ nothing else of ours is imported in it: it is there in some 50 ms.
 
 import asyncio
 import contextlib
+import re
 import resource
 import sys
 from asyncio.subprocess import PIPE
@@ -67,8 +68,10 @@ def main() -> None:
     # Also of use when the engine dies meanwhile.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_S, MAX_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    # Its tokens are the bytes, so the vocabulary's size costs nothing here.
-    matcher = compile_grammar(LLTokenizer("byte"), sys.stdin.buffer.read().decode())
+    # Its tokens are the bytes, so the vocabulary's size costs nothing here; a token that a grammar
+    # names by its id is one like any other.
+    definition = re.sub(r"<\[\d+\]>", "<[0]>", sys.stdin.buffer.read().decode())
+    matcher = compile_grammar(LLTokenizer("byte"), definition)
     for _ in range(NUM_TOKENS):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped() or not allowed:

@@ -15,7 +15,7 @@ from shared import codec, subjects
 from shared.consumer import Consumer, Delivery
 from shared.errors import BlobLost, InvalidGrammar
 from shared.kvlog import KVLogWriter
-from shared.messages import EngineTask
+from shared.messages import EngineTask, Hop
 from shared.runtime import Context
 from shared.stage import SUSPECT_PAUSE_S, Job, serve
 from shared.tokenlog import LogWriter, is_final, last_record
@@ -256,7 +256,12 @@ class EngineWorker:
         self._opening.add(task.request_id)
         self._ask_for_work()
         try:
+            asked_ms = self._context.bus.now_ms()
             items = [await self._opener.open(item, tensors, progress) for item in task.items]
+            if any(item.embedding is not None for item in task.items):
+                there_ms = self._context.bus.now_ms()
+                encoded = Hop("encoder", "", job.delivery.attempt, asked_ms, there_ms)
+                job.path = [*job.path, encoded]
             return items, await self._compile(task, progress)
         except _Ended:
             return None
@@ -374,7 +379,7 @@ class EngineWorker:
         if last.usage is None:
             return False
         hop = self._stage.hop(flow.job)
-        await flow.log.finish(last.usage, last.kv_blocks, [*flow.task.path, hop])
+        await flow.log.finish(last.usage, last.kv_blocks, [*flow.job.path, hop])
         self._meters.finished(flow.timing, self._context.bus.now_ms())
         return True
 

@@ -40,6 +40,7 @@ from workers.gateway.assembling import (
     tokens_to_spell,
 )
 from workers.gateway.auth import Caller
+from workers.gateway.fields import as_asked, names_of
 from workers.gateway.generatewire import MAX_ID_LEN
 from workers.gateway.keeping import kept_in, kept_of, noted
 from workers.gateway.merging import merged
@@ -170,8 +171,7 @@ class Job:
 
     def error_of(self, failure: Failure) -> ErrorInfo:
         """With the field by the name that its endpoint has for it."""
-        of_openai = self.record.kind != "generate"
-        return errors.as_asked(failure.error) if of_openai else failure.error
+        return as_asked(failure.error, self.record.kind, self.record.options)
 
     def _unspelt(self, record: TokenChunk) -> set[int]:
         token_ids = tokens_to_spell(record)
@@ -241,6 +241,8 @@ async def submit(
 
     `known_as` is what `request_id_for` has said; `refuse` says what failures are answered with.
     """
+    if door.over.is_set():
+        raise Unavailable("the gateway is being stopped")
     first = order.requests[0]
     door.check_model(first.model)
     request_id, named = known_as or request_id_for(request, kind, caller.tenant)
@@ -280,7 +282,7 @@ async def submit(
                 job.gone()  # Its client is, and another may still be there.
                 raise
         logs = await _asked_again(door, job, requests, order)
-    return await respond(request, job, logs, start, stream=stream, refuse=refuse)
+    return await respond(door, request, job, logs, start, stream=stream, refuse=refuse)
 
 
 async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
@@ -318,14 +320,15 @@ async def _ask(
     """It lives as long as the answer, so it has nothing of the body as it was sent."""
     assert job.noted is not None
     records = client.ask(door.bus, request, part, job.record.tenant, sampling)
-    async for record in records:
-        try:
-            # By now it has been for long; nobody may see an answer that could not be resumed.
-            await asyncio.shield(job.noted)
-        except PagemillError:
-            job.cancel_soon()  # Who is told to ask again would have it done twice.
-            raise
-        yield record
+    with names_of(job.record.kind, job.record.options):
+        async for record in records:
+            try:
+                # By now it has been for long; nobody may see an answer that could not be resumed.
+                await asyncio.shield(job.noted)
+            except PagemillError:
+                job.cancel_soon()  # Who is told to ask again would have it done twice.
+                raise
+            yield record
 
 
 async def _asked_again(
@@ -342,6 +345,7 @@ async def _asked_again(
 
 
 async def respond(
+    door: Door,
     request: Request,
     job: Job,
     logs: Sequence[AsyncIterator[LogRecord]],
@@ -354,11 +358,16 @@ async def respond(
     if stream:
         job.numbered = _wants_ids(request, job.record)
         return EventStream(
-            job.events(logs, start), job.gone, refuse, headers, numbered=job.numbered
+            job.events(logs, start),
+            job.gone,
+            door.over,
+            refuse,
+            headers,
+            numbered=job.numbered,
         )
     try:
-        answer = await unless_gone(request.receive, job.whole(logs), job.gone)
-    except errors.Failed as error:
+        answer = await unless_gone(request.receive, job.whole(logs), job.gone, door.over)
+    except (errors.Failed, errors.Interrupted) as error:
         refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal

@@ -61,6 +61,8 @@ class Door:
         self.metrics = metrics
         self.worker = worker
         self.draining = False
+        self.over = asyncio.Event()
+        """The drain is, and nothing is waited for any more."""
         self.spellings = Spellings(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
         """By the kind of a JobRecord."""

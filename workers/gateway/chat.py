@@ -26,7 +26,15 @@ from workers.gateway.openai import (
     JsonSchemaFormat,
     NamedTool,
 )
-from workers.gateway.ordering import Order, lane_of, sampling_of, usage_options
+from workers.gateway.ordering import (
+    STRUCTURE,
+    Order,
+    fields_of,
+    lane_of,
+    sampling_of,
+    usage_options,
+)
+from workers.gateway.strict import strict_structure
 
 
 class ToolPlan(Struct, frozen=True):
@@ -44,21 +52,30 @@ def needs_card(request: ChatRequest) -> bool:
     return bool(request.tools)
 
 
-def chat_order(request: ChatRequest, card: ModelCard | None = None) -> Order:
-    """`card` is needed for a request with tools. Raises a RequestError with the field."""
+def chat_order(
+    request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
+) -> Order:
+    """`card` is needed for a request with tools. Without `strict`, functions that are it and need
+    not be called are taken as others. Raises a RequestError with the field."""
     plan = tool_plan(request, card)
-    sampling = sampling_of(request) | _logprobs_of(request)
+    structure = plan.structure
+    by_itself = plan.form is not None and structure is None
+    if strict and by_itself and card is not None:
+        structure = strict_structure(request, card)
+    sampling, fields = sampling_of(request) | _logprobs_of(request), fields_of(request)
     limit = request.max_completion_tokens
     if limit is not None:
         if request.max_tokens not in (None, limit):
             raise InvalidRequest("max_tokens differs from this", field="max_completion_tokens")
         sampling["max_tokens"] = limit
-    if plan.structure is not None:
-        sampling["structured_outputs"] = plan.structure
-    if plan.form is not None and plan.structure is None:
+        fields["sampling_params.max_tokens"] = "max_completion_tokens"
+    if structure is not None:
+        sampling["structured_outputs"] = structure
+        fields[STRUCTURE] = "tools"
+    if by_itself:
         # The signs by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
-    options = usage_options(request) | {"logprobs": bool(request.logprobs)}
+    options = usage_options(request) | {"logprobs": bool(request.logprobs), "fields": fields}
     if plan.form is not None:
         options |= {"form": plan.form, "names": plan.names, "one_call": plan.one}
     return Order([_generate(request, card)], sampling, options)

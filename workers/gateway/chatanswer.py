@@ -24,7 +24,8 @@ from workers.gateway.answers import (
     usage_of,
 )
 from workers.gateway.assembling import Spelling, or_unset, spelled
-from workers.gateway.tools import Call, Piece, ToolParser
+from workers.gateway.callreader import Call, Piece
+from workers.gateway.tools import ToolParser
 
 
 class ChatOptions(Struct, frozen=True):

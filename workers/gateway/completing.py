@@ -32,7 +32,8 @@ from workers.gateway.completions import (
     Echo,
     completion_order,
 )
-from workers.gateway.errors import Failed, as_asked
+from workers.gateway.errors import Failed
+from workers.gateway.fields import names_of
 from workers.gateway.openai import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.ordering import Order
 
@@ -51,7 +52,8 @@ def routes(door: Door) -> list[Route]:
         door.check_model(asked.model)
         card = await door.card(asked.model) if needs_card(asked) else None
         order = chat_order(asked, card)
-        order = await _counted(door, order, caller)
+        with names_of("chat", order.options):
+            order = await _counted(door, order, caller)
         return await submit(
             door,
             request,
@@ -66,9 +68,10 @@ def routes(door: Door) -> list[Route]:
         asked = await bodies.decode(request, door.limits, door.room, _completion, UNSUPPORTED)
         door.check_model(asked.model)
         order = completion_order(asked)
-        if asked.echo:
-            order = await _echoed(door, order, caller, scored=asked.logprobs is not None)
-        order = await _counted(door, order, caller)
+        with names_of("completion", order.options):
+            if asked.echo:
+                order = await _echoed(door, order, caller, scored=asked.logprobs is not None)
+            order = await _counted(door, order, caller)
         return await submit(
             door,
             request,
@@ -154,5 +157,5 @@ async def _detokenized(door: Door, model: str, token_ids: list[int], caller: Cal
 
 def _unless_refused(answer: T | Refusal) -> T:
     if isinstance(answer, Refusal):
-        raise Failed(as_asked(answer.error), "")
+        raise Failed(answer.error, "")
     return answer

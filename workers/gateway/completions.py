@@ -21,7 +21,17 @@ from workers.gateway.answers import (
 from workers.gateway.assembling import Spelling, or_unset, spelled
 from workers.gateway.logprobs import MAX_CONTEXT, spell
 from workers.gateway.openai import CompletionRequest
-from workers.gateway.ordering import Order, lane_of, prompts_of, sampling_of, usage_options
+from workers.gateway.ordering import (
+    Order,
+    fields_of,
+    lane_of,
+    prompts_of,
+    sampling_of,
+    usage_options,
+)
+
+# As OpenAI's API has it: an answer to a chat ends by itself, and a prompt may go on for ever.
+DEFAULT_MAX_TOKENS = 16
 
 
 class Echo(Struct, frozen=True):
@@ -47,7 +57,7 @@ class CompletionOptions(Struct, frozen=True):
 def completion_order(request: CompletionRequest) -> Order:
     """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
     prompts = prompts_of(request)
-    sampling = sampling_of(request)
+    sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
     if request.logprobs is not None:
         sampling["logprobs"] = request.logprobs
         if request.echo:
@@ -64,6 +74,7 @@ def completion_order(request: CompletionRequest) -> Order:
         "parts": len(prompts),
         "n": request.n or 1,
         "logprobs": request.logprobs is not None,
+        "fields": fields_of(request),
     }
     return Order([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
 

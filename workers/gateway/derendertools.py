@@ -14,6 +14,7 @@ from msgspec import UNSET
 from shared.config import split_path
 from shared.messages import ModelCard
 from workers.gateway.answers import CallBody, CallDelta, CalledFunction, FunctionDelta
+from workers.gateway.callreader import Call
 from workers.gateway.chat import ToolPlan, tool_plan
 from workers.gateway.derenderwire import (
     ChatChoice,
@@ -26,7 +27,7 @@ from workers.gateway.derenderwire import (
 from workers.gateway.generatewire import TextContent
 from workers.gateway.openai import ChatRequest
 from workers.gateway.scaleouterrors import wrong
-from workers.gateway.tools import Call, ToolParser
+from workers.gateway.tools import ToolParser
 
 # Of the request that was rendered. The rest of it has done its part, and may be as any server
 # writes it.

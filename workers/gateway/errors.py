@@ -74,6 +74,15 @@ class TooSlow(RequestError):
     code = "request_timeout"
 
 
+class Interrupted(PagemillError):
+    """By the end of this gateway. The request goes on without it."""
+
+    code = "interrupted"
+
+    def __init__(self) -> None:
+        super().__init__("the gateway has ended")
+
+
 class Failed(PagemillError):
     """A request whose log says that it has failed."""
 
@@ -105,6 +114,7 @@ STATUSES = {
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
+    Interrupted.code: 503,
     "deadline_exceeded": 504,
 }
 """By code; any other is 400 where it is the client's fault, and 500 where it is ours."""
@@ -113,6 +123,8 @@ STATUSES = {
 _MESSAGES = {
     "unavailable": "the service is not available just now; try again",
     "overloaded": "too many requests are waiting; try again a little later",
+    Interrupted.code: "this gateway is being stopped, and the request goes on without it: ask"
+    " another for /v1/requests/{id} with the id that the header X-Request-Id tells",
     "deadline_exceeded": "the request did not end in the time that it had",
     "log_truncated": "the answer's beginning is not kept any more",
     "poison": "the request was given up after workers had failed on it",
@@ -163,14 +175,6 @@ def info_of(error: Exception) -> ErrorInfo:
     if isinstance(error, PagemillError):
         return error_info(error)
     return error_info(WorkerFailure("not expected"))
-
-
-def as_asked(error: ErrorInfo) -> ErrorInfo:
-    """With the field as OpenAI's clients have sent it."""
-    field = (error.field or "").removeprefix("sampling_params.")
-    if field.partition(".")[0] == "template_kwargs":
-        field = f"chat_{field}"
-    return msgspec.structs.replace(error, field=field or None)
 
 
 def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:

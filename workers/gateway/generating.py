@@ -21,6 +21,7 @@ from workers.gateway.auth import Caller
 from workers.gateway.contentparts import pictures_of, placed
 from workers.gateway.desk import Desk, refusal
 from workers.gateway.features import MODALITY, WireItem
+from workers.gateway.fields import names_of
 from workers.gateway.generatebody import Parsed, parse, shape_of
 from workers.gateway.generated import GenerateAssembler, GenerateShape
 from workers.gateway.ordering import Order
@@ -105,7 +106,8 @@ class _Generator:
     ) -> Parsed:
         """With pictures as a renderer has processed them."""
         shown = GenerateRequest(model, [Message("user", list(pictures_of(parts)))])
-        rendered = await self.desk.features_of(shown, "tensors", caller)
+        with names_of(KIND, {"fields": {"messages": "content_parts"}}):
+            rendered = await self.desk.features_of(shown, "tensors", caller)
         token_ids, items = placed(parsed.body.token_ids, rendered)
         return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
 

@@ -67,6 +67,7 @@ ANY_ANSWER = (
     UnknownModel,
     UnsupportedContent,
     errors.AnswerTooLarge,
+    errors.Interrupted,
     errors.ReusedId,
 )
 """What a request may end with."""

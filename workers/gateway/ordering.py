@@ -52,19 +52,28 @@ def sampling_of(asked: Asked) -> dict[str, Any]:
         given["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
     structure = structure_of(asked)
     if structure is not None:
-        given["structured_outputs"] = structure
+        given["structured_outputs"] = structure[1]
     return given
 
 
-def structure_of(asked: Asked) -> dict[str, Any] | None:
-    """As the mapping of a StructuredOutputs. Raises InvalidRequest for more than one."""
+STRUCTURE = "sampling_params.structured_outputs"
+
+
+def fields_of(asked: Asked) -> dict[str, str]:
+    """What this client calls fields of what goes on the bus, see `workers.gateway.fields`."""
+    structure = structure_of(asked)
+    return {} if structure is None else {STRUCTURE: structure[0]}
+
+
+def structure_of(asked: Asked) -> tuple[str, dict[str, Any]] | None:
+    """By its field, as the mapping of a StructuredOutputs. Raises InvalidRequest for several."""
     found = [*_from_format(asked), *_from_structure(asked), *_from_guided(asked)]
     if len(found) > 1:
         fields = ", ".join(field for field, _ in found)
         raise InvalidRequest(
             f"give one of {fields}: an answer has one structure", field=found[1][0]
         )
-    return found[0][1] if found else None
+    return found[0] if found else None
 
 
 Found = Iterable[tuple[str, dict[str, Any]]]

@@ -28,7 +28,8 @@ def resolved(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingP
         params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         what, field = split_path(str(error))
-        raise InvalidRequest(f"{field}: {what}", field=field or None) from error
+        field = f"sampling_params.{field}"
+        raise InvalidRequest(f"{field}: {what}", field=field) from error
     check_greedy(params)
     return params
 
@@ -40,13 +41,13 @@ def num_to_answer(asked: int | None, num_prompt: int, max_model_len: int) -> int
         raise ContextTooLong(
             f"The decoder prompt (length {num_prompt}) is longer than the maximum model length of"
             f" {max_model_len}, which an answer must fit into too.",
-            field="prompt",
+            field="messages",
         )
     if asked is not None and asked > room:
         raise ContextTooLong(
-            f"max_tokens: {num_prompt} tokens of the prompt and {asked} of the answer are over the"
-            f" maximum model length of {max_model_len}",
-            field="max_tokens",
+            f"{num_prompt} tokens of the prompt and {asked} of the answer are over the maximum"
+            f" model length of {max_model_len}",
+            field="sampling_params.max_tokens",
         )
     return room if asked is None else asked
 

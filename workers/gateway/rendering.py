@@ -21,6 +21,7 @@ from workers.gateway.chat import chat_order
 from workers.gateway.completions import completion_order
 from workers.gateway.desk import Desk, Payload
 from workers.gateway.errors import UnsupportedParameter
+from workers.gateway.fields import names_of
 from workers.gateway.generatewire import RenderedRequest, StreamOptions
 from workers.gateway.ordering import Order
 from workers.gateway.rendered import num_to_answer, rendered_request, resolved
@@ -73,7 +74,8 @@ class _Renderer:
         asked = decode(await self.desk.read(request), _chat, UNSUPPORTED)
         model = self.desk.model(asked.model)
         card = await self.desk.door.card(model) if asked.tools else None
-        order = chat_order(asked, card)
+        # Other engines read other grammars.
+        order = chat_order(asked, card, strict=False)
         wire_id = f"chatcmpl-{_base_id(request, asked)}"
         return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
 
@@ -101,19 +103,22 @@ class _Renderer:
         order: Order,
         caller: Caller,
     ) -> RenderedRequest:
-        model = request.model
-        sampling = resolved(self.desk.door.config.models[model].sampling_defaults, order.sampling)
-        payload = _payload_of(asked)
-        card, rendered = await asyncio.gather(
-            self.desk.door.card(model),
-            self.desk.features_of(request, payload, caller),
-        )
-        num_prompt = len(rendered.prompt_token_ids)
+        model, payload = request.model, _payload_of(asked)
+        defaults = self.desk.door.config.models[model].sampling_defaults
+        kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
+        with names_of(kind, order.options):
+            sampling = resolved(defaults, order.sampling)
+            card, rendered = await asyncio.gather(
+                self.desk.door.card(model),
+                self.desk.features_of(request, payload, caller),
+            )
+            num_prompt = len(rendered.prompt_token_ids)
+            max_tokens = num_to_answer(sampling.max_tokens, num_prompt, card.max_model_len)
         return rendered_request(
             wire_id,
             rendered,
             sampling,
-            num_to_answer(sampling.max_tokens, num_prompt, card.max_model_len),
+            max_tokens,
             model=model,
             with_tensors=payload == "tensors",
             stream=bool(asked.stream),

@@ -61,7 +61,7 @@ def routes(door: Door) -> list[Route]:
         # Whoever looks on may go again.
         headers = {"x-request-id": job.request_id}
         events = job.events(job.follow(), start)
-        return EventStream(events, lambda: None, answer_of, headers, numbered=True)
+        return EventStream(events, lambda: None, door.over, answer_of, headers, numbered=True)
 
     async def cancel(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)

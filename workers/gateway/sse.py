@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from workers.gateway import errors
 
@@ -31,13 +31,16 @@ def event(data: bytes, event_id: str = "") -> bytes:
 class EventStream(Response):
     """The status waits for the first event: what fails before it is an error like any other.
 
-    What fails later is told as the last event but one. When the client goes, `gone` is called.
+    What fails later is told as the last event but one. When the client goes, `gone` is called. With
+    `over` a numbered stream breaks off, as when the gateway dies: its client goes on elsewhere. To
+    others that is told like anything else that fails.
     """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
         gone: Callable[[], None],
+        over: asyncio.Event,
         answer_of: AnswerOf,
         headers: dict[str, str],
         *,
@@ -49,11 +52,26 @@ class EventStream(Response):
         self.headers["x-accel-buffering"] = "no"
         self._events = events
         self._gone = gone
+        self._over = over
+        self._numbered = numbered
+        self._started = False
         self._answer_of = answer_of
         self._ping = PING_NUMBERED if numbered else PING
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._run(scope, receive, send), self._gone)
+        try:
+            await unless_gone(receive, self._run(scope, receive, send), self._gone, self._over)
+        except errors.Interrupted as error:
+            if not self._started:
+                await self._refuse(error, scope, receive, send)
+            elif not self._numbered:
+                await send(_body(_last_words(error)))
+                await send(_END)
+
+    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._answer_of(error)
+        answer.headers["x-request-id"] = self.headers["x-request-id"]
+        await answer(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = asyncio.create_task(_first(self._events))
@@ -61,10 +79,8 @@ class EventStream(Response):
             await asyncio.wait({first}, timeout=PING_S)
             error = first.exception() if first.done() else None
             if isinstance(error, Exception):
-                answer = self._answer_of(error)
-                answer.headers["x-request-id"] = self.headers["x-request-id"]
-                await answer(scope, receive, send)
-                return
+                return await self._refuse(error, scope, receive, send)
+            self._started = True
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             await self._pump(first, send)
@@ -81,14 +97,24 @@ class EventStream(Response):
             async for sent in self._events:
                 await line.write(sent)
         except Exception as error:
-            info = errors.info_of(error)
             if not isinstance(error, errors.Failed):
                 self._answer_of(error)  # For the log.
-            event_id = error.event_id if isinstance(error, errors.Failed) else ""
-            await line.write(event(errors.to_json(errors.body_of(info)), event_id) + DONE)
+            await line.write(_last_words(error))
         finally:
             pinging.cancel()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(_END)
+
+
+_END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def _body(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _last_words(error: Exception) -> bytes:
+    event_id = error.event_id if isinstance(error, errors.Failed) else ""
+    return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id) + DONE
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:
@@ -106,7 +132,7 @@ class _Line:
         self._written_s = self._loop.time()
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send(_body(data))
         self._written_s = self._loop.time()
 
     async def ping(self) -> None:
@@ -122,22 +148,27 @@ class _Line:
 
 
 async def unless_gone(
-    receive: Receive, work: Coroutine[Any, Any, T], gone: Callable[[], None]
+    receive: Receive, work: Coroutine[Any, Any, T], gone: Callable[[], None], over: asyncio.Event
 ) -> T:
     """The result of `work`; when the client goes before, ends it, calls `gone` and raises
-    ClientDisconnect. To be used when the body has been read."""
+    ClientDisconnect, and with `over` ends it and raises Interrupted. To be used when the body has
+    been read."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))
+    ending = asyncio.create_task(over.wait())
+    tasks = (working, leaving, ending)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        if not leaving.done():
+            raise errors.Interrupted
         gone()
         raise ClientDisconnect
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

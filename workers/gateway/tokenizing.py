@@ -16,6 +16,7 @@ from workers.gateway.app import Door, Json
 from workers.gateway.auth import Caller
 from workers.gateway.chat import message_of
 from workers.gateway.desk import Desk, answered
+from workers.gateway.fields import names_of
 from workers.gateway.openai import GivenMessage
 from workers.gateway.scaleouterrors import decode
 
@@ -67,7 +68,8 @@ def routes(door: Door) -> list[Route]:
         asked = decode(await desk.read(request), _tokenize, UNSUPPORTED)
         model = desk.model(asked.model)
         question = question_of(asked)
-        told = answered(await client.tokenize(door.bus, model, question, tenant=caller.tenant))
+        with names_of("chat", {}):
+            told = answered(await client.tokenize(door.bus, model, question, tenant=caller.tenant))
         strings = told.token_strs if asked.return_token_strs else None
         return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))
 

@@ -6,7 +6,6 @@ What it answers is made of token logs. When it dies, another gateway goes on fro
 import asyncio
 import contextlib
 import ipaddress
-import math
 import os
 import resource
 import socket
@@ -44,6 +43,8 @@ FEATURES = (
 """Modules with `routes(door)`."""
 
 BACKLOG = 1024
+# For what is told to those who wait when the drain is over.
+LAST_WORDS_S = 1.0
 KEEP_ALIVE_S = 30
 # For all but connections, those who are turned away included.
 OTHER_FILES = 192
@@ -58,7 +59,7 @@ async def main(context: Context) -> None:
             context.log.warning("fewer_connections", max_connections=num_connections)
         refused = context.metrics.counter("http_connections_refused_total")
         entrance = Entrance(config, num_connections, refused)
-        server = _server(door, every_route(door), entrance, context.config.delivery.drain_s)
+        server = _server(door, every_route(door), entrance)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener)
         context.log.info("listening", url=context.url)
@@ -69,8 +70,10 @@ async def main(context: Context) -> None:
         asked = asyncio.create_task(context.shutdown.asked.wait())
         await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
         door.draining = server.should_exit = True
-        hurried = asyncio.create_task(context.shutdown.hurry.wait())
-        await asyncio.wait({serving, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        drain_s = context.config.delivery.drain_s
+        await context.shutdown.drained({serving}, drain_s)
+        door.over.set()
+        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         server.force_exit = True
         await serving
         await door.close()
@@ -113,7 +116,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(door: Door, routes: list[Route], entrance: Entrance, drain_s: float) -> _Server:
+def _server(door: Door, routes: list[Route], entrance: Entrance) -> _Server:
     limits = door.limits
     config = uvicorn.Config(
         application(door, routes),
@@ -129,7 +132,6 @@ def _server(door: Door, routes: list[Route], entrance: Entrance, drain_s: float)
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(drain_s),
     )
     config.load()
     config.ssl = _tls(limits)

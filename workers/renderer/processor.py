@@ -92,6 +92,7 @@ class Processor:
             takes_pictures=self.takes_pictures,
             takes_tools=self._texts.takes_tools,
             tool_parser=self._tool_parser,
+            call_signs=self._texts.signs() if self._tool_parser == "hermes" else None,
         )
 
     def check(self, messages: Sequence[Message]) -> None:

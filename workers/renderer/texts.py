@@ -21,6 +21,7 @@ _SIGNS: tuple[tuple[str, ToolParser], ...] = (
     ("python_tag", "llama3_json"),
     ("ipython", "llama3_json"),
 )
+HERMES_SIGNS = ("<tool_call>", "</tool_call>")
 # Names and keywords, which templates compare with their own.
 _WORD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _PROBE = "probe_of_tools"
@@ -68,6 +69,11 @@ class Texts:
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else "".join(template.values())
         return next((parser for sign, parser in _SIGNS if sign in text), None)
+
+    def signs(self) -> list[int | None]:
+        """Of hermes' calls, each by its token; None for one that is spelled in several."""
+        spelt = (self.encode(sign, False) for sign in HERMES_SIGNS)
+        return [ids[0] if len(ids) == 1 else None for ids in spelt]
 
     def tokenize(self, asked: Prompt) -> list[int]:
         """Token ids of the templated messages, in which nothing of a user made a control token.

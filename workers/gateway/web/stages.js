@@ -3,7 +3,7 @@
 const STAGES = [
   ["coordinator", "Coordinator", "checks it and plans its way"],
   ["renderer", "Renderer", "text and pictures become tokens"],
-  ["encoder", "Encoder", "pictures, if not in the engine"],
+  ["encoder", "Encoder", "pictures become embeddings"],
   ["engine", "Engine", "writes the answer"],
 ];
 const ENDED = new Set(["finished", "failed", "cancelled"]);
@@ -45,6 +45,8 @@ export class Stages {
       const [state, time] = stop === undefined
         ? describeOther(row, request, passed, ended)
         : describe(stop, request, endOf(stop) - stop.began_ms, passed, ended);
+      // Engines may do its work themselves, and then tell nothing of it.
+      row.row.hidden = row.name === "encoder" && stop === undefined;
       row.row.dataset.state = state;
       row.time.textContent = time;
       row.text.textContent = row.note + (stop?.attempt > 1 ? `, attempt ${stop.attempt}` : "");
@@ -66,7 +68,7 @@ function describe(stop, request, tookMs, passed, ended) {
 
 /** Of a stage that has not had it. */
 function describeOther(row, request, passed, ended) {
-  if (passed) return [row.name === "encoder" ? "aside" : "done", ""];
+  if (passed) return ["done", ""];
   const waits = request !== null && !ended && request.stage === row.name;
   return waits ? ["active", "waiting"] : ["idle", ""];
 }
