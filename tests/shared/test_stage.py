@@ -39,7 +39,8 @@ from shared.messages import (
 from shared.multimodal import BlobRef
 from shared.readings import samples_of, total
 from shared.sampling import SamplingParams
-from shared.stage import Job, Shutdown, Stage, serve
+from shared.serving import Shutdown, serve
+from shared.stage import Job, Stage
 from shared.tokenlog import end_request, read_log
 
 POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)
