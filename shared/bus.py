@@ -7,36 +7,28 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import structlog
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import (
-    APIError,
-    NotFoundError,
-)
+from nats.js.errors import APIError, NotFoundError
 
 from shared import streams, subjects
+from shared.backlog import Backlog, Queue
 from shared.config import DeliveryConfig, NatsConfig
+from shared.connection import ANSWER_TIMEOUT_S, connect
 from shared.consumer import Consumer, acknowledge
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
+from shared.listening import Answer, Listener, Share
 from shared.messages import TENANT_HEADER, tenant_header
+from shared.stored import NotAnswered, Stored, collect
 
-# Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
-# instead of the library's six minutes.
-PING_INTERVAL_S = 2
-MAX_OUTSTANDING_PINGS = 2
-RECONNECT_WAIT_S = 0.1
-
-ANSWER_TIMEOUT_S = 2.0
 # Lost with a connection; the library takes whole seconds.
 FLUSH_TIMEOUT_S = 1
 # A leader election of a replicated stream takes 4 to 7 seconds, in which publishes are refused.
@@ -45,8 +37,6 @@ FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 
 READ_BATCH = 256
-# Live messages that wait for a slow reader; what does not fit it finds in the stream.
-MAX_UNREAD = 4096
 
 # Of a worker whose heartbeat comes every second.
 DEAD_AFTER_S = 3.0
@@ -55,21 +45,7 @@ DEAD_AFTER_S = 3.0
 _WRONG_LAST_SEQUENCE = 10071
 _STORE_FAILED = 10077
 
-Answer = Callable[[bytes, str | None], Awaitable[bytes]]
-"""To a question and its TENANT_HEADER, if it has one."""
-
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A message as a stream keeps it."""
-
-    sequence: int
-    subject: str
-    data: bytes
-    stored_ms: float
-    msg_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +54,6 @@ class QueuedRequest:
 
     data: bytes
     tenant: str
-
-
-class _Connection(NatsClient):
-    """The library's, without what one caller's bad luck does there to all others."""
-
-    async def _process_pong(self) -> None:
-        # Who waited for it may have given up. The library's reader would end by that, and the
-        # connection be deaf until its own pings are missed.
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
-
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
-        # Where its writer has ended by the loss, the library writes in the caller's name: who
-        # subscribes would be told that he has not, and keep it for ever. Subscriptions are made
-        # again with the next connection, and what was published is missed by its ack.
-        with contextlib.suppress(OSError, RuntimeError):
-            return await super()._flush_pending(force_flush)
 
 
 class Bus:
@@ -117,7 +75,6 @@ class Bus:
 
         Raises Unavailable when none of them answers within `timeout_s`.
         """
-        nc = _Connection()
         bus: Bus | None = None
 
         async def disconnected() -> None:
@@ -129,28 +86,9 @@ class Bus:
                 _log.info("broker_found", url=url)
                 bus._resume()
 
-        async def report(error: Exception) -> None:
-            # Every attempt to reconnect reports that it was refused; `disconnected` has said so.
-            if not isinstance(error, OSError):
-                _log.warning("nats_error", error=str(error) or type(error).__name__)
-
         try:
-            async with asyncio.timeout(timeout_s):
-                await nc.connect(
-                    [part.strip() for part in url.split(",")],
-                    name=name,
-                    disconnected_cb=disconnected,
-                    reconnected_cb=reconnected,
-                    error_cb=report,
-                    ping_interval=PING_INTERVAL_S,
-                    max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-                    # Declared as whole seconds, used as a delay.
-                    reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
-                    max_reconnect_attempts=-1,
-                    pending_size=64 * 2**20,
-                )
+            nc = await connect(url, name, timeout_s, disconnected, reconnected)
         except (TimeoutError, OSError, NatsError) as error:
-            await nc.close()
             raise Unavailable(f"no nats-server answers at {url}") from error
         bus = cls(nc)
         try:
@@ -398,8 +336,8 @@ class Bus:
             try:
                 subject = f"$JS.API.DIRECT.GET.{stream}"
                 await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
-                return await _collect(subscription, batched="batch" in request)
-            except (NatsError, _NotAnswered) as error:
+                return await collect(subscription, batched="batch" in request)
+            except (NatsError, NotAnswered) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
                     raise Unavailable(f"the broker did not answer a read of {stream}") from error
             finally:
@@ -425,7 +363,7 @@ class Bus:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
         return state.first_seq, state.last_seq
 
-    async def backlog(self, stream: str, durable: str) -> "Backlog":
+    async def backlog(self, stream: str, durable: str) -> Backlog:
         """How a queue stands with its consumer. Raises NotFound if there is no such consumer."""
         try:
             info = await self._js.consumer_info(stream, durable)
@@ -433,14 +371,14 @@ class Bus:
             raise NotFound(f"no worker has ever asked for {durable}") from error
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of consumer {durable}") from error
-        return _backlog(info)
+        return Backlog.of(info)
 
-    async def queues(self, stream: str) -> list["Queue"]:
+    async def queues(self, stream: str) -> list[Queue]:
         """How all consumers of a stream stand."""
         found: list[Queue] = []
         try:
             while page := await self._js.consumers_info(stream, offset=len(found)):
-                found += [_queue(info) for info in page]
+                found += [Queue.of(info) for info in page]
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
         return found
@@ -471,7 +409,7 @@ class Bus:
         with contextlib.suppress(NatsError):
             await self._js.delete_msg(stream, sequence)
 
-    async def listen(self, subject: str) -> "Listener":
+    async def listen(self, subject: str) -> Listener:
         """Live messages of `subject` from now on; returns once the server knows of it.
 
         Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
@@ -486,7 +424,7 @@ class Bus:
             raise
         return listener
 
-    async def unlisten(self, listener: "Listener") -> None:
+    async def unlisten(self, listener: Listener) -> None:
         self._listeners.discard(listener)
         if listener.subscription is not None:
             with contextlib.suppress(NatsError):
@@ -546,7 +484,7 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
-    async def share(self, subject: str, group: str, answer: Answer) -> "Share":
+    async def share(self, subject: str, group: str, answer: Answer) -> Share:
         """Answer, many at a time, the questions on `subject` that do not go to others of `group`.
 
         `answer` must not raise.
@@ -593,124 +531,3 @@ class Bus:
         if its is None:
             return math.inf
         return 0.0 if ours is None else (ours.stored_ms - its.stored_ms) / 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """`delivered` is the last sequence that a worker has been given."""
-
-    delivered: int
-    waiting: int
-    in_hand: int
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """A consumer, on one filter of its stream, and its backlog."""
-
-    subject: str
-    backlog: Backlog
-
-
-def _queue(info: api.ConsumerInfo) -> Queue:
-    return Queue(info.config.filter_subject or "", _backlog(info))
-
-
-def _backlog(info: api.ConsumerInfo) -> Backlog:
-    delivered = info.delivered.stream_seq if info.delivered else 0
-    return Backlog(delivered, info.num_pending or 0, info.num_ack_pending or 0)
-
-
-class Listener:
-    """A live subscription. It may lose messages when read slowly; the stream has them all."""
-
-    def __init__(self) -> None:
-        self.subscription: Subscription | None = None
-        self._unread: asyncio.Queue[Stored | None] = asyncio.Queue(MAX_UNREAD)
-
-    async def receive(self, msg: Msg) -> None:
-        if "Nats-Sequence" not in (msg.headers or {}):
-            # As it was published, and perhaps not stored yet.
-            self.wake()
-            return
-        with contextlib.suppress(asyncio.QueueFull):
-            self._unread.put_nowait(_stored(msg))
-
-    def wake(self) -> None:
-        """Have the reader look into the stream: something may have been missed."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._unread.put_nowait(None)
-
-    async def next(self, timeout_s: float) -> Stored | None:
-        """The next message, or None after `timeout_s` of silence or a `wake`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._unread.get()
-        except TimeoutError:
-            return None
-
-
-class Share:
-    """A part of the questions on a subject."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.subscription: Subscription | None = None
-        self._answer = answer
-        self._answering: set[asyncio.Task[None]] = set()
-
-    async def receive(self, msg: Msg) -> None:
-        task = asyncio.create_task(self._respond(msg))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Leave new questions to the others, and answer those that are there already."""
-        if self.subscription is not None:
-            with contextlib.suppress(NatsError):
-                await self.subscription.unsubscribe()
-        if self._answering:
-            _, late = await asyncio.wait(self._answering, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-
-    async def _respond(self, msg: Msg) -> None:
-        # Who does not get an answer asks again, or somebody else.
-        with contextlib.suppress(NatsError):
-            tenant = (msg.headers or {}).get(TENANT_HEADER)
-            await msg.respond(await self._answer(bytes(msg.data), tenant))
-
-
-class _NotAnswered(Exception):
-    """A read got a status instead of messages."""
-
-
-async def _collect(subscription: Subscription, *, batched: bool) -> tuple[list[Stored], bool]:
-    """The answers to one direct get, and whether more are left after a batch of them."""
-    found: list[Stored] = []
-    while True:
-        msg = await subscription.next_msg(timeout=ANSWER_TIMEOUT_S)
-        headers = msg.headers or {}
-        status = headers.get("Status")
-        if status == "404":
-            return found, False
-        if status == "204":
-            return found, headers.get("Nats-Num-Pending", "0") != "0"
-        if status is not None:
-            # 503: no stream answers. To take that for an empty log would be to forget it.
-            raise _NotAnswered(f"status {status}")
-        found.append(_stored(msg))
-        if not batched:
-            return found, False
-
-
-def _stored(msg: Msg) -> Stored:
-    """From the headers that the server gives to what it reads or republishes from a stream."""
-    headers = msg.headers or {}
-    stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
-    return Stored(
-        int(headers["Nats-Sequence"]),
-        headers.get("Nats-Subject", ""),
-        bytes(msg.data),
-        stored_ms,
-        headers.get("Nats-Msg-Id"),
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared import codec, subjects
 from shared.blobs import Blobs
-from shared.bus import Bus, Stored
+from shared.bus import Bus
 from shared.config import Config
 from shared.ecdirectory import EmbeddingDirectory, Role
 from shared.errors import (
@@ -32,6 +32,7 @@ from shared.errors import (
 from shared.messages import EmbeddingRecord, ErrorInfo, Failure, to_msgpack
 from shared.multimodal import BlobRef, embedding_key
 from shared.roads import Blob
+from shared.stored import Stored
 from shared.tensors import from_torch, to_torch
 from shared.tokenlog import last_record
 

@@ -22,7 +22,8 @@ from shared.errors import ConfigError, PagemillError
 from shared.exposition import Endpoint
 from shared.messages import Heartbeat, to_json
 from shared.metrics import Metrics
-from shared.stage import Shutdown, Stage
+from shared.serving import Shutdown
+from shared.stage import Stage
 
 HEARTBEAT_S = 1.0
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.

@@ -7,7 +7,7 @@ only then acknowledge the input. A crash in between is a redelivery whose publis
 import asyncio
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from shared import retry, subjects
 from shared.blobs import Blobs
 from shared.bus import DEAD_AFTER_S, Bus
 from shared.config import DeliveryConfig
-from shared.consumer import Consumer, Delivery
+from shared.consumer import Delivery
 from shared.errors import BlobLost, Fenced, PagemillError, Unavailable, WorkerFailure
 from shared.messages import (
     Acceptance,
@@ -484,59 +484,3 @@ def _known(value: Known | None) -> Known:
 def _as_failure(error: Exception) -> WorkerFailure:
     # The client learns that we failed, not how: our messages may hold paths and addresses.
     return WorkerFailure("a worker failed on this request")
-
-
-class Shutdown:
-    """When a worker is to stop: `asked` begins the drain, `hurry` ends it at once."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurry = asyncio.Event()
-
-    def signal(self) -> None:
-        """The first call asks, the second one hurries."""
-        (self.hurry if self.asked.is_set() else self.asked).set()
-
-    async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
-        """Returns when all of `running` are done, or there is no more time for them."""
-        if not running:
-            return
-        done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
-        hurried = asyncio.create_task(self.hurry.wait())
-        await asyncio.wait({done, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        done.cancel()
-        hurried.cancel()
-
-
-Handler = Callable[[Delivery], Awaitable[None]]
-
-
-async def serve(consumer: Consumer, handle: Handler, shutdown: Shutdown, drain_s: float) -> None:
-    """Run `handle` for every delivery until `shutdown`; then finish what is in hand.
-
-    Handlers that are not done after `drain_s` are cancelled: they hand their job back.
-    """
-    running: set[asyncio.Task[None]] = set()
-    stop = asyncio.create_task(shutdown.asked.wait())
-    while not shutdown.asked.is_set():
-        delivery = asyncio.create_task(consumer.next())
-        await asyncio.wait({delivery, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if not delivery.done():
-            delivery.cancel()
-            break
-        task = asyncio.create_task(_run(handle, delivery.result()))
-        running.add(task)
-        task.add_done_callback(running.discard)
-    await consumer.stop()
-    await shutdown.drained(running, drain_s)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _run(handle: Handler, delivery: Delivery) -> None:
-    try:
-        await handle(delivery)
-    except Exception:
-        _log.exception("unsettled", subject=delivery.subject, attempt=delivery.attempt)
-        delivery.abandon()

@@ -10,7 +10,8 @@ import contextlib
 import msgspec
 
 from shared import subjects
-from shared.bus import Bus, Queue
+from shared.backlog import Queue
+from shared.bus import Bus
 from shared.catalogue import METRICS, OWN_LABELS
 from shared.errors import NotFound
 from shared.messages import Heartbeat, MetricSeries, WorkerMetrics

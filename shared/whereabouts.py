@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from shared import codec, subjects
-from shared.bus import Bus, Stored
+from shared.bus import Bus
 from shared.errors import NotFound
 from shared.messages import (
     Attempt,
@@ -20,6 +20,7 @@ from shared.messages import (
     LogRecord,
     decode_attempt,
 )
+from shared.stored import Stored
 from shared.tokenlog import is_final, last_record
 
 State = Literal["unknown", "queued", "in_hand", "finished", "failed"]

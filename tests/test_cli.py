@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 def test_version_and_help(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path).stdout.strip() == version("pagemill")
     everything = run("--help", cwd=tmp_path).stdout
-    for command in (
+    commands = (
         "up",
         "worker",
         "ask",
@@ -46,9 +47,11 @@ def test_version_and_help(tmp_path: Path) -> None:
         "metrics",
         "check",
         "key",
-    ):
-        assert command in everything
-        assert run(command, "--help", cwd=tmp_path).returncode == 0
+    )
+    assert [command for command in commands if command not in everything] == []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        told = pool.map(lambda command: run(command, "--help", cwd=tmp_path).returncode, commands)
+        assert set(told) == {0}
 
 
 def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """The command `pagemill`."""
 
-import asyncio
-import contextlib
 import importlib
 import os
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +20,7 @@ from shared.errors import PagemillError
 from workers import exporting, operating, settings, watching
 from workers.asking import Question, ask_and_print, follow_and_print
 from workers.gateway.auth import digest, make_key
+from workers.hosting import run_until_stopped
 from workers.local import LocalCluster, WorkerSpec, default_workers
 from workers.previewing import render_and_print, tokenize_and_print
 
@@ -68,39 +66,7 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     telemetry.setup(loaded.log_level, role="up")
     workers = [*default_workers(loaded), WorkerSpec("gateway")]
     cluster = LocalCluster(loaded, file, workers, nats)
-    return uvloop.run(_up(cluster))
-
-
-async def _up(cluster: LocalCluster) -> int:
-    stopping = asyncio.Event()
-
-    def stop_or_hurry() -> None:
-        if stopping.is_set():
-            cluster.hurry()
-        stopping.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop_or_hurry)
-    start = asyncio.create_task(cluster.start())
-    stop = asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            start.result()
-            errors.print(
-                f"[bold green]ready[/] at {cluster.url} and {cluster.door};"
-                " Ctrl-C drains and stops",
-                soft_wrap=True,
-            )
-            await stop
-        errors.print("draining …")
-    finally:
-        start.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PagemillError):
-            await start
-        await cluster.stop()
-    return 0
+    return uvloop.run(run_until_stopped(cluster))
 
 
 @app.command

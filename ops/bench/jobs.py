@@ -37,7 +37,7 @@ from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
 from shared.consumer import Delivery
-from shared.stage import Shutdown, serve
+from shared.serving import Shutdown, serve
 
 PAYLOAD_LEN = 200
 NUMBER_LEN = 8

@@ -12,7 +12,7 @@ from ops.chaos.httpload import AGAIN_S, PATH
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.pool import Slot
 from shared.broker import free_port
-from workers.gateway.answering import request_id_of
+from workers.gateway.ids import request_id_of
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ops.chaos import fake
 from shared.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.sampling import SamplingParams
-from workers.gateway.answering import request_id_of
+from workers.gateway.ids import request_id_of
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent

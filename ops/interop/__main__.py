@@ -7,7 +7,6 @@ in float32 and are asked greedily, so that each request has one right answer. Bo
 server to the other as they come. Exits 0 only if everything that must be equal is.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -17,20 +16,16 @@ from rich.console import Console
 
 from ops.bench.models import write_tiny
 from ops.interop.checks import Finding, check_all
-from ops.interop.servers import pagemill, vllm, vllm_binary
+from ops.interop.servers import pagemill, vllm, vllm_of_command_line
 
 MODEL_PATH = "models/tiny-qwen2vl"
 PATIENCE_S = 120.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
-    peers = parser.parse_args().peers.absolute()
     console = Console(soft_wrap=True)
-    binary = vllm_binary(peers)
+    binary = vllm_of_command_line(__doc__, console)
     if binary is None:
-        console.print(f"skipped: there is no vLLM in {peers}; see ops/bench/peers/install.sh")
         return
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pagemill-interop-") as name:

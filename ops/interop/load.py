@@ -7,7 +7,6 @@ FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. The dem
 shorter than asked for.
 """
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ops.interop.servers import vllm_binary
+from ops.interop.servers import vllm_of_command_line
 from ops.serving import MODEL, serving
 
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
@@ -64,13 +63,9 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
-    peers = parser.parse_args().peers.absolute()
     console = Console(soft_wrap=True)
-    binary = vllm_binary(peers)
+    binary = vllm_of_command_line(__doc__, console)
     if binary is None:
-        console.print(f"skipped: there is no vLLM in {peers}; see ops/bench/peers/install.sh")
         return
     raise SystemExit(asyncio.run(_run_all(binary, console)))
 

@@ -1,5 +1,6 @@
 """vLLM's server and ours on one model folder, started with the same model string."""
 
+import argparse
 import contextlib
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import yaml
+from rich.console import Console
 
 from ops.bench.peers.roster import ROSTER, environment
 
@@ -31,6 +33,17 @@ END_S = 60.0
 _VLLM = next(spec for spec in ROSTER if spec.name == "vllm")
 _ROOT = Path(__file__).parents[2]
 _READY = re.compile(rb"ready at .*?(http://[0-9.]+:\d+)", re.DOTALL)
+
+
+def vllm_of_command_line(doc: str, console: Console) -> Path | None:
+    """The binary in the folder that --peers names; None where there is none, which it tells."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
+    peers = parser.parse_args().peers.absolute()
+    binary = vllm_binary(peers)
+    if binary is None:
+        console.print(f"skipped: there is no vLLM in {peers}; see ops/bench/peers/install.sh")
+    return binary
 
 
 def vllm_binary(peers: Path) -> Path | None:

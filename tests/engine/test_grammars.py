@@ -458,19 +458,26 @@ async def test_a_refusal_is_remembered_and_a_failure_is_not(
         assert len(trial.tried) == num_tries
 
 
+class Left(Exception):
+    """Whoever waits has gone."""
+
+
+async def leave() -> None:
+    raise Left
+
+
+def held_up(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> Grammars:
+    """The trial lasts until it is let go on; meanwhile it is often asked who still waits."""
+    trial.go_on.clear()
+    monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
+    return grammars_with(rig, trial, monkeypatch)
+
+
 async def test_who_waits_can_leave_and_nobody_else_notices(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Left(Exception):
-        pass
-
-    async def leave() -> None:
-        raise Left
-
     trial = Counting()
-    trial.go_on.clear()
-    grammars = grammars_with(rig, trial, monkeypatch)
-    monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
+    grammars = held_up(rig, trial, monkeypatch)
     wanted = StructuredOutputs(json_object=True)
     other = asyncio.create_task(grammars.compile(wanted, no_progress))
     with pytest.raises(Left):
@@ -483,16 +490,8 @@ async def test_who_waits_can_leave_and_nobody_else_notices(
 async def test_what_nobody_waits_for_takes_no_slot(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Left(Exception):
-        pass
-
-    async def leave() -> None:
-        raise Left
-
     trial = Counting()
-    trial.go_on.clear()
-    grammars = grammars_with(rig, trial, monkeypatch)
-    monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
+    grammars = held_up(rig, trial, monkeypatch)
     for i in range(3 * grammars_module.MAX_COMPILING):
         with pytest.raises(Left):
             await grammars.compile(StructuredOutputs(choice=[f"left {i}"]), leave)

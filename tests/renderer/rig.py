@@ -16,7 +16,7 @@ from PIL import Image
 from shared import codec, subjects
 from shared.bus import Bus
 from shared.codec import TensorData
-from shared.config import Config, DeliveryConfig, ModelConfig, RendererConfig
+from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
 from shared.consumer import Consumer
 from shared.messages import (
     Acceptance,
@@ -48,6 +48,7 @@ def config_for(model: str, **renderer: Any) -> Config:
     """Fetches from this machine; `model` is one of the test's own, so that its queues are too."""
     limits = {"media_hosts": ["127.0.0.1"], "media_networks": ["127.0.0.0/8"]} | renderer
     return Config(
+        nats=NatsConfig(unchecked=True),  # as the bus of a test, which need not wait either
         models={model: ModelConfig(str(Path(DEMO_MODEL)))},
         delivery=DeliveryConfig(ack_wait_s=1.0, retry_delay_s=0.1, drain_s=2.0),
         renderer=RendererConfig(**limits),

@@ -10,7 +10,7 @@ import pytest
 
 from shared import deadletters, subjects
 from shared.blobs import Blobs
-from shared.bus import Bus, Stored
+from shared.bus import Bus
 from shared.config import BlobsConfig, DeliveryConfig
 from shared.consumer import Consumer, Delivery
 from shared.errors import (
@@ -39,7 +39,9 @@ from shared.messages import (
 from shared.multimodal import BlobRef
 from shared.readings import samples_of, total
 from shared.sampling import SamplingParams
-from shared.stage import Job, Shutdown, Stage, serve
+from shared.serving import Shutdown, serve
+from shared.stage import Job, Stage
+from shared.stored import Stored
 from shared.tokenlog import end_request, read_log
 
 POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)

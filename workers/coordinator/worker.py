@@ -21,7 +21,8 @@ from shared.messages import (
 from shared.retry import History
 from shared.runtime import Context
 from shared.sampling import SamplingParams
-from shared.stage import Job, serve
+from shared.serving import serve
+from shared.stage import Job
 from shared.tokenlog import end_request, is_final, last_record
 from workers.coordinator.admission import admit, deadline_ms, request_id_of
 

@@ -19,7 +19,8 @@ from shared.embeddings import Embeddings
 from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.messages import EncodeTask, Failure
 from shared.runtime import Context
-from shared.stage import Job, serve
+from shared.serving import serve
+from shared.stage import Job
 from shared.tensors import to_torch
 from shared.tokenlog import last_record
 from shared.towers import load_tower

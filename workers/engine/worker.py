@@ -17,7 +17,8 @@ from shared.errors import BlobLost, InvalidGrammar
 from shared.kvlog import KVLogWriter
 from shared.messages import EngineTask, Hop
 from shared.runtime import Context
-from shared.stage import SUSPECT_PAUSE_S, Job, serve
+from shared.serving import serve
+from shared.stage import SUSPECT_PAUSE_S, Job
 from shared.tokenlog import LogWriter, is_final, last_record
 from workers.engine.core import Core, Stats
 from workers.engine.grammars import Grammar, Grammars

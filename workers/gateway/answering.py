@@ -6,7 +6,6 @@ another gateway does where this one has died.
 
 import asyncio
 import hashlib
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client, jobs, subjects
-from shared.errors import Cancelled, InvalidRequest, NotFound, PagemillError, Unavailable
+from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
 from shared.messages import (
     ErrorInfo,
     Failure,
@@ -41,59 +40,22 @@ from workers.gateway.assembling import (
 )
 from workers.gateway.auth import Caller
 from workers.gateway.fields import as_asked, names_of
-from workers.gateway.generatewire import MAX_ID_LEN
+from workers.gateway.ids import (
+    PREFIXES,
+    event_id_of,
+    parts_of,
+    request_id_for,
+    request_id_of,
+    start_of,
+    wants_ids,
+)
 from workers.gateway.keeping import kept_in, kept_of, noted
 from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
 from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
-_OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
-PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
-
 _log = structlog.get_logger()
-
-
-def request_id_of(kind: str, tenant: str, name: str) -> str:
-    """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
-    digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
-    return f"{PREFIXES[kind]}-{digest}"
-
-
-def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
-    """With whether the client has chosen it: the same then names the same request, of the same
-    tenant. Nobody can name another tenant's. Raises InvalidRequest."""
-    given = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
-    if given is None:
-        return f"{PREFIXES[kind]}-{secrets.token_hex(16)}", False
-    if _OWN_ID.fullmatch(given) is None:
-        raise InvalidRequest(
-            f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
-        )
-    return request_id_of(kind, tenant, given), True
-
-
-def parts_of(request_id: str, record: JobRecord) -> list[str]:
-    """The ids on the bus: of each prompt, where there are several."""
-    parts = record.options.get("parts", 1)
-    return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
-
-
-def start_of(request: Request, parts: int) -> list[int]:
-    """The first record that is to be shown, of each log. Raises InvalidRequest."""
-    last, start = request.headers.get("last-event-id"), request.query_params.get("from")
-    given, field = (start, "from") if last is None else (last, "Last-Event-ID")
-    if not given:
-        return [0] * parts
-    try:
-        numbers = [int(number) for number in given.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) == 1:
-        numbers *= parts if field == "from" else 1
-    if len(numbers) != parts or min(numbers) < -1 or max(numbers) >= 2**53:
-        raise InvalidRequest(f"{field} is not the id of an event of this stream", field=field)
-    return [number + (last is not None) for number in numbers]
 
 
 class Job:
@@ -221,7 +183,7 @@ class Job:
             _log.warning("not_cancelled", request_id=self.request_id, reason=error.message)
 
     def _event_id(self, position: Sequence[int]) -> str:
-        return _id_of(position) if self.numbered else ""
+        return event_id_of(position) if self.numbered else ""
 
 
 async def submit(
@@ -356,7 +318,7 @@ async def respond(
 ) -> Response:
     headers = {"x-request-id": job.request_id}
     if stream:
-        job.numbered = _wants_ids(request, job.record)
+        job.numbered = wants_ids(request, job.record)
         return EventStream(
             job.events(logs, start),
             job.gone,
@@ -385,18 +347,3 @@ async def job_of(door: Door, request: Request, caller: Caller) -> Job:
         if record is not None and record.tenant == caller.tenant:
             return Job(door, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or not any more", field="id")
-
-
-def _wants_ids(request: Request, record: JobRecord) -> bool:
-    """Of events: who has no use for them may take an event with an id for broken, as clients do
-    that expect nothing but OpenAI's `data:`, vLLM's load client for one."""
-    return (
-        record.durable
-        or "text/event-stream" in request.headers.get("accept", "")
-        or "last-event-id" in request.headers
-        or "from" in request.query_params
-    )
-
-
-def _id_of(position: Sequence[int]) -> str:
-    return ",".join(map(str, position))

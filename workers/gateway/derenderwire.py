@@ -69,13 +69,18 @@ class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chat_request: dict[str, Any] | None = None
 
 
-class DerenderChatStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An event of a stream, for either API."""
+
     stream: Literal[True]
     model: str | None = None
     generate_chunk: Generated
     stream_state: StreamState | None = None
     prompt_tokens: int | None = None
     prompt_token_ids: list[TokenId] | None = None
+
+
+class DerenderChatStream(DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_request: dict[str, Any] | None = None
 
 
@@ -88,13 +93,9 @@ class DerenderCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_field
     completion_request: dict[str, Any] | None = None
 
 
-class DerenderCompletionStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    stream: Literal[True]
-    model: str | None = None
-    generate_chunk: Generated
-    stream_state: StreamState | None = None
-    prompt_tokens: int | None = None
-    prompt_token_ids: list[TokenId] | None = None
+class DerenderCompletionStream(
+    DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     completion_request: dict[str, Any] | None = None
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from shared import client, jobs, subjects
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
 from shared.messages import Feature, GenerateRequest, JobRecord, Message, ModelCard, to_json
-from workers.gateway.answering import request_id_for, request_id_of, submit
+from workers.gateway.answering import submit
 from workers.gateway.app import Door
 from workers.gateway.assembling import Spelling
 from workers.gateway.auth import Caller
@@ -24,6 +24,7 @@ from workers.gateway.features import MODALITY, WireItem
 from workers.gateway.fields import names_of
 from workers.gateway.generatebody import Parsed, parse, shape_of
 from workers.gateway.generated import GenerateAssembler, GenerateShape
+from workers.gateway.ids import request_id_for, request_id_of
 from workers.gateway.ordering import Order
 from workers.gateway.scaleouterrors import decode
 

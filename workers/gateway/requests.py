@@ -13,9 +13,10 @@ from shared.errors import NotFound
 from shared.messages import Failure, Finish, LogRecord
 from shared.tokenlog import is_final, last_record
 from workers.gateway import errors
-from workers.gateway.answering import Job, job_of, start_of
+from workers.gateway.answering import Job, job_of
 from workers.gateway.app import Door, Json, answer_of
 from workers.gateway.auth import Caller
+from workers.gateway.ids import start_of
 from workers.gateway.keeping import kept_in
 from workers.gateway.sse import EventStream
 from workers.gateway.way import Stop, way_of

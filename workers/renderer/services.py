@@ -15,9 +15,10 @@ import msgspec
 import structlog
 
 from shared import codec, subjects
-from shared.bus import Bus, Share
+from shared.bus import Bus
 from shared.config import Config, split_path
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
+from shared.listening import Share
 from shared.messages import (
     Detokenized,
     GenerateRequest,

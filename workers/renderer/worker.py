@@ -15,7 +15,8 @@ from shared.consumer import Delivery
 from shared.errors import DecodeError
 from shared.messages import EngineTask, RenderTask
 from shared.runtime import Context
-from shared.stage import Job, serve
+from shared.serving import serve
+from shared.stage import Job
 from shared.telemetry import Logger
 from workers.renderer import prompt, warmup
 from workers.renderer.jobmedia import JobMedia

@@ -151,7 +151,7 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         Case([(31, 1), (4, 1), (15, 1)], num_splits=4),
         Case([(5, 1), (0, 7), (13, 13), (40, 1)], num_splits=2),
         Case([(700, 1), (3, 1), (300, 1)], num_splits=8, group=6, head_dim=128),
-        Case([(200, 1), (500, 1)], num_splits=64, window=100),
+        Case([(200, 1), (500, 1)], num_splits=64, window=100, num_kv_heads=1),
         Case([(0, 200)], window=20, head_dim=80),
         Case([(130, 70)], softcap=1.5, group=7, dtype=torch.bfloat16),
         Case([(100, 1)], softcap=1.5, group=16, num_kv_heads=1, dtype=torch.float16),

@@ -369,7 +369,9 @@ def test_without_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def fresh_library() -> Iterator[None]:
+def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # What is compiled for these tests is opened, and nothing is computed with it.
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
     library.load.cache_clear()
     yield
     library.load.cache_clear()

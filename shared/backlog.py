@@ -1,0 +1,31 @@
+"""How queues stand with their consumers."""
+
+from dataclasses import dataclass
+
+from nats.js import api
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """`delivered` is the last sequence that a worker has been given."""
+
+    delivered: int
+    waiting: int
+    in_hand: int
+
+    @classmethod
+    def of(cls, info: api.ConsumerInfo) -> "Backlog":
+        delivered = info.delivered.stream_seq if info.delivered else 0
+        return cls(delivered, info.num_pending or 0, info.num_ack_pending or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A consumer, on one filter of its stream, and its backlog."""
+
+    subject: str
+    backlog: Backlog
+
+    @classmethod
+    def of(cls, info: api.ConsumerInfo) -> "Queue":
+        return cls(info.config.filter_subject or "", Backlog.of(info))
