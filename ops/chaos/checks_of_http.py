@@ -42,9 +42,7 @@ def find(run: Run) -> Iterator[Violation]:
                 yield Violation("I10", id, f"was told {broke.code}: {broke.reason}")
         if planned.behaviour == "ask_after" and len(_ended(readings)) < 2:
             yield Violation("I12", id, "asked again after its end, and got no whole answer")
-    for id in run.final.notes:
-        for what in _faults_of_note(run, id):
-            yield Violation("I5", id, what)
+    yield from _faults_of_notes(run)
 
 
 def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Shown]:
@@ -81,13 +79,16 @@ def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Sh
     return [] if shown is None else [(0, json.loads(errors.to_json(shown)))]
 
 
-def _faults_of_note(run: Run, id: str) -> Iterator[str]:
-    """It is kept as long as the log of its request, and is of no use without."""
-    planned, log = run.planned.get(id), run.final.logs.get(id, [])
-    if planned is None or not planned.http:
-        yield "a note of a request that nobody asked a gateway for"
-    elif not (log and is_final(log[-1])):
-        yield "a note of a request that has not ended"
+def _faults_of_notes(run: Run) -> Iterator[Violation]:
+    """They are kept as long as the logs of their requests, and are of no use without."""
+    for id in run.final.notes:
+        planned, log = run.planned.get(id), run.final.logs.get(id, [])
+        if planned is None or not planned.http:
+            yield Violation("I5", id, "a note of a request that nobody asked a gateway for")
+        elif not (log and is_final(log[-1])):
+            yield Violation("I5", id, "a note of a request that has not ended")
+    for id in (run.readings.keys() & run.accepted.keys()) - set(run.final.notes):
+        yield Violation("I12", id, "accepted, and no gateway has a note of it")
 
 
 def _created_s(readings: list[Reading]) -> int:

@@ -50,7 +50,7 @@ def whole(log: list[LogRecord] = LOG) -> list[tuple[int | None, str]]:
 
 
 def seen(*clients: list[Any], behaviour: Any = "plain", streamed: bool = True, **final: Any) -> Run:
-    run = with_final(make_run(behaviour=behaviour), **final)
+    run = with_final(make_run(behaviour=behaviour), **{"notes": [ID]} | final)
     planned = {ID: edit(run.planned[ID], http=True, streamed=streamed)}
     return replace(run, planned=planned, clients=[event for part in clients for event in part])
 
@@ -72,7 +72,7 @@ def test_an_error_in_the_place_of_an_answer() -> None:
 
 
 def test_an_answer_that_is_one_whole() -> None:
-    assert check(seen(reading(whole()), streamed=False, notes=[ID])).violations == []
+    assert check(seen(reading(whole()), streamed=False)).violations == []
 
 
 def test_an_error_in_the_place_of_a_whole_answer() -> None:
@@ -140,8 +140,9 @@ WRONG = {
             streamed=False,
         ),
     ),
-    "a note that nobody has made": ("I5", seen(reading(shown()), notes=["chatcmpl-1"])),
-    "a note without an end": ("I5", seen(reading(shown()), logs={ID: LOG[:2]}, notes=[ID])),
+    "a note that nobody has made": ("I5", seen(reading(shown()), notes=[ID, "chatcmpl-1"])),
+    "a note without an end": ("I5", seen(reading(shown()), logs={ID: LOG[:2]})),
+    "a note that was lost": ("I12", seen(reading(shown()), notes=[])),
     "cancelled by nobody": ("I10", seen(reading(shown(CANCELLED)), logs={ID: CANCELLED})),
     "a log by another name": ("I5", seen(reading(shown()), logs={ID: LOG, "chatcmpl-1": [FINISH]})),
 }
