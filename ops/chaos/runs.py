@@ -88,7 +88,7 @@ QUICK: dict[str, Settings] = {
         },
         timeout_s=60.0,
         step_ms=10.0,
-        mix=Mix(http=0.75, whole=0.25, cancel=0.1),
+        mix=Mix(http=0.75, cancel=0.1),
     ),
     # The engines have no tower: pictures go by way of encoders, which die most.
     "demo model with encoders, kills": replace(
