@@ -504,7 +504,8 @@ class Bus:
                 # next connection makes the subscriptions again by itself.
                 await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
                 return
-            except NatsError as error:
+            except (NatsError, OSError, RuntimeError) as error:
+                # The library writes to a connection of whose loss it has not been told, too.
                 if loop.time() > deadline or self._nc.is_closed:
                     raise Unavailable(f"the broker does not answer: {error}") from error
             await asyncio.sleep(FIRST_RETRY_S)

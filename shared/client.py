@@ -217,6 +217,7 @@ class _Reader:
         self._listener = await self._bus.listen(self._subject)
 
     async def close(self) -> None:
+        """Does nothing the second time."""
         await self._bus.unlisten(self._listener)
 
     async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
@@ -230,9 +231,13 @@ class _Reader:
             silent = not fresh and loop.time() - began >= silence_s
             silence_s = min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S) if silent else SILENCE_S
             for record in fresh:
+                if not is_final(record):
+                    yield record
+                    continue
+                # Who has the last one may not come back, and then nobody knows when we are closed.
+                await self.close()
                 yield record
-                if is_final(record):
-                    return
+                return
             if give_up is not None and not fresh and loop.time() > give_up:
                 raise _Unended("no worker has ended the request by its deadline")
 

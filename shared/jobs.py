@@ -13,6 +13,8 @@ from shared.messages import Heartbeat, JobRecord, decode_job_record, to_json
 
 # A replica that answers reads may be a moment behind.
 STALE_READ_S = 0.02
+# Whoever lives is heard of every second.
+LOOKS_S = (0.0, 0.75, 0.75)
 # Of those who have come again and again, the last.
 MAX_HOLDERS = 8
 
@@ -42,8 +44,18 @@ async def leave(bus: Bus, request_id: str, holder: str) -> bool:
     left = await _change(bus, request_id, lambda known: [h for h in known if h != holder])
     if left is None or not left.holders:
         return True
-    living = {_heartbeat.decode(data).worker for data in await bus.heartbeats()}
-    return living.isdisjoint(other.partition(":")[0] for other in left.holders)
+    return await _are_gone(bus, {other.partition(":")[0] for other in left.holders})
+
+
+async def _are_gone(bus: Bus, workers: set[str]) -> bool:
+    """Whether none of them is heard of, nor will be soon: a broker that has just come back has not
+    heard of anybody yet."""
+    for pause_s in LOOKS_S:
+        await asyncio.sleep(pause_s)
+        living = {_heartbeat.decode(data).worker for data in await bus.heartbeats()}
+        if living & workers:
+            return False
+    return True
 
 
 async def get(bus: Bus, request_id: str) -> JobRecord | None:

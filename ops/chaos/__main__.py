@@ -107,9 +107,10 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     if keep or not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
-    if payloads := verdict.counts["payloads"]:
-        told = ", ".join(f"{count} {what}" for what, count in sorted(payloads.items()))
-        console.print(f"  payloads: {told}", markup=False)
+    for kind in ("payloads", "http"):
+        if counts := verdict.counts[kind]:
+            told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+            console.print(f"  {kind}: {told}", markup=False)
     return verdict.clean
 
 

@@ -24,7 +24,7 @@ from ops.chaos.history import (
     Ready,
     Saw,
 )
-from ops.chaos.httpload import DONE
+from ops.chaos.httptalk import DONE
 from ops.chaos.plan import Planned, Settings
 from shared.tokenlog import is_final
 

@@ -1,12 +1,14 @@
 """I1 to I4, I10 to I12 and I14: what each client saw of its request, and what its log holds."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ops.chaos import fake
 from ops.chaos.checker import Run, Violation
 from ops.chaos.expected import Expected
+from ops.chaos.history import Fault
 from ops.chaos.plan import Planned
 from shared.messages import Failure, Finish, LogRecord, TokenChunk
 from shared.streams import HEARTBEAT_TTL_S
@@ -190,7 +192,8 @@ def check_errors(run: Run, planned: Planned) -> Iterator[str]:
     if _LEAKS.search(end.error.message):
         yield f"its error tells of our insides: {end.error.message!r}"
     if code == "cancelled":
-        if planned.id not in run.cancelled and planned.behaviour != "cancel":
+        asked_for = planned.id in run.cancelled or planned.behaviour == "cancel"
+        if not asked_for and not _left_by_dead_client(run, planned):
             yield "cancelled, though nobody had asked for it"
     elif code == "deadline_exceeded":
         asked, ended = run.sessions[planned.id][0].asked.t, run.ended.get(planned.id)
@@ -200,6 +203,17 @@ def check_errors(run: Run, planned: Planned) -> Iterator[str]:
             yield f"ran out of its {planned.timeout_s:g} s, which is plenty"
     elif planned.behaviour != "harm":
         yield f"failed with {code}: {end.error.message}"
+
+
+def _left_by_dead_client(run: Run, planned: Planned) -> bool:
+    """Its connections to gateways were closed with it."""
+    if not planned.http or planned.durable:
+        return False
+    asked, ended = run.sessions[planned.id][0].asked.t, run.ended.get(planned.id, math.inf)
+    return any(
+        isinstance(event, Fault) and event.role == "load" and asked < event.t < ended
+        for event in run.pool
+    )
 
 
 # -- I11: poison harms nobody else ------------------------------------------------------------

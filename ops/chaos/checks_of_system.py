@@ -176,8 +176,8 @@ def recoveries(run: Run) -> list[tuple[Fault, float]]:
     )
     over_http = sorted(
         (readings[0].asked.t, min(reading.saw[0].t for reading in readings if reading.saw))
-        for readings in run.readings.values()
-        if any(reading.saw for reading in readings)
+        for id, readings in run.readings.items()
+        if run.planned[id].streamed and any(reading.saw for reading in readings)
     )
     found = []
     for fault in run.pool:

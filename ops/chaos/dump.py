@@ -117,6 +117,11 @@ class Store:
             found.setdefault(subject.rpartition(".")[2], []).append(decode_log_record(data))
         return found
 
+    async def notes(self) -> list[str]:
+        """By the ids of their requests."""
+        read = self._read(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
+        return [subject.rpartition(".")[2] async for subject, _ in read]
+
     async def letters(self) -> list[DeadLetter]:
         read = self._read(subjects.DEAD_STREAM, subjects.DEAD_FILTER)
         return [_letter(data) async for _, data in read]

@@ -32,6 +32,26 @@ def measure(run: Run) -> dict[str, float]:
     }
 
 
+def _over_http(run: Run) -> Counter[str]:
+    """Requests, and what became of their connections."""
+    found = Counter({"notes": len(run.final.notes)} if run.readings else {})
+    for id, readings in run.readings.items():
+        codes = {broke.code for broke in run.broken.get(id, [])}
+        asked = run.cancelled.get(id)
+        found += Counter(
+            {
+                "streamed": run.planned[id].streamed,
+                "whole": not run.planned[id].streamed,
+                "connection broken": "connection" in codes,
+                "gone on with Last-Event-ID": any(
+                    reading.asked.publishes and reading.asked.start for reading in readings
+                ),
+                "closed by the client": asked is not None and asked.gateway is not None,
+            }
+        )
+    return found
+
+
 def _num_tokens(run: Run, id: str) -> int:
     chunks = [record for record in run.final.logs[id] if isinstance(record, TokenChunk)]
     return sum(len(delta.token_ids) for chunk in chunks for delta in chunk.choices)
@@ -64,5 +84,6 @@ def count(run: Run) -> dict[str, Counter[str]]:
         "payloads": Counter(
             e.what for e in run.did if e.what == "sent back" or e.what.startswith("read by")
         ),
+        "http": _over_http(run),
         "behaviours": Counter(one.behaviour for one in run.planned.values()),
     }

@@ -8,7 +8,8 @@ from typing import TypeVar
 import httpx
 
 from ops.chaos.history import now
-from ops.chaos.httpload import AGAIN_S, PATH
+from ops.chaos.httpload import AGAIN_S
+from ops.chaos.httptalk import PATH
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.pool import Slot
 from shared.broker import free_port
@@ -89,7 +90,12 @@ async def ask(url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEO
     return first
 
 
-def to_plan(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
-    """By the names that the plan has for requests, where it knows them."""
+def names_of(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
+    """That the plan has for requests, where it knows them."""
     names = {one.bus_id: one.id for one in planned}
-    return {names.get(id, id): found for id, found in by_bus_id.items()}
+    return [names.get(id, id) for id in bus_ids]
+
+
+def to_plan(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
+    """By these names."""
+    return dict(zip(names_of(planned, by_bus_id), by_bus_id.values(), strict=True))

@@ -210,5 +210,7 @@ class Final(Struct, frozen=True):
     shm_after: list[str]
     sockets: list[str] = []
     """Addresses of all arenas of this machine at which somebody listens or is connected."""
+    notes: list[str] = []
+    """The ids of requests of which gateways have a note."""
     temp_files: list[str] = []
     """What workers have left in the folder for such."""

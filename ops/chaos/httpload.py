@@ -7,20 +7,20 @@ closes only when it has another, for to close it is to want no answer any more.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
-import msgspec
 
+from ops.chaos import httptalk
 from ops.chaos.history import Accepted, Asked, AskedToCancel, Broke, Journal, Saw, now
+from ops.chaos.httptalk import DONE, Line, Lost, Opened, Told, UnderWay
 from ops.chaos.plan import Planned
 
-PATH = "/v1/chat/completions"
-DONE = "[DONE]"
 # A gateway that has nothing to say would say so after 15 s.
 SILENCE_S = 2.5
+# One that answers with the whole is silent until then.
+WHOLE_SILENCE_S = 12.0
 AGAIN_S = 0.3
 TIMEOUT = httpx.Timeout(None, connect=2.0)
 # What may pass: the broker is away, or a queue is full.
@@ -39,40 +39,6 @@ class _Reader:
     """It has closed its connection, and wants to see what becomes of that."""
     silent: list["asyncio.Task[None]"] = field(default_factory=list)
     """Connections that it has turned away from."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    status: int
-    body: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    at: int | None
-    data: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    reason: str
-
-
-_Line = _Opened | _Told | _Lost | None
-
-
-def body_of(planned: Planned) -> dict[str, Any]:
-    request = planned.request
-    return {
-        "model": request.model,
-        "messages": msgspec.to_builtins(request.messages),
-        **msgspec.to_builtins(request.sampling_params, str_keys=True),
-        "priority": int(request.lane == "batch"),
-        "timeout_s": request.timeout_s,
-        "durable": planned.durable,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 class HttpLoad:
@@ -128,54 +94,59 @@ class HttpLoad:
         join: Callable[[_Reader], None] | None,
     ) -> None:
         """Over one connection, as long as it lasts."""
-        session = self._session_of(planned.id)
+        session, began = self._session_of(planned.id), now()
         publishes = reader.publishes and not reader.left
-        self._journal.write(Asked(now(), planned.id, session, reader.next, publishes))
-        lines: asyncio.Queue[_Line] = asyncio.Queue()
-        talking = asyncio.create_task(
-            _talk(self._gateways[number], planned, reader.next, lines, publishes=publishes)
-        )
+        self._journal.write(Asked(began, planned.id, session, reader.next, publishes))
+        lines: asyncio.Queue[Line] = asyncio.Queue()
+        start = httptalk.ask if publishes else httptalk.follow
+        talking = asyncio.create_task(start(self._gateways[number], planned, reader.next, lines))
+        whole = publishes and not planned.streamed
+        looking = self._look(planned, number + 1, lines) if whole and reader.intervenes else None
         try:
             while not reader.ended:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(WHOLE_SILENCE_S if whole else SILENCE_S):
                     line = await lines.get()
-                if isinstance(line, _Lost):
-                    await self._broke(planned, session, "connection", line.reason)
+                if (fault := _fault_of(line)) is not None:
+                    await self._broke(planned, session, *fault)
                     return
-                if isinstance(line, _Opened) and not self._is_open(planned, session, reader, line):
-                    await self._broke(planned, session, str(line.status), line.body)
-                    return
-                if isinstance(line, _Told) and line.at is None and line.data != DONE:
-                    # Not what has become of the request, but that the broker does not answer.
-                    await self._broke(planned, session, "unavailable", line.data)
-                    return
-                if isinstance(line, _Told):
+                if isinstance(line, Opened):
+                    self._opened(planned, session, reader, line, began if whole else now())
+                if isinstance(line, Told):
                     self._saw(planned, session, reader, line)
-                    if await self._intervene(planned, number, reader, line, join):
+                if _is_time(planned, reader, line):
+                    at = line.at if isinstance(line, Told) else None
+                    if await self._intervene(planned, number, reader, at or 0, join):
                         return
         except TimeoutError:
             reader.silent.append(talking)
             await self._broke(planned, session, "silence", "nothing for a while")
             return
         finally:
-            if talking not in reader.silent:
-                talking.cancel()
-                await asyncio.gather(talking, return_exceptions=True)
+            ending = [task for task in (talking, looking) if task and task not in reader.silent]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
 
-    def _is_open(self, planned: Planned, session: int, reader: _Reader, opened: _Opened) -> bool:
-        """Or is over; False for what is to be tried again."""
-        if opened.status in PASSING:
-            return False
+    def _look(
+        self, planned: Planned, number: int, lines: asyncio.Queue[Line]
+    ) -> "asyncio.Task[None]":
+        """Who is shown nothing before the end finds out elsewhere when it is time."""
+        gateway = self._gateways[number % len(self._gateways)]
+        return asyncio.create_task(httptalk.look(gateway, planned, lines))
+
+    def _opened(
+        self, planned: Planned, session: int, reader: _Reader, opened: Opened, accepted: float
+    ) -> None:
+        """`accepted`: no later than the request was."""
         if reader.publishes:
-            self._journal.write(Accepted(now(), planned.id, session, False))
+            self._journal.write(Accepted(accepted, planned.id, session, False))
         for task in reader.silent:
             task.cancel()
-        if opened.status != 200:
-            self._saw(planned, session, reader, _Told(None, opened.body))
-            self._saw(planned, session, reader, _Told(None, DONE))
-        return True
+        if opened.body:
+            self._saw(planned, session, reader, Told(None, opened.body))
+            self._saw(planned, session, reader, Told(None, DONE))
 
-    def _saw(self, planned: Planned, session: int, reader: _Reader, told: _Told) -> None:
+    def _saw(self, planned: Planned, session: int, reader: _Reader, told: Told) -> None:
         self._journal.write(Saw(now(), planned.id, session, told.at, told.data))
         if told.at is not None:
             reader.next = told.at + 1
@@ -190,12 +161,10 @@ class HttpLoad:
         planned: Planned,
         number: int,
         reader: _Reader,
-        told: _Told,
+        at: int,
         join: Callable[[_Reader], None] | None,
     ) -> bool:
-        """What this client does when it has seen so much; whether it closes its connection."""
-        if not reader.intervenes or told.at is None or told.at < planned.after_records:
-            return False
+        """What this client does in the middle of it; whether it closes its connection."""
         reader.intervenes = False
         if planned.behaviour == "cancel" and not planned.durable:
             reader.left = True
@@ -205,7 +174,7 @@ class HttpLoad:
             await self._delete(planned, number)
         elif join is not None:
             follows = planned.behaviour == "follow"
-            join(_Reader(told.at if follows else 0, publishes=not follows))
+            join(_Reader(at if follows else 0, publishes=not follows))
         return False
 
     async def _delete(self, planned: Planned, number: int) -> None:
@@ -219,59 +188,23 @@ class HttpLoad:
                     return
 
 
-def _talk(
-    gateway: httpx.AsyncClient,
-    planned: Planned,
-    start: int,
-    lines: asyncio.Queue[_Line],
-    *,
-    publishes: bool,
-) -> Coroutine[Any, Any, None]:
-    # With the ids of events, to go on from.
-    headers = {"accept": "text/event-stream"}
-    if start:
-        headers["last-event-id"] = str(start - 1)
-    if publishes:
-        headers["x-request-id"] = planned.id
-        request = gateway.build_request("POST", PATH, json=body_of(planned), headers=headers)
-    else:
-        path = f"/v1/requests/{planned.bus_id}/stream"
-        request = gateway.build_request("GET", path, headers=headers)
-    return _exchange(gateway, request, lines)
+def _fault_of(line: Line) -> tuple[str, str] | None:
+    """Code and reason, where the client is to try again."""
+    match line:
+        case Lost(reason):
+            return "connection", reason
+        case Opened(status, body) if status in PASSING:
+            return str(status), body
+        case Told(None, data) if data != DONE:
+            # Not what has become of the request, but that the broker does not answer.
+            return "unavailable", data
+    return None
 
 
-async def _exchange(
-    gateway: httpx.AsyncClient, request: httpx.Request, lines: asyncio.Queue[_Line]
-) -> None:
-    """What comes over one connection, to its end."""
-    try:
-        answer = await gateway.send(request, stream=True)
-        try:
-            ok = answer.status_code == 200
-            body = "" if ok else (await answer.aread()).decode()
-            lines.put_nowait(_Opened(answer.status_code, body))
-            if ok:
-                async for line in _events(answer.aiter_lines()):
-                    lines.put_nowait(line)
-            lines.put_nowait(_Lost("it ended before its answer"))
-        finally:
-            await answer.aclose()
-    except (httpx.HTTPError, OSError) as error:
-        lines.put_nowait(_Lost(f"{type(error).__name__}: {error}"))
-
-
-async def _events(lines: AsyncIterator[str]) -> AsyncIterator[_Told | None]:
-    """None: the server has let hear from itself."""
-    at: int | None = None
-    data = ""
-    async for line in lines:
-        name, _, value = line.partition(": ")
-        if name == "id":
-            at = int(value)
-        elif name == "data":
-            data = value
-        elif not line and data:
-            yield _Told(at, data)
-            at, data = None, ""
-        else:
-            yield None
+def _is_time(planned: Planned, reader: _Reader, line: Line) -> bool:
+    """For what this client does in the middle of it."""
+    if not reader.intervenes:
+        return False
+    if isinstance(line, Told) and line.at is not None:
+        return line.at >= planned.after_records
+    return isinstance(line, UnderWay)

@@ -27,7 +27,8 @@ from ops.chaos.history import (
     now,
     read_events,
 )
-from ops.chaos.httpload import DONE, HttpLoad
+from ops.chaos.httpload import HttpLoad
+from ops.chaos.httptalk import DONE
 from ops.chaos.plan import Planned, Settings, make_request
 from shared import client, telemetry
 from shared.bus import Bus

@@ -39,6 +39,8 @@ class Mix(Struct, frozen=True):
     """Of all requests, whatever else they are."""
     http: float = 0.0
     """Of all requests but the harmful: their clients go through the gateways."""
+    whole: float = 0.0
+    """Of those: they are answered with one JSON object."""
 
 
 # Of each picture, where a fake renderer does not care what it shows.
@@ -104,6 +106,7 @@ class Planned(Struct, frozen=True):
     http: bool = False
     durable: bool = False
     """Of an HTTP request: it goes on when its connection is closed."""
+    streamed: bool = True
 
     @property
     def bus_id(self) -> str:
@@ -167,6 +170,7 @@ def make_request(settings: Settings, index: int) -> Planned:
         timeout_s=timeout_s,
         http=harm is None and rng.random() < settings.mix.http,
         durable=rng.random() < settings.durable,
+        streamed=rng.random() >= settings.mix.whole,
     )
 
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.nemesis import MIXED
+from ops.chaos.nemesis import KILLS, MIXED
 from ops.chaos.plan import Mix, Settings
 
 # Answers long enough to be caught by a fault in the middle, half of the questions with pictures.
@@ -19,7 +19,14 @@ DEMO = Settings(
 
 RUNS: dict[str, Settings] = {
     # A SIGKILL of any process every 2 s.
-    "kills": Settings(requests=10_000, rate=30.0, fault_every_s=2.0),
+    "kills": Settings(
+        requests=10_000,
+        rate=30.0,
+        gateways=2,
+        fault_every_s=2.0,
+        faults=KILLS | {"kill:gateway": 1.5},
+        mix=Mix(http=0.25, whole=0.3),
+    ),
     "model": replace(
         DEMO,
         fault_every_s=6.0,

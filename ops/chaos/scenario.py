@@ -15,7 +15,7 @@ from ops.chaos.cluster3 import Cluster3
 from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
 from ops.chaos.fake import MAX_MODEL_LEN
-from ops.chaos.gateways import Gateways, to_plan
+from ops.chaos.gateways import Gateways, names_of, to_plan
 from ops.chaos.history import Final, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
@@ -205,6 +205,7 @@ class Scenario:
             logs = await store.logs()
             warm = self.gateways.warm_up_ids
             mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
+            noted = [id for id in await store.notes() if id not in warm]
             planned = make_requests(self.settings)
             return Final(
                 settled=settled,
@@ -220,6 +221,7 @@ class Scenario:
                 shm_before=shm_before,
                 shm_after=shm_entries(),
                 sockets=arena_sockets(),
+                notes=names_of(planned, noted),
                 temp_files=temp_files(self.folder),
             )
         finally:

@@ -26,7 +26,7 @@ from ops.chaos.checker import Run, Verdict, check
 from ops.chaos.cluster3 import SIZE, Cluster3
 from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
-from ops.chaos.gateways import Gateways, to_plan
+from ops.chaos.gateways import Gateways, names_of, to_plan
 from ops.chaos.history import AnyEvent, Did, Fault, Final, Journal, Ready, now, read_events
 from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
@@ -283,8 +283,10 @@ class Scene:
             settled = await store.settle()
             await embeddings_over(settings)
             mine = f"c{settings.seed}-"
-            by_name = to_plan(make_requests(settings), await store.logs())
+            planned = make_requests(settings)
+            by_name = to_plan(planned, await store.logs())
             logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
+            noted = names_of(planned, await store.notes())
             letters = [
                 letter
                 for letter in await store.letters()
@@ -305,6 +307,7 @@ class Scene:
                 shm_before=shm_before,
                 shm_after=[name for name in shm_entries() if "faketime" not in name],
                 sockets=arena_sockets(),
+                notes=[id for id in noted if id.startswith(mine)],
                 temp_files=temp_files(self.folder),
             )
         finally:

@@ -45,6 +45,18 @@ async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) ->
     assert sum(alone) == 1
 
 
+async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    note = JobRecord("chat", "demo", "a", 1, False)
+    worker = f"gateway-{secrets.token_hex(4)}"
+    for name in (f"{worker}:a", "gateway-alive:b"):
+        await jobs.hold(bus, request_id, note, name)
+    leaving = asyncio.create_task(jobs.leave(bus, request_id, "gateway-alive:b"))
+    await asyncio.sleep(0.3)
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    assert not await leaving
+
+
 async def test_the_dead_hold_nothing(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = JobRecord("chat", "demo", "a", 1, False)

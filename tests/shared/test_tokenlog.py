@@ -7,7 +7,7 @@ import pytest
 
 from shared import subjects
 from shared.bus import Bus
-from shared.client import ask
+from shared.client import ask, follow
 from shared.errors import ContextTooLong, Fenced
 from shared.messages import (
     ChoiceDelta,
@@ -53,6 +53,15 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
     with pytest.raises(Fenced):
         await zombie.finish(Usage(1, 2), 1, [])
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
+
+
+async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str) -> None:
+    await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
+    before = set(bus._nc._subs)
+    log = follow(bus, request_id)
+    assert isinstance(await anext(log), Failure)
+    assert set(bus._nc._subs) == before
+    assert [record async for record in log] == []
 
 
 async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str) -> None:
