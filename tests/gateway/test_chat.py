@@ -137,3 +137,22 @@ async def test_an_echo_is_scored(http: httpx.AsyncClient) -> None:
     assert all(known <= 0 for known in logprobs["token_logprobs"][1:])
     for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"][:-1], strict=True):
         assert choice["text"][offset:].startswith(token)
+
+
+async def test_an_echo_may_be_all(http: httpx.AsyncClient) -> None:
+    asked = {"model": "demo", "prompt": ["What colour", "Red"], "echo": True, "logprobs": 1}
+    more = (await http.post("/v1/completions", json=asked | {"max_tokens": 1})).json()
+    alone = (await http.post("/v1/completions", json=asked | {"max_tokens": 0})).json()
+    assert alone["usage"]["completion_tokens"] == 0
+    assert alone["usage"]["prompt_tokens"] == more["usage"]["prompt_tokens"]
+    streamed = await http.post("/v1/completions", json=asked | {"max_tokens": 0, "stream": True})
+    *chunks, _ = events(streamed.text)
+    for prompt, one, longer in zip(asked["prompt"], alone["choices"], more["choices"], strict=True):
+        assert (one["text"], one["finish_reason"]) == (prompt, "length")
+        for name, values in one["logprobs"].items():
+            assert values == longer["logprobs"][name][:-1]
+        told = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
+        assert "".join(c["text"] for c in told) == prompt
+        assert told[-1]["finish_reason"] == "length"
+    refused = await http.post("/v1/completions", json=asked | {"max_tokens": 0, "echo": False})
+    assert refused.json()["error"]["param"] == "max_tokens"

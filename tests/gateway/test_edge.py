@@ -151,6 +151,9 @@ async def test_urls_methods_and_types(http: httpx.AsyncClient) -> None:
     check_error(wrong.content, "method_not_allowed")
     text = await http.post(PATH, content=b"{}", headers={"content-type": "text/plain"})
     assert text.status_code == 415
+    packed = await http.post(PATH, json={}, headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415
+    assert "Content-Encoding" in packed.json()["error"]["message"]
     check_error(text.content, "unsupported_content_type")
 
 

@@ -38,8 +38,10 @@ class Room:
 
 
 async def read(request: Request, limits: GatewayConfig, room: Room) -> bytes:
-    """Raises BodyTooLarge as soon as it is known to be, Overloaded, TooSlow, or
-    ClientDisconnect."""
+    """Raises BodyTooLarge as soon as it is known to be, Overloaded, TooSlow, WrongContentType for
+    one that is compressed, or ClientDisconnect."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise WrongContentType("a body must not be compressed: leave Content-Encoding out")
     limit = limits.max_body_mib * 2**20
     too_large = BodyTooLarge(f"a body may have {limits.max_body_mib} MiB")
     length = request.headers.get("content-length", "0")

@@ -134,7 +134,7 @@ def _part_of(given: GivenPart) -> ContentPart:
 
 
 def _logprobs_of(request: ChatRequest) -> dict[str, int]:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs go with logprobs alone", field="top_logprobs")
     return {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
 

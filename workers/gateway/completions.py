@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
+from shared.errors import InvalidRequest
 from shared.messages import ChoiceDelta, GenerateRequest, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.answers import (
     Completion,
@@ -52,12 +53,20 @@ class CompletionOptions(Struct, frozen=True):
     prompt_tokens: int = 0
     logprobs: bool = False
     echo: list[Echo] = []
+    echo_only: bool = False
+    """What comes after the prompts is left out."""
 
 
 def completion_order(request: CompletionRequest) -> Order:
     """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
     prompts = prompts_of(request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
+    echo_only = request.max_tokens == 0
+    if echo_only and not request.echo:
+        raise InvalidRequest("max_tokens: 0 is for an echo alone", field="max_tokens")
+    if echo_only:
+        # Log probabilities of a prompt come with the first token after it.
+        sampling["max_tokens"] = 1
     if request.logprobs is not None:
         sampling["logprobs"] = request.logprobs
         if request.echo:
@@ -74,6 +83,7 @@ def completion_order(request: CompletionRequest) -> Order:
         "parts": len(prompts),
         "n": request.n or 1,
         "logprobs": request.logprobs is not None,
+        "echo_only": echo_only,
         "fields": fields_of(request),
     }
     return Order([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
@@ -121,8 +131,11 @@ class CompletionAssembler:
     def take(self, part: int, record: TokenChunk) -> Completion | None:
         if record.prompt_logprobs is not None:
             self._prompt_logprobs[part] = record.prompt_logprobs
-        self._num_tokens += sum(len(delta.token_ids) for delta in record.choices)
-        advanced = (self._advance(part, delta) for delta in record.choices)
+        deltas = record.choices
+        if self._options.echo_only:
+            deltas = [_nothing_of(delta) for delta in deltas]
+        self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        advanced = (self._advance(part, delta) for delta in deltas)
         shown = [choice for choice in advanced if choice is not None]
         if not shown:
             return None
@@ -134,6 +147,8 @@ class CompletionAssembler:
         return Completion(self._id, self._created_s, self._model, shown, usage)
 
     def finish(self, part: int, usage: Usage) -> Completion | None:
+        if self._options.echo_only:
+            usage = replace(usage, completion_tokens=0)
         self._usages.append(usage)
         wanted = self._options.include_usage or self._options.continuous_usage
         if not wanted or len(self._usages) < self._options.parts:
@@ -202,6 +217,10 @@ class CompletionAssembler:
         _advance_offset(choice, self._spelling[echo.token_ids[0]])
         for token in spelled(echo.token_ids[1:], known, self._spelling):
             _append(choice, token, logprobs)
+
+
+def _nothing_of(delta: ChoiceDelta) -> ChoiceDelta:
+    return ChoiceDelta(delta.index, 0, [], "", None if delta.finish_reason is None else "length")
 
 
 def _append(choice: _Choice, token: TokenLogprob, logprobs: CompletionLogprobs) -> None:

@@ -227,6 +227,8 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 class CompletionRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: Any
     """Text, token ids, or a list of either; see `prompts_of`."""
+    max_tokens: Count | None = None
+    """0 with `echo` alone: the prompt, and nothing after it."""
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     """How many of the most probable tokens."""
