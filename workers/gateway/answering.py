@@ -205,14 +205,10 @@ async def submit(
     """
     if door.over.is_set():
         raise Unavailable("the gateway is being stopped")
-    first = order.requests[0]
-    door.check_model(first.model)
+    model = order.requests[0].model
+    door.check_model(model)
     request_id, named = known_as or request_id_for(request, kind, caller.tenant)
-    created_s = int(door.bus.now_ms() / 1000)
-    timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
-    kept = kept_of(order, door.config.models[first.model].sampling_defaults)
-    options = noted(order.options, kept)
-    record = JobRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+    record = _record_of(door, kind, caller, order, durable=durable)
     if not stream:
         await _make_room(door, request, record)
     start = start_of(request, order.options.get("parts", 1))
@@ -220,31 +216,43 @@ async def submit(
     door.room.release(request)
     if named:
         record = structs.replace(record, digest=_digest(requests, order.sampling))
-    endpoint = request.scope["endpoint_path"]
     holder = f"{door.worker}:{secrets.token_hex(8)}"
     holding = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
-    if not named:
-        # What becomes of it is looked at before anything is shown, or by nobody.
-        holding.add_done_callback(lambda done: done.cancelled() or done.exception())
-        job = Job(door, request_id, record, endpoint, holder, holding)
-        logs = _asked(door, job, requests, order)
-    else:
-        known = await holding
-        job = Job(door, request_id, known, endpoint, holder, holding)
-        if known.digest != record.digest:
-            job.gone()
-            raise errors.ReusedId(
-                "this id is that of another request, which asked something else",
-                field="X-Request-Id",
-            )
-        if not stream and known is not record:
-            try:
-                await _make_room(door, request, known)
-            except PagemillError:
-                job.gone()  # Its client is, and another may still be there.
-                raise
-        logs = await _asked_again(door, job, requests, order)
+    # What becomes of it is looked at before anything is shown, or by nobody.
+    holding.add_done_callback(lambda done: done.cancelled() or done.exception())
+    known = await holding if named else record
+    job = Job(door, request_id, known, request.scope["endpoint_path"], holder, holding)
+    if known is not record:
+        try:
+            await _check_same(door, request, known, record.digest, stream=stream)
+        except PagemillError:
+            job.gone()  # Its client is, and another may still be there.
+            raise
+    logs = await _logs_of(door, job, requests, order, named=named)
     return await respond(door, request, job, logs, start, stream=stream, refuse=refuse)
+
+
+def _record_of(door: Door, kind: Any, caller: Caller, order: Order, *, durable: bool) -> JobRecord:
+    first = order.requests[0]
+    created_s = int(door.bus.now_ms() / 1000)
+    timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
+    kept = kept_of(order, door.config.models[first.model].sampling_defaults)
+    options = noted(order.options, kept)
+    return JobRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+
+
+async def _check_same(
+    door: Door, request: Request, known: JobRecord, digest: str, *, stream: bool
+) -> None:
+    """That what is asked for by the id of `known` is what was. Raises ReusedId, and what
+    `_make_room` raises."""
+    if known.digest != digest:
+        raise errors.ReusedId(
+            "this id is that of another request, which asked something else",
+            field="X-Request-Id",
+        )
+    if not stream:
+        await _make_room(door, request, known)
 
 
 async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
@@ -258,18 +266,6 @@ async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
 
 def _digest(requests: Sequence[GenerateRequest], sampling: dict[str, Any]) -> str:
     return hashlib.sha256(to_json([requests, sampling])).hexdigest()
-
-
-def _asked(
-    door: Door,
-    job: Job,
-    requests: Sequence[GenerateRequest],
-    order: Order,
-) -> list[AsyncIterator[LogRecord]]:
-    return [
-        _ask(door, job, part, request, order.sampling)
-        for part, request in zip(job.parts, requests, strict=True)
-    ]
 
 
 async def _ask(
@@ -293,15 +289,18 @@ async def _ask(
             yield record
 
 
-async def _asked_again(
-    door: Door, job: Job, requests: Sequence[GenerateRequest], order: Order
+async def _logs_of(
+    door: Door, job: Job, requests: Sequence[GenerateRequest], order: Order, *, named: bool
 ) -> list[AsyncIterator[LogRecord]]:
-    """What has a log is followed; what has none may never have been published."""
-    known = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+    """Of a request that may have been here before, what has a log is followed; what has none may
+    never have been published."""
+    lasts: Sequence[LogRecord | None] = [None] * len(job.parts)
+    if named:
+        lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
     return [
-        asked if last is None else followed
-        for asked, followed, last in zip(
-            _asked(door, job, requests, order), job.follow(), known, strict=True
+        _ask(door, job, part, asked, order.sampling) if last is None else followed
+        for part, asked, followed, last in zip(
+            job.parts, requests, job.follow(), lasts, strict=True
         )
     ]
 
