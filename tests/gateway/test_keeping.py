@@ -199,11 +199,13 @@ async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:
         assert (await http.get(url)).status_code == 404
 
         assert (await http.post(PATH, json=large, headers=named)).status_code == 200
-        # Neither by its id nor by asking for less does it come whole.
+        # Not even now does it come whole.
         check_error((await http.get(url)).content, "answer_too_large", "id")
-        small = large | {"stream": False, "max_tokens": 1}
-        again = await http.post(PATH, json=small, headers=named)
+        again = await http.post(PATH, json=large | {"stream": False}, headers=named)
         check_error(again.content, "answer_too_large", "max_tokens")
+        small = large | {"stream": False, "max_tokens": 1}
+        other = await http.post(PATH, json=small, headers=named)
+        check_error(other.content, "request_id_reused", "X-Request-Id")
         assert (await http.get(f"{url}/stream")).status_code == 200
         assert (await http.post(PATH, json=small)).status_code == 200
 

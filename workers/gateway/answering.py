@@ -222,12 +222,12 @@ async def submit(
     holding.add_done_callback(lambda done: done.cancelled() or done.exception())
     known = await holding if named else record
     job = Job(door, request_id, known, request.scope["endpoint_path"], holder, holding)
-    if known is not record:
-        try:
-            await _check_same(door, request, known, record.digest, stream=stream)
-        except PagemillError:
-            job.gone()  # Its client is, and another may still be there.
-            raise
+    if known.digest != record.digest:
+        job.gone()  # Its client is, and another may still be there.
+        raise errors.ReusedId(
+            "this id is that of another request, which asked something else",
+            field="X-Request-Id",
+        )
     logs = await _logs_of(door, job, requests, order, named=named)
     return await respond(door, request, job, logs, start, stream=stream, refuse=refuse)
 
@@ -239,20 +239,6 @@ def _record_of(door: Door, kind: Any, caller: Caller, order: Order, *, durable: 
     kept = kept_of(order, door.config.models[first.model].sampling_defaults)
     options = noted(order.options, kept)
     return JobRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
-
-
-async def _check_same(
-    door: Door, request: Request, known: JobRecord, digest: str, *, stream: bool
-) -> None:
-    """That what is asked for by the id of `known` is what was. Raises ReusedId, and what
-    `_make_room` raises."""
-    if known.digest != digest:
-        raise errors.ReusedId(
-            "this id is that of another request, which asked something else",
-            field="X-Request-Id",
-        )
-    if not stream:
-        await _make_room(door, request, known)
 
 
 async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
