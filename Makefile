@@ -15,7 +15,7 @@ demo: .venv/installed  ## three pictures and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
 test: .venv/installed check  ## style, types, import contracts, tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 check: .venv/installed
 	$(BIN)/ruff check .
