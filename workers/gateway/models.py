@@ -1,6 +1,6 @@
 """`/v1/models`: what is configured here."""
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,6 +16,8 @@ class ModelEntry(Struct, frozen=True):
     adapters: list[str]
     object: str = "model"
     owned_by: str = "pagemill"
+    max_model_len: int | UnsetType = UNSET
+    """Where it is configured; else the model's own is not known here."""
 
 
 class ModelList(Struct, frozen=True):
@@ -26,7 +28,9 @@ class ModelList(Struct, frozen=True):
 def routes(door: Door) -> list[Route]:
     created = int(door.bus.now_ms() / 1000)
     entries = {
-        name: ModelEntry(name, created, sorted(model.adapters))
+        name: ModelEntry(
+            name, created, sorted(model.adapters), max_model_len=model.max_model_len or UNSET
+        )
         for name, model in door.config.models.items()
     }
 
