@@ -27,7 +27,7 @@ bench: .venv/installed  ## engine against transformers, hand-over latency, KV wa
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
 
-bench-door: .venv/installed  ## HTTP against NATS and vLLM's server, where PEERS has it; 6 minutes
+bench-door: .venv/installed  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
 	$(BIN)/python -m ops.bench.door --peers $(PEERS)
 
 bench-gpu: .venv/installed  ## kernels and models on a GPU, ten minutes; without one it says so

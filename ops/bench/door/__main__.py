@@ -70,8 +70,8 @@ class Work:
 
 
 WORKS = (
-    Work("text", "smollm2-135m", False, 64, 64, 60, 5),
-    Work("pictures", "mid-qwen2vl", True, 16, 16, 20, 2),
+    Work("text", "smollm2-135m", False, 64, 64, 120, 5),
+    Work("pictures", "mid-qwen2vl", True, 16, 16, 60, 3),
 )
 
 

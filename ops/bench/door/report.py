@@ -1,5 +1,7 @@
 """What the door costs, as tables. Pure."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -26,7 +28,7 @@ class Burst:
 def of_singles(title: str, singles: dict[str, list[float]]) -> Table:
     table = Table(title=f"{title}, {len(singles[BASE])} times", title_justify="left")
     table.add_column("road")
-    for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "median of pairs"):
+    for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "median of pairs (95 %)"):
         table.add_column(name, justify="right")
     base = singles[BASE]
     for road, times in singles.items():
@@ -36,7 +38,7 @@ def of_singles(title: str, singles: dict[str, list[float]]) -> Table:
             _ms(median(times)),
             _ms(p99(times)),
             f"{1000 * (median(times) - median(base)):+.2f}",
-            f"{1000 * median(pairs):+.2f}",
+            _with_interval(pairs),
         )
     return table
 
@@ -65,6 +67,14 @@ def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
     return table
 
 
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """That has the median of what the values are samples of, in 95 of 100 cases: the values whose
+    ranks are 1.96 standard deviations of a binomial distribution from the middle."""
+    ordered = sorted(values)
+    rank = max(1, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+    return ordered[rank - 1], ordered[-rank]
+
+
 def p99(times_s: list[float]) -> float:
     """Between the two nearest, where it is none of them."""
     return quantiles(times_s, n=100, method="inclusive")[-1] if len(times_s) > 1 else times_s[0]
@@ -78,6 +88,11 @@ def _cpu(runs: list[Burst]) -> str:
     num_tokens = sum(run.num_tokens for run in runs)
     totals = {name: sum(run.cpu_s[name] for run in runs) for name in runs[0].cpu_s}
     return ", ".join(f"{name} {1e6 * total / num_tokens:.0f}" for name, total in totals.items())
+
+
+def _with_interval(seconds: Sequence[float]) -> str:
+    low, high = interval_of_median(seconds)
+    return f"{1000 * median(seconds):+.2f} ({1000 * low:+.2f} to {1000 * high:+.2f})"
 
 
 def _ms(seconds: float) -> str:
