@@ -9,6 +9,7 @@ PEERS ?= peers
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --editable . --group dev
+	sync  # Two gigabytes, which a broker's first writes would wait for.
 	touch $@
 
 demo: .venv/installed  ## three pictures and a question, answered over NATS

@@ -33,6 +33,8 @@ from shared.stored import NotAnswered, Stored, collect
 FLUSH_TIMEOUT_S = 1
 # A leader election of a replicated stream takes 4 to 7 seconds, in which publishes are refused.
 PUBLISH_DEADLINE_S = 15.0
+# A disk that has much else to write was seen to take 11 seconds for the files of one stream.
+PREPARE_DEADLINE_S = 60.0
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 
@@ -167,7 +169,7 @@ class Bus:
         self._volatile = streams.volatile_streams(delivery, nats.replicas)
         configs = streams.durable_streams(delivery, nats.replicas) + self._volatile
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + PUBLISH_DEADLINE_S
+        deadline = loop.time() + PREPARE_DEADLINE_S
         while True:
             try:
                 await streams.check_server(self._nc, nats)

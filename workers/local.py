@@ -181,7 +181,10 @@ class LocalCluster:
 
     async def _ready_roles(self, bus: Bus) -> Counter[str]:
         pids = {process.pid for process in self._processes.values()}
-        beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+        try:
+            beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+        except Unavailable:
+            return Counter()  # Nor can anybody else hear of them yet.
         ours = [beat for beat in beats if beat.pid in pids]
         self.door = next((beat.url for beat in ours if beat.url is not None), None)
         return Counter(beat.role for beat in ours)

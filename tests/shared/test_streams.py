@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import signal
 import socket
 import subprocess
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shared import bus as bus_module
 from shared import subjects
 from shared.broker import Broker, find_binary, free_port
 from shared.bus import Bus
@@ -17,6 +20,7 @@ from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
 from shared.messages import GenerateRequest, Message
+from shared.streams import ANSWER_TIMEOUT_S
 
 SETTINGS_EXPORT = """
 system_account: SYS
@@ -111,6 +115,24 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(own_broke
         await anext(ask(bus, request, "third"))
     assert time.monotonic() - began < 1
     assert caught.value.retry_after_s == 1.0
+    await bus.close()
+
+
+async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
+    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others who wait for it would have given up by now.
+    monkeypatch.setattr(bus_module, "PUBLISH_DEADLINE_S", 0.5)
+    pid = int(own_broker.pid_file.read_text())
+    bus = await Bus.connect(own_broker.url, "test")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        preparing = asyncio.create_task(bus.prepare(NatsConfig(unchecked=True), DeliveryConfig()))
+        await asyncio.sleep(ANSWER_TIMEOUT_S + 0.5)
+        assert not preparing.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await preparing
     await bus.close()
 
 
