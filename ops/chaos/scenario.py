@@ -20,9 +20,11 @@ from ops.chaos.history import Final, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
+from shared.blobs import RELEASE_PAUSES_S
 from shared.bus import Bus
 from shared.errors import PagemillError
 from shared.messages import GenerateRequest, Heartbeat, Message
+from shared.roads import ANSWER_TIMEOUT_S
 from shared.runtime import HEARTBEAT_S
 from shared.sampling import SamplingParams
 from workers import settings as product_settings
@@ -89,8 +91,10 @@ def fakes(settings: Settings) -> dict[str, bool]:
     }
 
 
-async def embeddings_over(settings: Settings) -> None:
-    """What nobody has fetched is kept until its time is over."""
+async def leases_over(settings: Settings) -> None:
+    """Whoever tells a dead worker that its payload is not needed any more gives up after a while,
+    and what nobody has fetched is kept until its time is over."""
+    await asyncio.sleep(sum(RELEASE_PAUSES_S) + ANSWER_TIMEOUT_S)
     if settings.encoders:
         await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
 
@@ -201,7 +205,7 @@ class Scenario:
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
-            await embeddings_over(self.settings)
+            await leases_over(self.settings)
             logs = await store.logs()
             warm = self.gateways.warm_up_ids
             mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}

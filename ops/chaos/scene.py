@@ -34,8 +34,8 @@ from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.proxy import Proxy
 from ops.chaos.scenario import (
     bounds_of,
-    embeddings_over,
     fakes,
+    leases_over,
     temp_files,
     temp_folder,
     write_config,
@@ -281,7 +281,7 @@ class Scene:
             await self.pool.wait_ready()
             await asyncio.to_thread(self.servers.settle)
             settled = await store.settle()
-            await embeddings_over(settings)
+            await leases_over(settings)
             mine = f"c{settings.seed}-"
             planned = make_requests(settings)
             by_name = to_plan(planned, await store.logs())
