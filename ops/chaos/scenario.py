@@ -91,12 +91,15 @@ def fakes(settings: Settings) -> dict[str, bool]:
     }
 
 
-async def leases_over(settings: Settings) -> None:
-    """Whoever tells a dead worker that its payload is not needed any more gives up after a while,
-    and what nobody has fetched is kept until its time is over."""
-    await asyncio.sleep(sum(RELEASE_PAUSES_S) + ANSWER_TIMEOUT_S)
+async def embeddings_over(settings: Settings) -> None:
+    """What nobody has fetched is kept until its time is over."""
     if settings.encoders:
         await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
+
+
+async def releases_over() -> None:
+    """Who tells a dead worker that its payload is not needed any more gives up after a while."""
+    await asyncio.sleep(sum(RELEASE_PAUSES_S) + ANSWER_TIMEOUT_S)
 
 
 def temp_folder(folder: Path) -> Path:
@@ -205,12 +208,15 @@ class Scenario:
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
-            await leases_over(self.settings)
+            await embeddings_over(self.settings)
             logs = await store.logs()
             warm = self.gateways.warm_up_ids
             mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
             noted = [id for id in await store.notes() if id not in warm]
             planned = make_requests(self.settings)
+            # What they tell of payloads is true now; later all of these have lapsed.
+            beats = self._own(await store.beats())
+            await releases_over()
             return Final(
                 settled=settled,
                 logs=to_plan(planned, mine),
@@ -219,7 +225,7 @@ class Scenario:
                 left=await store.left(),
                 consumers=await store.consumers(),
                 consumers_before=consumers_before,
-                beats=self._own(await store.beats()),
+                beats=beats,
                 before=before,
                 after=await self.pool.snapshots(),
                 shm_before=shm_before,

@@ -34,8 +34,9 @@ from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.proxy import Proxy
 from ops.chaos.scenario import (
     bounds_of,
+    embeddings_over,
     fakes,
-    leases_over,
+    releases_over,
     temp_files,
     temp_folder,
     write_config,
@@ -281,7 +282,7 @@ class Scene:
             await self.pool.wait_ready()
             await asyncio.to_thread(self.servers.settle)
             settled = await store.settle()
-            await leases_over(settings)
+            await embeddings_over(settings)
             mine = f"c{settings.seed}-"
             planned = make_requests(settings)
             by_name = to_plan(planned, await store.logs())
@@ -293,6 +294,8 @@ class Scene:
                 if (letter.request_id or "").startswith(mine)
             ]
             pids = {slot.pid for slot in self.pool.slots}
+            beats = [beat for beat in await store.beats() if beat.pid in pids]
+            await releases_over()
             final = Final(
                 settled=settled,
                 logs=logs,
@@ -301,7 +304,7 @@ class Scene:
                 left=await store.left(),
                 consumers=await store.consumers(),
                 consumers_before=consumers_before,
-                beats=[beat for beat in await store.beats() if beat.pid in pids],
+                beats=beats,
                 before=before,
                 after=await self.pool.snapshots(),
                 shm_before=shm_before,
