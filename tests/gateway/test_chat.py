@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,5 +155,10 @@ async def test_an_echo_may_be_all(http: httpx.AsyncClient) -> None:
         told = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
         assert "".join(c["text"] for c in told) == prompt
         assert told[-1]["finish_reason"] == "length"
+    named = {"x-request-id": f"echo-{time.time_ns()}"}
+    for max_tokens, status in ((0, 200), (1, 422), (0, 200)):
+        body = asked | {"max_tokens": max_tokens}
+        got = await http.post("/v1/completions", json=body, headers=named)
+        assert got.status_code == status
     refused = await http.post("/v1/completions", json=asked | {"max_tokens": 0, "echo": False})
     assert refused.json()["error"]["param"] == "max_tokens"

@@ -55,6 +55,9 @@ from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
 from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
 
+# Options that may differ when a client comes back for the same answer.
+_OF_STREAMS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
+
 _log = structlog.get_logger()
 
 
@@ -215,7 +218,7 @@ async def submit(
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
     door.room.release(request)
     if named:
-        record = structs.replace(record, digest=_digest(requests, order.sampling))
+        record = structs.replace(record, digest=_digest(requests, order))
     holder = f"{door.worker}:{secrets.token_hex(8)}"
     holding = asyncio.create_task(jobs.hold(door.bus, request_id, record, holder))
     # What becomes of it is looked at before anything is shown, or by nobody.
@@ -250,8 +253,10 @@ async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
     door.shelf.take(request.scope, num_bytes, kept.field_of(num_bytes, record.kind))
 
 
-def _digest(requests: Sequence[GenerateRequest], sampling: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json([requests, sampling])).hexdigest()
+def _digest(requests: Sequence[GenerateRequest], order: Order) -> str:
+    """Of all that the answer depends on, and not of how it is brought."""
+    shape = {name: value for name, value in order.options.items() if name not in _OF_STREAMS}
+    return hashlib.sha256(to_json([requests, order.sampling, shape])).hexdigest()
 
 
 async def _ask(
