@@ -218,7 +218,8 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
     assert start["status"] == 200
     written = b"".join(body["body"] for body in bodies)
     assert written.startswith(sse.PING)
-    assert written.replace(sse.PING, b"") == b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\n"
+    assert written.replace(sse.PING, b"") == b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\ndata: [DONE]\n\n"
+    assert bodies[-1] == {"type": "http.response.body", "body": sse.DONE, "more_body": False}
     assert written.count(sse.PING) >= 3
 
 
@@ -234,7 +235,10 @@ async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.Mo
         _, *bodies = await run(events(ids), numbered=ids[0] != "")
         written = [body["body"] for body in bodies]
         assert any(body.startswith(b": ping") for body in written[1:])
-        assert [told.data for told in SSEDecoder().iter_bytes(iter(written))] == ["1", "1"]
+        assert [told.data for told in SSEDecoder().iter_bytes(iter(written))] == [
+            *("1", "1"),
+            "[DONE]",
+        ]
 
 
 async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:

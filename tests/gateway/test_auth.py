@@ -8,6 +8,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from shared.bus import Bus
 from shared.config import ApiKey, Config, GatewayConfig, ModelConfig, parse
@@ -15,8 +17,9 @@ from shared.errors import ConfigError
 from shared.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.test_chat import events, question
-from workers.gateway.app import Door
+from workers.gateway.app import Door, answer_of
 from workers.gateway.auth import Caller, Keyring, digest, make_key
+from workers.gateway.edge import Edge
 from workers.gateway.errors import InvalidKey, RateLimited
 from workers.gateway.limits import Limits
 from workers.gateway.operations import OPERATIONS
@@ -201,6 +204,28 @@ async def test_one_key_may_ask_for_so_much(another: Start) -> None:
                 pass
         free = await http.post(path, json=question(), headers=bearer(BOB))
         assert free.status_code == 200
+
+
+async def test_whoever_has_all_of_an_answer_may_ask_again() -> None:
+    """Its client may be faster than what is left to do here."""
+    happened: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["leave"] = lambda: happened.append("left")
+        await Response("whole")(scope, receive, send)
+        happened.append("answered")
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            happened.append("sent")
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    edge = Edge(app, GatewayConfig(), Metrics("gateway", "gateway-1"), answer_of)
+    scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
+    await edge({**scope, "headers": []}, receive, send)
+    assert happened == ["left", "sent", "answered"]
 
 
 async def test_all_that_costs_others_something_counts(another: Start) -> None:

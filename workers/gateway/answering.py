@@ -53,7 +53,7 @@ from workers.gateway.keeping import kept_in, kept_of, noted
 from workers.gateway.merging import merged
 from workers.gateway.ordering import Order
 from workers.gateway.pictures import pinned
-from workers.gateway.sse import DONE, AnswerOf, EventStream, event, unless_gone
+from workers.gateway.sse import AnswerOf, EventStream, event, unless_gone
 
 # Options that may differ when a client comes back for the same answer.
 _OF_STREAMS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
@@ -107,7 +107,6 @@ class Job:
                     yield event(errors.to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * self._max_events - 1
-        yield DONE
 
     async def whole(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
         """The answer. Raises Failed."""

@@ -73,9 +73,7 @@ class Edge:
             await self._answer_of(error)(scope, receive, passing.send)
         finally:
             self._in_flight -= 1
-            leave = scope.pop("leave", None)
-            if leave is not None:
-                leave()
+            passing.leave()
             self._count(scope, passing)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -120,9 +118,10 @@ class Edge:
 class _Passing:
     """An answer on its way out."""
 
-    __slots__ = ("_cors", "_send", "began_s", "num_bytes", "status")
+    __slots__ = ("_cors", "_scope", "_send", "began_s", "num_bytes", "status")
 
     def __init__(self, scope: Scope, send: Send, cors: Headers) -> None:
+        self._scope = scope
         self._send = send
         self._cors = cors
         self.began_s = time.monotonic()
@@ -138,7 +137,16 @@ class _Passing:
             message = {**message, "headers": [*own, *added, *SECURITY, *self._cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                # Who has all of an answer may ask the next question before we are back here.
+                self.leave()
         await self._send(message)
+
+    def leave(self) -> None:
+        """The request does not count for its key's limits any more."""
+        leave = self._scope.pop("leave", None)
+        if leave is not None:
+            leave()
 
 
 def _header(headers: Headers, name: bytes) -> bytes | None:

@@ -33,7 +33,7 @@ class EventStream(Response):
 
     What fails later is told as the last event but one. When the client goes, `gone` is called. With
     `over` a numbered stream breaks off, as when the gateway dies: its client goes on elsewhere. To
-    others that is told like anything else that fails.
+    others that is told like anything else that fails. [DONE] ends them all.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class EventStream(Response):
         await send(_END)
 
 
-_END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+# In one piece: who has read [DONE] may take the request for ended at once.
+_END: Message = {"type": "http.response.body", "body": DONE, "more_body": False}
 
 
 def _body(data: bytes) -> Message:
@@ -114,12 +115,12 @@ def _body(data: bytes) -> Message:
 
 def _last_words(error: Exception) -> bytes:
     event_id = error.event_id if isinstance(error, errors.Failed) else ""
-    return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id) + DONE
+    return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id)
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:
-    """None of them has no event."""
-    return await anext(events)
+    """Nothing, when the client has seen them all."""
+    return await anext(events, b"")
 
 
 class _Line:
