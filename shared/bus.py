@@ -22,7 +22,7 @@ from nats.js.errors import APIError, NotFoundError
 from shared import streams, subjects
 from shared.backlog import Backlog, Queue
 from shared.config import DeliveryConfig, NatsConfig
-from shared.connection import ANSWER_TIMEOUT_S, connect
+from shared.connection import ANSWER_TIMEOUT_S, connect, next_of
 from shared.consumer import Consumer, acknowledge
 from shared.errors import Fenced, NotFound, Overloaded, PagemillError, PayloadTooLarge, Unavailable
 from shared.listening import Answer, Listener, Share
@@ -466,7 +466,7 @@ class Bus:
                 await self._nc.publish(subject, b"", reply=inbox)
                 enough = False
                 while not enough:
-                    msg = await subscription.next_msg(timeout=timeout_s)
+                    msg = await next_of(subscription, timeout_s)
                     nobody = (msg.headers or {}).get("Status") == "503"
                     enough = nobody or take(bytes(msg.data))
         except TimeoutError:

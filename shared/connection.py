@@ -6,11 +6,15 @@ Mended is what one caller's bad luck does there to all others.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+
+T = TypeVar("T")
 
 # Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
 # instead of the library's six minutes.
@@ -37,6 +41,33 @@ class _Connection(NatsClient):
         # again with the next connection, and what was published is missed by its ack.
         with contextlib.suppress(OSError, RuntimeError):
             return await super()._flush_pending(force_flush)
+
+    async def request(self, *args: Any, **kwargs: Any) -> Msg:
+        return await _heeding(super().request(*args, **kwargs))
+
+    async def flush(self, *args: Any, **kwargs: Any) -> None:
+        await _heeding(super().flush(*args, **kwargs))
+
+
+async def next_of(subscription: Subscription, timeout_s: float) -> Msg:
+    """Raises the library's TimeoutError, or another Error of it."""
+    return await _heeding(subscription.next_msg(timeout=timeout_s))
+
+
+async def _heeding(work: Awaitable[T]) -> T:
+    """What `work` gives, unless it is cancelled.
+
+    The library waits by `asyncio.wait_for`. Until Python 3.12 that forgets a cancellation which
+    comes together with the answer, and a task that asks again and again would never end.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await work
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 async def connect(

@@ -6,7 +6,7 @@ from datetime import datetime
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from shared.connection import ANSWER_TIMEOUT_S
+from shared.connection import ANSWER_TIMEOUT_S, next_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[St
     """The answers to one direct get, and whether more are left after a batch of them."""
     found: list[Stored] = []
     while True:
-        msg = await subscription.next_msg(timeout=ANSWER_TIMEOUT_S)
+        msg = await next_of(subscription, ANSWER_TIMEOUT_S)
         headers = msg.headers or {}
         status = headers.get("Status")
         if status == "404":

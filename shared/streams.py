@@ -10,6 +10,7 @@ from nats.js.errors import APIError, ServiceUnavailableError
 
 from shared import subjects
 from shared.config import DeliveryConfig, NatsConfig
+from shared.connection import ANSWER_TIMEOUT_S, next_of
 from shared.errors import ConfigError, Unavailable
 
 # A request published again within this window is recognised by its id.
@@ -27,7 +28,6 @@ MIB = 2**20
 # Longer than an election, in which nobody's heartbeat is stored.
 HEARTBEAT_TTL_S = 15.0
 
-ANSWER_TIMEOUT_S = 2.0
 # Servers of a cluster answer one after another; this long after the last there is no other.
 NEXT_ANSWER_S = 0.25
 
@@ -272,7 +272,7 @@ async def _settings(nc: NatsClient) -> list[dict[str, Any]]:
         await nc.publish(_SETTINGS_SERVICE, json.dumps({"config": True}).encode(), reply=inbox)
         timeout_s = ANSWER_TIMEOUT_S
         while True:
-            msg = await subscription.next_msg(timeout=timeout_s)
+            msg = await next_of(subscription, timeout_s)
             if msg.headers and msg.headers.get("Status"):
                 break
             found.append(json.loads(msg.data))

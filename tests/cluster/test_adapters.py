@@ -113,7 +113,7 @@ def test_up_gives_up_on_an_adapter_that_cannot_be_served(tuned: Tuned, tmp_path:
     config.write_text(WITH_ADAPTER + "\nnats: {port: 0}\ngateway: {port: 0}")
     command = [*PAGEMILL, "up", "--config", str(config)]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
     assert "models.adapters.tuned" in done.stderr

@@ -5,11 +5,13 @@ import secrets
 import time
 
 import pytest
+from nats.aio.msg import Msg
 
 from shared import subjects
 from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
+from shared.connection import next_of
 from shared.consumer import Consumer
 from shared.errors import PayloadTooLarge, Unavailable
 
@@ -160,4 +162,45 @@ async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker
         await asyncio.gather(listening, return_exceptions=True)
     assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     assert nc.stats["reconnects"] == 0
+    await bus.close()
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("waits_for", ["an answer", "the server", "a message"])
+async def test_who_is_cancelled_just_when_it_comes_is_cancelled(
+    broker: Broker, waits_for: str, steps: int
+) -> None:
+    """The library forgets it in one of the steps between what comes and who waits for it."""
+    bus = await Bus.connect(broker.url, "test-cancelled")
+    nc = bus._nc
+    subscription = await nc.subscribe("test.cancelled")
+
+    async def wait() -> None:
+        match waits_for:
+            case "an answer":
+                await nc.request("test.cancelled", b"", timeout=5)
+            case "the server":
+                await nc.flush(timeout=5)
+            case _:
+                await next_of(subscription, 5.0)
+
+    def come() -> None:
+        match waits_for:
+            case "an answer":
+                (answer,) = nc._resp_map.values()
+                answer.set_result(Msg(nc))
+            case "the server":
+                nc._pongs[-1].set_result(True)
+            case _:
+                subscription._pending_queue.put_nowait(Msg(nc))
+
+    waiting = asyncio.create_task(wait())
+    while not (nc._resp_map or nc._pongs or subscription._pending_next_msgs_calls):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    come()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    in_time = waiting.cancel()
+    (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert in_time == isinstance(outcome, asyncio.CancelledError)
     await bus.close()
