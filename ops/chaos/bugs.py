@@ -276,24 +276,26 @@ def _resume_from_scratch() -> None:
 
 @bug("engine", "resumes", "I3")
 def _other_seed_on_resume() -> None:
-    from workers.engine import core
+    from workers.engine import entries
 
-    seed_of = core._seed
-    _put(core, "_seed", lambda request: seed_of(request) + bool(request.logged))
+    seed_of = entries._seed
+    _put(entries, "_seed", lambda request: seed_of(request) + bool(request.logged))
 
 
 @bug("engine", "resumes", "I3")
 def _stop_strings_not_replayed() -> None:
-    from workers.engine.core import Core
     from workers.engine.detokenizer import Detokenizer
+    from workers.engine.entries import Choice
 
-    resume = Core._resume
+    replay = Choice.replay
 
-    def forgetful(self: Any, choice: Any, logged: Any) -> None:
-        resume(self, choice, logged)
-        choice.detokenizer = Detokenizer(self._decode, choice.sequence.request.sampling.stop)
+    def forgetful(self: Any, token_ids: Any) -> Any:
+        ending = replay(self, token_ids)
+        stop = self.sequence.request.sampling.stop
+        self.detokenizer = Detokenizer(self.detokenizer._decode, stop)
+        return ending
 
-    _put(Core, "_resume", forgetful)
+    _put(Choice, "replay", forgetful)
 
 
 # -- in the engine ----------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_token_ids_out_of_range_are_refused_at_the_door(
 
 
 def test_the_first_id_out_of_range_is_the_vocabularys_size(core: Core, good: EngineRequest) -> None:
-    size = core._vocab_size
+    size = core._intake._vocab_size
     with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
         core.add(EngineRequest("r", [size], [], good.sampling))
     answers, errors = run(core, [EngineRequest("r", [size - 1], [], good.sampling)])

@@ -264,7 +264,7 @@ def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
         raise RuntimeError("no text for these")
 
     core = make_core()
-    core._decode = fails
+    core._intake._decode = fails
     bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
     with pytest.raises(RuntimeError):
         core.add(bad)

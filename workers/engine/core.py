@@ -5,24 +5,14 @@ whatever way it ends, its blocks go back to the pool and its embeddings are drop
 hold, and embeddings by their content, may be found again by later requests of the same tenant.
 """
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
-from shared.messages import ChoiceDelta, TokenLogprobs, Usage
-from shared.sampling import SamplingParams
+from shared.messages import ChoiceDelta
 from workers.engine.blocks import BlockPool
-from workers.engine.checks import (
-    check_placeholders,
-    check_prompt,
-    check_sampling,
-    resolve_max_tokens,
-    tokenize_bad_words,
-)
-from workers.engine.detokenizer import Detokenizer
+from workers.engine.entries import Choice, Decode, Ending, Entry, Intake
 from workers.engine.kvevents import KVEvents
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import (
@@ -35,10 +25,6 @@ from workers.engine.sequence import (
     ScheduledSequence,
     Sequence,
 )
-
-
-class Decode(Protocol):
-    def __call__(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Runner(Protocol):
@@ -103,56 +89,6 @@ class Stats:
     """Requests that have been in a batch for the first time in the last step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    reason: Literal["stop", "length"]
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True)
-class Choice:
-    sequence: Sequence
-    detokenizer: Detokenizer
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class Entry:
-    """A request in hand."""
-
-    request: EngineRequest
-    choices: list[Choice]
-    prepared: bool = False
-    encoded: set[int] = field(default_factory=set)
-    """Indexes of the items that have embeddings; one that the prefix cache covers needs none."""
-    kv_blocks: int = 0
-    """The most blocks held at one time so far."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Complete, and still to be told."""
-
-    @property
-    def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=sum(c.sequence.num_output_tokens for c in self.choices),
-            cached_tokens=self._cached_tokens,
-        )
-
-    @property
-    def _cached_tokens(self) -> int:
-        """Of the choice that was admitted first; the others find the prompt that it computed."""
-        found = (choice.sequence.num_cached_tokens for choice in self.choices)
-        return next((num_tokens for num_tokens in found if num_tokens is not None), 0)
-
-    @property
-    def blocks(self) -> set[int]:
-        return {block for choice in self.choices for block in choice.sequence.block_table}
-
-
 class Core:
     def __init__(
         self,
@@ -170,13 +106,11 @@ class Core:
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
     ) -> None:
-        """`encode` adds no special tokens. `new_drafter` is called for each choice without a mask,
-        for a mask knows only what may follow the tokens that are certain."""
+        """`encode` and `new_drafter` are as in Intake."""
         self._runner = runner
-        self._decode = tokenizer_decode
-        self._encode = encode
-        self._new_drafter = new_drafter
-        self._eos_token_ids = eos_token_ids
+        self._intake = Intake(
+            tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter
+        )
         self._pool = pool
         self._scheduler = Scheduler(
             pool,
@@ -186,8 +120,6 @@ class Core:
             prefix_caching,
             max_drafting_tokens,
         )
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
         self._entries: dict[str, Entry] = {}
         self._news: dict[str, list[ChoiceDelta]] = {}
         """By request, for the end of the step."""
@@ -231,19 +163,26 @@ class Core:
         """Raises a RequestError for what could never run, and then keeps nothing of it."""
         if request.request_id in self._entries:
             raise InvalidRequest(f"request {request.request_id} is in hand", field="request_id")
-        check_prompt(request, self._vocab_size)
-        check_placeholders(request)
-        max_tokens = resolve_max_tokens(request, self._max_model_len)
-        check_sampling(request, self._vocab_size, max_tokens)
+        entry = self._intake.entry(request)
         logged = request.logged or [LoggedChoice([], False)] * request.sampling.n
         assert len(logged) == request.sampling.n
-        entry = Entry(request, self._new_choices(request, max_tokens))
-        endings = [self._replay(*each) for each in zip(entry.choices, logged, strict=True)]
+        endings = [
+            choice.replay(log.token_ids) for choice, log in zip(entry.choices, logged, strict=True)
+        ]
         self._entries[request.request_id] = entry
         for choice, log, ending in zip(entry.choices, logged, endings, strict=True):
             self._resume(choice, log, ending)
         if entry.finished:
             self._news.setdefault(request.request_id, [])
+
+    def _resume(self, choice: Choice, logged: LoggedChoice, ending: Ending | None) -> None:
+        """Let what is left to do wait for its turn."""
+        if logged.finished:
+            choice.finished = True
+        elif ending is not None:
+            self._report(choice.sequence.request_id, choice.end(ending))
+        else:
+            self._scheduler.add(choice.sequence)
 
     def cancel(self, request_id: str) -> None:
         """Forget the request without a word; one that is not in hand has ended already."""
@@ -317,24 +256,12 @@ class Core:
         for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
             assert s.samples == bool(tokens)
             if tokens:
-                self._extend(choice, tokens)
+                self._take_prompt_logprobs(choice.sequence)
+                self._report(s.sequence.request_id, choice.extend(tokens))
         self._scheduler.settle(batch)
         for choice in choices:
             if choice.finished:
                 self._scheduler.remove(choice.sequence)
-
-    def _extend(self, choice: Choice, tokens: list[SampledToken]) -> None:
-        """What follows the token that ends the choice is dropped."""
-        self._take_prompt_logprobs(choice.sequence)
-        position = choice.sequence.num_output_tokens
-        taken, text = [], ""
-        for token in tokens:
-            taken.append(token)
-            piece, ending = self._push(choice, token.token_id)
-            text += piece
-            if ending is not None:
-                break
-        self._report(choice, position, taken, text, ending)
 
     def _take_prompt_logprobs(self, sequence: Sequence) -> None:
         """They are complete with the first token that is sampled."""
@@ -344,6 +271,9 @@ class Core:
             entry = self._entries[sequence.request_id]
             entry.prompt_logprobs = [found[place] for place in places]
             sequence.prompt_logprobs = None
+
+    def _report(self, request_id: str, delta: ChoiceDelta) -> None:
+        self._news.setdefault(request_id, []).append(delta)
 
     def _tell(self) -> list[RequestOutput]:
         news, self._news = self._news, {}
@@ -358,102 +288,6 @@ class Core:
             return output
         self._drop(entry)
         return replace(output, usage=entry.usage, kv_blocks=entry.kv_blocks)
-
-    # -- a choice ---------------------------------------------------------------------------
-
-    def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[Choice]:
-        params, new_token_mask = request.sampling, request.new_token_mask
-        bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
-        # Whoever has logged something has told them with it.
-        tells_prompt = params.prompt_logprobs is not None and not request.logged
-        sequences = [
-            Sequence(
-                request=request,
-                choice=index,
-                seed=_seed(request),
-                token_ids=list(request.prompt_token_ids),
-                max_tokens=max_tokens,
-                end_token_ids=(*self._eos_token_ids, *params.stop_token_ids),
-                bad_words=bad_words,
-                token_mask=None if new_token_mask is None else new_token_mask(),
-                prompt_logprobs={} if tells_prompt and index == 0 else None,
-            )
-            for index in range(params.n)
-        ]
-        for sequence in sequences:
-            if sequence.token_mask is None:
-                sequence.drafter = self._new_drafter()
-        return [Choice(sequence, self._new_detokenizer(params)) for sequence in sequences]
-
-    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        decode: Callable[[list[int]], str] = self._decode
-        if not params.detokenize:
-            decode = _no_text
-        elif not params.skip_special_tokens:
-            decode = partial(self._decode, skip_special_tokens=False)
-        return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
-
-    def _replay(self, choice: Choice, logged: LoggedChoice) -> Ending | None:
-        """What is in the log, and how the choice has ended by it, if it has."""
-        ending = None
-        for token_id in logged.token_ids:
-            _, ending = self._push(choice, token_id)
-        return ending
-
-    def _resume(self, choice: Choice, logged: LoggedChoice, ending: Ending | None) -> None:
-        """Let what is left to do wait for its turn."""
-        if logged.finished:
-            choice.finished = True
-        elif ending is not None:
-            self._report(choice, choice.sequence.num_output_tokens, [], "", ending)
-        else:
-            self._scheduler.add(choice.sequence)
-
-    def _push(self, choice: Choice, token_id: int) -> tuple[str, Ending | None]:
-        """Append a token; the text that it yields, and how the choice ends by it, if it does."""
-        sequence, sampling = choice.sequence, choice.sequence.request.sampling
-        sequence.token_ids.append(token_id)
-        if sequence.token_mask is not None:
-            sequence.token_mask.advance(token_id)
-        ending = self._ending_by(token_id, sampling)
-        if ending is not None and not sampling.include_stop_str_in_output:
-            return "", ending
-        may_stop = sequence.num_output_tokens > sampling.min_tokens
-        text, matched = choice.detokenizer.push(token_id, may_stop)
-        if ending is not None:
-            return text, ending
-        if matched is not None:
-            return text, Ending("stop", matched)
-        if sequence.num_output_tokens == sequence.max_tokens:
-            return text, Ending("length")
-        return text, None
-
-    def _ending_by(self, token_id: int, sampling: SamplingParams) -> Ending | None:
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return Ending("stop")
-        return Ending("stop", token_id) if token_id in sampling.stop_token_ids else None
-
-    def _report(
-        self,
-        choice: Choice,
-        position: int,
-        tokens: list[SampledToken],
-        text: str,
-        ending: Ending | None,
-    ) -> None:
-        if ending is not None:
-            choice.finished = True
-            text += choice.detokenizer.finish()
-        delta = ChoiceDelta(
-            index=choice.sequence.choice,
-            position=position,
-            token_ids=[token.token_id for token in tokens],
-            text=text,
-            finish_reason=ending.reason if ending else None,
-            stop_reason=ending.stop_reason if ending else None,
-            logprobs=[t.logprobs for t in tokens if t.logprobs is not None] or None,
-        )
-        self._news.setdefault(choice.sequence.request_id, []).append(delta)
 
     # -- ends -------------------------------------------------------------------------------
 
@@ -512,10 +346,6 @@ class Core:
         return self._entries[s.sequence.request_id].choices[s.sequence.choice]
 
 
-def _no_text(token_ids: list[int]) -> str:
-    return ""
-
-
 def _failure(error: Exception) -> PagemillError:
     if isinstance(error, PagemillError):
         return error
@@ -523,10 +353,3 @@ def _failure(error: Exception) -> PagemillError:
     failure = WorkerFailure("the engine failed on this request")
     failure.__cause__ = error
     return failure
-
-
-def _seed(request: EngineRequest) -> int:
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    digest = hashlib.sha256(request.request_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
