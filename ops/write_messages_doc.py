@@ -16,12 +16,9 @@ from shared.messages import (
     Attempt,
     ChoiceDelta,
     DeadLetter,
-    Detokenized,
-    DetokenizeRequest,
     EngineTask,
     ErrorInfo,
     Failure,
-    FeaturesRequest,
     Finish,
     GenerateRequest,
     Heartbeat,
@@ -33,23 +30,28 @@ from shared.messages import (
     MediaPin,
     Message,
     MetricSeries,
-    ModelCard,
     PinnedPart,
     Prompt,
-    Refusal,
-    RenderedFeature,
-    RenderedFeatures,
-    RenderedPrompt,
     RenderTask,
     TextPart,
     TokenChunk,
-    Tokenized,
-    TokenizeRequest,
     TokenLogprobs,
     Usage,
     WorkerMetrics,
 )
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.questions import (
+    Detokenized,
+    DetokenizeRequest,
+    FeaturesRequest,
+    ModelCard,
+    Refusal,
+    RenderedFeature,
+    RenderedFeatures,
+    RenderedPrompt,
+    Tokenized,
+    TokenizeRequest,
+)
 from shared.sampling import SamplingParams
 
 FILE = Path(__file__).parent.parent / "docs" / "messages.md"
@@ -361,7 +363,8 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
 INTRODUCTION = f"""\
 # Subjects and messages
 
-Written by `make docs` from the types in `shared/messages.py`; do not edit by hand.
+Written by `make docs` from the types in `shared/messages.py` and `shared/questions.py`;
+do not edit by hand.
 
 | subject | stream | who writes | who reads |
 |---|---|---|---|

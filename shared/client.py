@@ -10,12 +10,11 @@ from shared import codec, media, subjects
 from shared.bus import Bus
 from shared.codec import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
-from shared.messages import (
+from shared.messages import GenerateRequest, LogRecord, decode_log_record, encode_request, to_json
+from shared.questions import (
     Detokenized,
     DetokenizeRequest,
     FeaturesRequest,
-    GenerateRequest,
-    LogRecord,
     ModelCard,
     Refusal,
     RenderedFeatures,
@@ -23,13 +22,10 @@ from shared.messages import (
     Tokenized,
     TokenizeRequest,
     decode_detokenized,
-    decode_log_record,
     decode_model_card,
     decode_refusal,
     decode_rendered_features,
     decode_tokenized,
-    encode_request,
-    to_json,
 )
 from shared.tokenlog import is_final
 

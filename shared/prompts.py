@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from shared.errors import InvalidRequest
 from shared.jsonvalues import complaint_of
-from shared.messages import GenerateRequest, Message, Prompt, TokenizeRequest
+from shared.messages import GenerateRequest, Message, Prompt
+from shared.questions import TokenizeRequest
 
 
 def prompt_of(request: GenerateRequest) -> Prompt:

@@ -9,7 +9,8 @@ from rich.console import Console
 from shared import client
 from shared.bus import Bus
 from shared.codec import TensorData
-from shared.messages import Refusal, RenderedPrompt, Tokenized, TokenizeRequest, to_json
+from shared.messages import to_json
+from shared.questions import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
 from workers.asking import CONNECT_TIMEOUT_S, Question, build_request, print_error
 
 out = Console()

@@ -33,11 +33,11 @@ from shared.messages import (
     ImageURL,
     Message,
     Prompt,
-    Refusal,
     RenderTask,
     TextPart,
     to_msgpack,
 )
+from shared.questions import Refusal
 from shared.sampling import SamplingParams
 from workers import settings
 from workers.local import LocalCluster, WorkerSpec

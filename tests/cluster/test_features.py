@@ -12,18 +12,15 @@ from shared.client import ask, new_request_id, pin_media, render_features, token
 from shared.messages import (
     Failure,
     Feature,
-    FeaturesRequest,
     Finish,
     GenerateRequest,
     ImagePart,
     ImageURL,
     LogRecord,
     Message,
-    Refusal,
     TextPart,
-    Tokenized,
-    TokenizeRequest,
 )
+from shared.questions import FeaturesRequest, Refusal, Tokenized, TokenizeRequest
 from shared.sampling import SamplingParams
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 

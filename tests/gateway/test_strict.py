@@ -16,7 +16,8 @@ from llguidance import LLMatcher, LLTokenizer
 from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
-from shared.messages import FunctionDefinition, ModelCard, Tool
+from shared.messages import FunctionDefinition, Tool
+from shared.questions import ModelCard
 from shared.sampling import StructuredOutputs
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, start_gateway

@@ -13,17 +13,12 @@ from shared import client, subjects
 from shared.broker import Broker
 from shared.bus import Bus
 from shared.config import ModelConfig
-from shared.messages import (
-    Acceptance,
+from shared.messages import Acceptance, EngineTask, Feature, GenerateRequest, Message, Prompt
+from shared.questions import (
     Detokenized,
     DetokenizeRequest,
-    EngineTask,
-    Feature,
     FeaturesRequest,
-    GenerateRequest,
-    Message,
     ModelCard,
-    Prompt,
     Refusal,
     RenderedFeatures,
     Tokenized,

@@ -15,18 +15,8 @@ from shared.broker import Broker
 from shared.bus import Bus
 from shared.codec import TensorData
 from shared.errors import Unavailable
-from shared.messages import (
-    EngineTask,
-    Failure,
-    GenerateRequest,
-    Message,
-    Prompt,
-    Refusal,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    to_msgpack,
-)
+from shared.messages import EngineTask, Failure, GenerateRequest, Message, Prompt, to_msgpack
+from shared.questions import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
 from shared.subjects import render as render_subject
 from shared.subjects import tokenize as tokenize_subject
 from tests.renderer.canary import Canary, send

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.messages import GenerateRequest, Prompt, TokenizeRequest
+from shared.messages import GenerateRequest, Prompt
 from shared.prompts import prompt_of, prompt_to_count
+from shared.questions import TokenizeRequest
 
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}

@@ -19,8 +19,9 @@ from shared import client
 from shared.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
-from shared.messages import JobRecord, ModelCard, Refusal
+from shared.messages import JobRecord
 from shared.metrics import Metrics
+from shared.questions import ModelCard, Refusal
 from workers.gateway import errors
 from workers.gateway.assembling import Assembler, Spelling
 from workers.gateway.auth import Caller, Keyring

@@ -10,11 +10,11 @@ from shared.messages import (
     GenerateRequest,
     ImagePart,
     Message,
-    ModelCard,
     TextPart,
     Tool,
     ToolCall,
 )
+from shared.questions import ModelCard
 from workers.gateway.errors import UnsupportedParameter
 from workers.gateway.openai import (
     ChatRequest,

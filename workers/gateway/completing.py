@@ -10,15 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client
-from shared.messages import (
-    Detokenized,
-    DetokenizeRequest,
-    GenerateRequest,
-    JobRecord,
-    Refusal,
-    Tokenized,
-    TokenizeRequest,
-)
+from shared.messages import GenerateRequest, JobRecord
+from shared.questions import Detokenized, DetokenizeRequest, Refusal, Tokenized, TokenizeRequest
 from workers.gateway import bodies
 from workers.gateway.answering import submit
 from workers.gateway.app import Door

@@ -3,7 +3,8 @@
 from typing import Any
 
 from shared.errors import UnsupportedContent
-from shared.messages import ImagePart, ImageURL, RenderedFeatures
+from shared.messages import ImagePart, ImageURL
+from shared.questions import RenderedFeatures
 from workers.gateway.features import WireItem
 from workers.gateway.generatewire import PlaceholderInfo
 from workers.gateway.scaleouterrors import wrong

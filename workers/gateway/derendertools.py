@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from shared.config import split_path
-from shared.messages import ModelCard
+from shared.questions import ModelCard
 from workers.gateway.answers import CallBody, CallDelta, CalledFunction, FunctionDelta
 from workers.gateway.callreader import Call
 from workers.gateway.chat import ToolPlan, tool_plan

@@ -10,13 +10,8 @@ from starlette.routing import Route
 
 from shared import client
 from shared.errors import PagemillError, UnknownModel
-from shared.messages import (
-    DetokenizeRequest,
-    FeaturesRequest,
-    GenerateRequest,
-    Refusal,
-    RenderedFeatures,
-)
+from shared.messages import GenerateRequest
+from shared.questions import DetokenizeRequest, FeaturesRequest, Refusal, RenderedFeatures
 from workers.gateway import bodies, errors
 from workers.gateway.app import Door, Endpoint, Json, answer_of
 from workers.gateway.assembling import Spelling

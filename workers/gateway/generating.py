@@ -13,7 +13,8 @@ from starlette.routing import Route
 
 from shared import client, jobs, subjects
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
-from shared.messages import Feature, GenerateRequest, JobRecord, Message, ModelCard, to_json
+from shared.messages import Feature, GenerateRequest, JobRecord, Message, to_json
+from shared.questions import ModelCard
 from workers.gateway.answering import submit
 from workers.gateway.app import Door
 from workers.gateway.assembling import Spelling

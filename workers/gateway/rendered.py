@@ -8,7 +8,7 @@ import msgspec
 
 from shared.config import split_path
 from shared.errors import ContextTooLong, InvalidRequest
-from shared.messages import RenderedFeature, RenderedFeatures
+from shared.questions import RenderedFeature, RenderedFeatures
 from shared.sampling import SamplingParams
 from workers.gateway.generatewire import (
     FeaturesInfo,

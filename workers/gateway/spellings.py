@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from shared import client
 from shared.bus import Bus
-from shared.messages import DetokenizeRequest, Refusal
+from shared.questions import DetokenizeRequest, Refusal
 from workers.gateway.assembling import Spelling
 from workers.gateway.errors import Failed
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.messages import ModelCard, Tool
+from shared.messages import Tool
+from shared.questions import ModelCard
 from workers.gateway.errors import UnsupportedParameter
 from workers.gateway.openai import ChatRequest
 from workers.gateway.ordering import structure_of

@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from shared import client
 from shared.errors import InvalidRequest
-from shared.messages import TokenizeRequest, Tool
+from shared.messages import Tool
+from shared.questions import TokenizeRequest
 from shared.sampling import TokenId
 from workers.gateway.app import Door, Json
 from workers.gateway.auth import Caller

@@ -21,8 +21,9 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
-from shared.messages import Message, ModelCard, Prompt
+from shared.messages import Message, Prompt
 from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
+from shared.questions import ModelCard
 from workers.renderer import prompt
 from workers.renderer.images import LoadedImage
 from workers.renderer.layouts import Layout, layout_of

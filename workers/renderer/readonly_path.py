@@ -11,8 +11,9 @@ from shared import vllmwire
 from shared.bus import Bus
 from shared.config import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
-from shared.messages import Prompt, RenderedFeature, RenderedFeatures
+from shared.messages import Prompt
 from shared.multimodal import PlaceholderRange
+from shared.questions import RenderedFeature, RenderedFeatures
 from workers.renderer import prompt
 from workers.renderer.images import decode_image
 from workers.renderer.jobmedia import read_stored

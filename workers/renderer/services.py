@@ -20,21 +20,23 @@ from shared.config import Config, split_path
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
 from shared.listening import Share
 from shared.messages import (
-    Detokenized,
     GenerateRequest,
-    Refusal,
-    RenderedPrompt,
-    Tokenized,
-    decode_detokenize_request,
-    decode_features_request,
     decode_request,
-    decode_tokenize_request,
     error_info,
     tenant_of,
     to_json,
     to_msgpack,
 )
 from shared.prompts import prompt_of, prompt_to_count
+from shared.questions import (
+    Detokenized,
+    Refusal,
+    RenderedPrompt,
+    Tokenized,
+    decode_detokenize_request,
+    decode_features_request,
+    decode_tokenize_request,
+)
 from workers.renderer.pictures import InThread
 from workers.renderer.processor import Processor
 from workers.renderer.readonly_path import ReadOnlyPath

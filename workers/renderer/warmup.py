@@ -12,7 +12,8 @@ from collections.abc import Coroutine, Iterable, Iterator
 from PIL import Image
 
 from shared import codec
-from shared.messages import ImagePart, ImageURL, Message, Prompt, RenderedPrompt, TextPart
+from shared.messages import ImagePart, ImageURL, Message, Prompt, TextPart
+from shared.questions import RenderedPrompt
 from workers.renderer.images import FORMATS
 from workers.renderer.jobmedia import JobMedia
 from workers.renderer.main_path import MainPath
