@@ -143,14 +143,14 @@ async def test_delay(proxy: Proxy, client: Stream) -> None:
     await proxy.set(up=Way(delay_s=0.1), down=Way(delay_s=0.05))
     began = time.monotonic()
     await say(client, b"slow")
-    assert 0.14 < time.monotonic() - began < 0.5
+    assert 0.14 < time.monotonic() - began < 5
 
 
 async def test_bandwidth(proxy: Proxy, client: Stream) -> None:
     await proxy.set(down=Way(bytes_per_s=100_000))
     began = time.monotonic()
     await say(client, bytes(20_000))
-    assert 0.19 < time.monotonic() - began < 1
+    assert 0.19 < time.monotonic() - began < 5
 
 
 async def test_a_cut_in_the_middle_of_a_frame(echo: Echo, proxy: Proxy, client: Stream) -> None:

@@ -84,25 +84,25 @@ async def test_cancelled_mid_answer(cluster: Cluster, client: Bus) -> None:
         if len(records) == 5:
             began = time.monotonic()
             await cancel(client, request_id)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert_gapless(records)
     assert code_of(records) == "cancelled"
     assert len(tokens_of(records)) < 900
-    await until(lambda: gone(client, request_id), 5, "the work is still queued")
-    await until(lambda: engine_is_idle(client), 5, "the engine still holds something")
+    await until(lambda: gone(client, request_id), 20, "the work is still queued")
+    await until(lambda: engine_is_idle(client), 20, "the engine still holds something")
 
 
 async def test_cancelled_while_it_waits_for_an_engine(cluster: Cluster, client: Bus) -> None:
     request_id = new_request_id()
     with stopped(await cluster.pid(client, "engine")):
         running = asyncio.create_task(collect(client, request_text("Hello", **LONG), request_id))
-        await until(lambda: work_of(client, request_id), 5, "no stage has it")
+        await until(lambda: work_of(client, request_id), 20, "no stage has it")
         await asyncio.sleep(0.3)
         await cancel(client, request_id)
-        records = await asyncio.wait_for(running, 2)
+        records = await asyncio.wait_for(running, 20)
     assert [code_of(records)] == ["cancelled"]
     # The engine finds it, and that it is over.
-    await until(lambda: gone(client, request_id), 10, "the work is still queued")
+    await until(lambda: gone(client, request_id), 20, "the work is still queued")
 
 
 async def gone(bus: Bus, request_id: str) -> bool:
@@ -116,7 +116,7 @@ async def collect(bus: Bus, request: GenerateRequest, request_id: str) -> list[L
 async def test_cancelled_before_it_was_asked(client: Bus) -> None:
     request_id = new_request_id()
     await cancel(client, request_id)
-    records = await asyncio.wait_for(collect(client, request_text("Hello"), request_id), 5)
+    records = await asyncio.wait_for(collect(client, request_text("Hello"), request_id), 20)
     assert code_of(records) == "cancelled"
 
 
@@ -125,7 +125,7 @@ async def test_a_deadline_is_kept_with_no_engine_to_keep_it(cluster: Cluster, cl
     began = time.monotonic()
     with stopped(await cluster.pid(client, "engine")):
         records = await collect(client, request, new_request_id())
-    assert 1.4 < time.monotonic() - began < 3.5
+    assert 1.4 < time.monotonic() - began < 10
     assert code_of(records) == "deadline_exceeded"
     final = records[-1]
     assert isinstance(final, Failure)
@@ -138,7 +138,7 @@ async def test_a_deadline_ends_an_answer_that_takes_too_long(client: Bus) -> Non
     records = await collect(client, request, request_id)
     assert_gapless(records)
     assert code_of(records) == "deadline_exceeded"
-    await until(lambda: engine_is_idle(client), 5, "the engine still holds something")
+    await until(lambda: engine_is_idle(client), 20, "the engine still holds something")
     # Whoever still wrote was refused: the log ends where the reader saw it end.
     assert await read_log(client, request_id) == records
 
@@ -252,14 +252,14 @@ async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
     assert run(cluster, "where", request_id).returncode == 1
     with stopped(await cluster.pid(client, "engine")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
-        await until(partial(in_engine, client, request_id), 5, "it does not come to the engine")
+        await until(partial(in_engine, client, request_id), 20, "it does not come to the engine")
         found = await whereabouts.find(client, request_id)
         assert [hop.role for hop in found.path] == ["coordinator", "renderer"]
     await running
     request_id = new_request_id()
     with stopped(await cluster.pid(client, "renderer")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
-        await until(lambda: work_of(client, request_id), 5, "no stage has it")
+        await until(lambda: work_of(client, request_id), 20, "no stage has it")
         found = await whereabouts.find(client, request_id)
         assert (found.state, found.stage) == ("queued", "renderer")
         assert [hop.role for hop in found.path] == ["coordinator"]

@@ -34,7 +34,7 @@ FLOODS = {
 @pytest.fixture(scope="module")
 def flooded(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("flooded")
-    running = start_gateway(cluster, folder, max_body_mib=16, header_timeout_s=3.0)
+    running = start_gateway(cluster, folder, max_body_mib=16, header_timeout_s=6.0)
     yield running
     running.stop()
 

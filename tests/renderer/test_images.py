@@ -218,7 +218,7 @@ def test_bombs_are_refused_by_their_header(size, limit):
     before = reset_peak_kib()
     start = time.process_time()
     message = refusal(png_header(*size), MediaTooLarge)
-    assert time.process_time() - start < 0.05
+    assert time.process_time() - start < 0.5
     assert peak_kib() - before < 16 * 1024
     assert limit in message
     assert f"{size[0]} x {size[1]}" in message
