@@ -243,6 +243,12 @@ _ALL = (
         GATEWAY,
         "Connections over `gateway.max_connections`.",
     ),
+    Description(
+        "http_slow_clients_total",
+        "counter",
+        GATEWAY,
+        "Connections closed because what they were sent was not taken in `gateway.send_timeout_s`.",
+    ),
     # -- every stage --------------------------------------------------------------------------
     Description(
         "request_errors_total",

@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import resource
+import socket
 import ssl
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.gateway.conftest import Gateway, Start
+from tests.gateway.test_chat import question
 from tests.gateway.test_edge import certificate, check_error
 from workers.gateway.wire import MAX_TURNED_AWAY
 from workers.gateway.worker import OTHER_FILES
@@ -17,6 +22,8 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 REFUSED = "pagemill_http_connections_refused_total"
+SLOW = "pagemill_http_slow_clients_total"
+IN_FLIGHT = "pagemill_http_requests_in_flight"
 
 
 async def connect(gateway: Gateway, trust: ssl.SSLContext | None = None) -> Connection:
@@ -37,14 +44,31 @@ async def get(connection: Connection, request: bytes = HEALTH) -> tuple[bytes, b
     return head, await reader.readexactly(length)
 
 
+async def leave(*connections: Connection) -> None:
+    for _, writer in connections:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def post(path: str, body: object) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
 def num_files(gateway: Gateway) -> int:
     return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
 
 
-async def count_refused(connection: Connection) -> float:
+async def metric(connection: Connection, name: str) -> float:
     _, told = await get(connection, HEALTH.replace(b"/health", b"/metrics"))
-    (line,) = [line for line in told.decode().splitlines() if line.startswith(REFUSED)]
+    (line,) = [line for line in told.decode().splitlines() if line.startswith(name)]
     return float(line.rpartition(" ")[2])
+
+
+async def count_refused(connection: Connection) -> float:
+    return await metric(connection, REFUSED)
 
 
 async def test_connections_have_a_limit(another: Start) -> None:
@@ -61,7 +85,7 @@ async def test_connections_have_a_limit(another: Start) -> None:
     assert b"connection: close" in head
     assert b"retry-after: 1" in head
     check_error(body, "overloaded")
-    writer.close()
+    await leave((reader, writer))
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         assert (await http.get("/health")).status_code == 503
 
@@ -74,8 +98,7 @@ async def test_connections_have_a_limit(another: Start) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    for _, writer in held:
-        writer.close()
+    await leave(*held)
 
 
 async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Start) -> None:
@@ -89,8 +112,7 @@ async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Star
     told = [one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")]
     assert len(told) >= MAX_TURNED_AWAY
     assert await count_refused(held) == len(crowd)
-    for _, writer in [held, *crowd]:
-        writer.close()
+    await leave(held, *crowd)
 
 
 async def test_under_tls_they_are_told_as_well(another: Start, tmp_path: Path) -> None:
@@ -103,8 +125,7 @@ async def test_under_tls_they_are_told_as_well(another: Start, tmp_path: Path) -
     assert head.startswith(b"HTTP/1.1 503")
     check_error(body, "overloaded")
     assert (await get(held))[0].startswith(b"HTTP/1.1 200")
-    for _, writer in (held, refused):
-        writer.close()
+    await leave(held, refused)
 
 
 async def test_a_handshake_that_does_not_come_is_not_waited_for(
@@ -116,7 +137,81 @@ async def test_a_handshake_that_does_not_come_is_not_waited_for(
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(10):
             assert await reader.read() == b""
-    writer.close()
+    await leave((reader, writer))
+
+
+async def test_who_only_might_begin_a_handshake_takes_a_place(
+    another: Start, tmp_path: Path
+) -> None:
+    trust = await certificate(tmp_path)
+    gateway = another(
+        tls_cert="cert.pem", tls_key="key.pem", max_connections=1, header_timeout_s=3.0
+    )
+    held = await connect(gateway, trust)
+    await get(held)
+    before = num_files(gateway)
+    crowd = [await connect(gateway) for _ in range(2 * MAX_TURNED_AWAY)]
+    async with asyncio.timeout(20):
+        for reader, _ in crowd[MAX_TURNED_AWAY:]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    assert num_files(gateway) <= before + MAX_TURNED_AWAY
+    assert await count_refused(held) == MAX_TURNED_AWAY
+    # The others had until their time was over.
+    async with asyncio.timeout(20):
+        for reader, _ in crowd[:MAX_TURNED_AWAY]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    late = await connect(gateway, trust)
+    assert (await get(late))[0].startswith(b"HTTP/1.1 503")
+    await leave(held, late, *crowd)
+
+
+ANSWER = question() | {
+    "stream": True,
+    "n": 8,
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [post("/v1/chat/completions", ANSWER), HEALTH.replace(b"/health", b"/openapi.json") * 300],
+    ids=["a stream", "many answers"],
+)
+async def test_who_does_not_read_is_not_waited_for(another: Start, request_: bytes) -> None:
+    gateway = another(send_timeout_s=0.5)
+    host, port = gateway.url.partition("://")[2].split(":")
+    other = await connect(gateway)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(request_)
+        async with asyncio.timeout(30):
+            while await metric(other, SLOW) < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            while await metric(other, IN_FLIGHT) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    await leave(other)
+
+
+async def test_who_reads_now_and_then_is_waited_for(another: Start) -> None:
+    gateway = another(send_timeout_s=6.0)
+    connection = await connect(gateway)
+    reader, writer = connection
+    writer.write(HEALTH.replace(b"/health", b"/openapi.json") * 300)
+    for pause_s in (2, 4.5):
+        await asyncio.sleep(pause_s)
+        # More than there is room for on the way.
+        for _ in range(150):
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head)
+            await reader.readexactly(int(length))
+    assert await metric(connection, SLOW) == 0
+    await leave(connection)
 
 
 def test_there_are_files_for_all_connections(gateway: Gateway) -> None:
@@ -138,8 +233,7 @@ async def test_who_says_nothing_is_not_waited_for(another: Start) -> None:
         for reader, _ in (silent, blank):
             assert (await reader.read()).startswith(b"HTTP/1.1 408")
     assert (await get(idle))[0].startswith(b"HTTP/1.1 200")
-    for _, writer in (silent, idle, blank):
-        writer.close()
+    await leave(silent, idle, blank)
 
 
 async def test_blank_lines_without_an_end_are_no_request(another: Start) -> None:
@@ -156,4 +250,4 @@ async def test_blank_lines_without_an_end_are_no_request(another: Start) -> None
     async with asyncio.timeout(10):
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
     trickling.cancel()
-    writer.close()
+    await leave((reader, writer))

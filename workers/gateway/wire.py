@@ -1,7 +1,8 @@
 """The server's own edge: what is refused before there is a request that a route could be found for.
 
 A connection that sends headers for ever, too many of them, or a body of countless tiny chunks is
-told so and closed, and so is one that is more than there may be.
+told so and closed, and so is one that is more than there may be. One that does not take what it is
+sent is closed without a word.
 """
 
 import asyncio
@@ -28,11 +29,16 @@ MAX_TURNED_AWAY = 64
 class Entrance:
     """What all connections share."""
 
-    def __init__(self, limits: GatewayConfig, max_connections: int, refused: Counter) -> None:
+    def __init__(
+        self, limits: GatewayConfig, max_connections: int, refused: Counter, slow: Counter
+    ) -> None:
+        """`refused` counts those that were too many, `slow` those that did not read."""
         self.max_header_bytes = limits.max_header_kib * 2**10
         self.header_timeout_s = limits.header_timeout_s
+        self.send_timeout_s = limits.send_timeout_s
         self.max_connections = max_connections
         self.refused = refused
+        self.slow = slow
         self.turned_away: set[Wire] = set()
         """Told that they are too many, and not closed yet."""
 
@@ -49,6 +55,8 @@ class Wire(HttpToolsProtocol):
         self._head_bytes = 0
         self._chunks = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        """Runs while there is something that the client has not taken."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,6 +67,7 @@ class Wire(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_waiting_for_reader()
         self._entrance.turned_away.discard(self)
         super().connection_lost(exc)
 
@@ -75,6 +84,8 @@ class Wire(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if not self.flow.write_paused:
+            self._stop_waiting_for_reader()
         self._in_head, self._chunks = True, 0
         self._await_head()
 
@@ -94,6 +105,15 @@ class Wire(HttpToolsProtocol):
         if self._in_body and self.cycle.response_complete:
             # It is refused, and what is left of it is nobody's; it may not go on for ever.
             self._set_timer(LINGER_S, self.transport.close)
+        self._wait_for_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
@@ -138,6 +158,21 @@ class Wire(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._set_timer(LINGER_S, self.transport.close)
+
+    def _wait_for_reader(self) -> None:
+        if self._unread is None and self.transport.get_write_buffer_size():
+            self._unread = self.loop.call_later(self._entrance.send_timeout_s, self._drop_unread)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _drop_unread(self) -> None:
+        self._unread = None
+        if self.transport.get_write_buffer_size():
+            self._entrance.slow.add()
+            self.transport.abort()
 
     def _await_head(self) -> None:
         self._set_timer(self._entrance.header_timeout_s, self._head_is_late)

@@ -33,6 +33,7 @@ from workers.gateway import (
     tokenizing,
 )
 from workers.gateway.app import Door, application
+from workers.gateway.handshakes import Handshakes
 from workers.gateway.wire import Entrance, Wire
 
 FEATURES = (
@@ -57,8 +58,12 @@ async def main(context: Context) -> None:
         num_connections = _affordable(config.max_connections)
         if num_connections < config.max_connections:
             context.log.warning("fewer_connections", max_connections=num_connections)
-        refused = context.metrics.counter("http_connections_refused_total")
-        entrance = Entrance(config, num_connections, refused)
+        entrance = Entrance(
+            config,
+            num_connections,
+            refused=context.metrics.counter("http_connections_refused_total"),
+            slow=context.metrics.counter("http_slow_clients_total"),
+        )
         server = _server(door, every_route(door), entrance)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener)
@@ -84,13 +89,13 @@ def every_route(door: Door) -> list[Route]:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, entrance: Entrance) -> None:
         super().__init__(config)
         self.servers = []
-        self._handshake_timeout_s = handshake_timeout_s
+        self._entrance = entrance
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, but for the time of a handshake, which would be a minute."""
+        """As uvicorn's own, but for handshakes, which it neither counts nor hurries."""
         connection = partial(
             cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
@@ -98,15 +103,15 @@ class _Server(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         tls, loop = self.config.ssl, asyncio.get_running_loop()
-        timeout_s = None if tls is None else self._handshake_timeout_s
         for listener in sockets or ():
-            server = await loop.create_server(
-                connection,
-                sock=listener,
-                ssl=tls,
-                ssl_handshake_timeout=timeout_s,
-                backlog=BACKLOG,
-            )
+            if tls is None:
+                server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
+            else:
+                connections = self.server_state.connections
+                server = cast(
+                    asyncio.Server,
+                    Handshakes(self._entrance, listener, tls, connection, connections.__len__),
+                )
             self.servers.append(server)
         self.started = True
 
@@ -135,7 +140,7 @@ def _server(door: Door, routes: list[Route], entrance: Entrance) -> _Server:
     )
     config.load()
     config.ssl = _tls(limits)
-    return _Server(config, limits.header_timeout_s)
+    return _Server(config, entrance)
 
 
 def _affordable(num_connections: int) -> int:
