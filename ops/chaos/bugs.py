@@ -24,18 +24,18 @@ BASE = Settings(
     ack_wait_s=1.0,
     mix=CALM,
 )
+RESUMES = replace(
+    BASE, crash="mid_tokens:4=0.1,mid_tokens:8=0.1", max_tokens=(16, 48), timeout_s=60.0
+)
 SCENARIOS = {
     "calm": BASE,
-    # Deaths in mid-answer, so many that some fall where a stop string has begun.
-    "resumes": replace(
-        BASE,
-        crash="mid_tokens:4=0.1,mid_tokens:8=0.1",
-        max_tokens=(16, 48),
-        timeout_s=60.0,
-    ),
+    # Deaths in mid-answer.
+    "resumes": RESUMES,
+    # So many that some fall where a stop string has begun.
+    "resumes with stops": replace(RESUMES, stops=1.0),
     "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
     "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
-    "deadlines": replace(BASE, mix=replace(CALM, deadline=0.3), requests=60, rate=10.0),
+    "deadlines": replace(BASE, mix=replace(CALM, deadline=0.6), requests=120, rate=10.0),
     "killers": replace(
         # A death is known after three seconds of silence: work must not come again sooner.
         BASE,
@@ -282,7 +282,7 @@ def _other_seed_on_resume() -> None:
     _put(entries, "_seed", lambda request: seed_of(request) + bool(request.logged))
 
 
-@bug("engine", "resumes", "I3")
+@bug("engine", "resumes with stops", "I3")
 def _stop_strings_not_replayed() -> None:
     from workers.engine.detokenizer import Detokenizer
     from workers.engine.entries import Choice

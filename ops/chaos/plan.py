@@ -74,6 +74,8 @@ class Settings(Struct, frozen=True):
     """A planted bug; see `bugs`."""
     step_ms: float = 5.0
     max_tokens: tuple[int, int] = (2, 48)
+    stops: float = 0.3
+    """Share of the requests with stop strings."""
     num_blocks: int = 256
     max_num_seqs: int = 16
     timeout_s: float = 240.0
@@ -210,7 +212,7 @@ def _sampling(
         given["temperature"] = rng.choice([0.7, 1.0])
         if kind < 0.8:
             given["seed"] = rng.randrange(2**31)
-    if rng.random() < 0.3:
+    if rng.random() < settings.stops:
         given["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
     if behaviour in ("deadline", "cancel"):
         # Far more than there is time for.
