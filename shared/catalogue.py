@@ -247,7 +247,7 @@ _ALL = (
         "http_slow_clients_total",
         "counter",
         GATEWAY,
-        "Connections closed because what they were sent was not taken in `gateway.send_timeout_s`.",
+        "Connections closed because nothing they were sent was taken in `gateway.send_timeout_s`.",
     ),
     # -- every stage --------------------------------------------------------------------------
     Description(

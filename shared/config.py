@@ -244,7 +244,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     body_timeout_s: Seconds = 60.0
     """For the whole of a body to arrive."""
     send_timeout_s: Seconds = 60.0
-    """For a client to take what waits to be sent, 64 KiB at most."""
+    """For a client to take something of what waits to be sent."""
     max_answer_mib: Positive = 256
     """Log probabilities of an answer that is not streamed; four of the largest may be under way."""
     cors_origins: list[str] = []

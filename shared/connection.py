@@ -40,7 +40,7 @@ class _Connection(NatsClient):
         # subscribes would be told that he has not, and keep it for ever. Subscriptions are made
         # again with the next connection, and what was published is missed by its ack.
         with contextlib.suppress(OSError, RuntimeError):
-            return await super()._flush_pending(force_flush)
+            return await _heeding(super()._flush_pending(force_flush))
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         return await _heeding(super().request(*args, **kwargs))
@@ -58,7 +58,8 @@ async def _heeding(work: Awaitable[T]) -> T:
     """What `work` gives, unless it is cancelled.
 
     The library waits by `asyncio.wait_for`. Until Python 3.12 that forgets a cancellation which
-    comes together with the answer, and a task that asks again and again would never end.
+    comes together with the answer, and a task that asks again and again would never end. Where it
+    waits for its own queue to be written, it drops every cancellation.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -84,7 +85,7 @@ async def connect(
     nc = _Connection()
     try:
         async with asyncio.timeout(timeout_s):
-            await nc.connect(
+            connecting = nc.connect(
                 [part.strip() for part in url.split(",")],
                 name=name,
                 disconnected_cb=disconnected,
@@ -97,6 +98,7 @@ async def connect(
                 max_reconnect_attempts=-1,
                 pending_size=64 * 2**20,
             )
+            await _heeding(connecting)
     except (TimeoutError, OSError, NatsError):
         await nc.close()
         raise

@@ -8,14 +8,19 @@ import resource
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from shared.config import GatewayConfig
+from shared.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.test_chat import question
 from tests.gateway.test_edge import certificate, check_error
-from workers.gateway.wire import MAX_TURNED_AWAY
+from workers.gateway.wire import MAX_TURNED_AWAY, Entrance, Wire
 from workers.gateway.worker import OTHER_FILES
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -196,6 +201,71 @@ async def test_who_does_not_read_is_not_waited_for(another: Start, request_: byt
             while await metric(other, IN_FLIGHT) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
     await leave(other)
+
+
+class Clock(asyncio.BaseEventLoop):
+    """What is to be done later is done when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: list[asyncio.TimerHandle] = []
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        self.later.append(asyncio.TimerHandle(delay, callback, args, self, context))
+        return self.later[-1]
+
+    def strike(self) -> None:
+        due, self.later = self.later, []
+        for handle in due:
+            if not handle.cancelled():
+                handle._run()
+
+
+class Unread(asyncio.Transport):
+    size = 0
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+
+def test_who_takes_something_is_waited_for() -> None:
+    clock, transport, slow = Clock(), Unread(), Counter()
+    entrance = Entrance(GatewayConfig(), 8, Counter(), slow)
+    config = uvicorn.Config(lambda: None)
+    config.load()
+    wire = Wire(entrance, config, server_state=ServerState(), app_state={}, _loop=clock)
+    wire.connection_made(transport)
+    wire._stop_timer()
+    transport.size = 100_000
+    wire.pause_writing()
+    for size in (99_999, 50_000, 1):
+        transport.size = size
+        clock.strike()
+        assert not transport.aborted
+    # A little that was left makes nobody late who has taken that, and then not the next.
+    transport.size = 70_000
+    wire.pause_writing()
+    clock.strike()
+    assert not transport.aborted
+    wire.resume_writing()
+    transport.size = 0
+    clock.strike()
+    assert not clock.later
+    assert slow.value == 0
+
+    transport.size = 70_000
+    wire.pause_writing()
+    clock.strike()
+    assert transport.aborted
+    assert slow.value == 1
+    clock.close()
 
 
 async def test_who_reads_now_and_then_is_waited_for(another: Start) -> None:

@@ -33,7 +33,7 @@ class EventStream(Response):
 
     What fails later is told as the last event but one. When the client goes, `gone` is called. With
     `over` a numbered stream breaks off, as when the gateway dies: its client goes on elsewhere. To
-    others that is told like anything else that fails. [DONE] ends them all.
+    others that is told like anything else that fails. [DONE] ends all others.
     """
 
     def __init__(

@@ -57,6 +57,8 @@ class Wire(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         """Runs while there is something that the client has not taken."""
+        self._num_unread = 0
+        """Bytes, when that began to run."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,8 +86,6 @@ class Wire(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self.flow.write_paused:
-            self._stop_waiting_for_reader()
         self._in_head, self._chunks = True, 0
         self._await_head()
 
@@ -160,17 +160,22 @@ class Wire(HttpToolsProtocol):
         self._set_timer(LINGER_S, self.transport.close)
 
     def _wait_for_reader(self) -> None:
-        if self._unread is None and self.transport.get_write_buffer_size():
-            self._unread = self.loop.call_later(self._entrance.send_timeout_s, self._drop_unread)
+        num_unread = self.transport.get_write_buffer_size()
+        if self._unread is None and num_unread:
+            self._num_unread = num_unread
+            self._unread = self.loop.call_later(self._entrance.send_timeout_s, self._look_at_reader)
 
     def _stop_waiting_for_reader(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
-    def _drop_unread(self) -> None:
+    def _look_at_reader(self) -> None:
         self._unread = None
-        if self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size() != self._num_unread:
+            # However slowly, it has taken some; or there was room for more to be written.
+            self._wait_for_reader()
+        else:
             self._entrance.slow.add()
             self.transport.abort()
 
