@@ -31,6 +31,7 @@ ALLOWED = {
     "shared.blobwire": {"socket.socket"},  # that it is given
     "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
     "shared.exposition": {"prometheus_client.start_http_server"},  # where the operator says
+    "workers.gateway.handshakes": {"socket.socket"},  # who has connected
     "workers.gateway.page": {".read_bytes"},  # of this package
     "shared.ecdirectory": {".read_bytes"},  # names are hashes, in the operator's own directory
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says

@@ -111,7 +111,7 @@ def watch(core: Core, stopwatch: Stopwatch) -> None:
         (inside, "_prepare", "prepare"),
         (inside, "_settle", "settle"),
         (inside, "_tell", "settle"),
-        (inside, "_decode", "detokenize"),
+        (inside._intake, "_decode", "detokenize"),
         (inside._runner, "encode", "encode pictures"),
         (inside._runner, "run", "rest of the run"),
         (inside._runner, "_embed", "embed"),
