@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from shared import telemetry
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
-from shared.messages import Failure, Finish, Hop, LogRecord, TokenChunk
-from workers import settings
-from workers.asking import Question, build_request
-from workers.local import LocalCluster, default_workers
+from shared.protocol.messages import Failure, Finish, Hop, LogRecord, TokenChunk
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.ask import Question, build_request
+from workers.cli.local_cluster import LocalCluster, default_workers
 
 PICTURES = Path(__file__).parent / "demo_pictures"
 console = Console()
@@ -151,7 +151,7 @@ async def main(picture: Path | None) -> int:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
         config = msgspec.structs.replace(config, nats=nats)
         log_file = Path(folder) / "workers.log"
-        telemetry.setup("warning", role="demo")
+        logs.setup("warning", role="demo")
         cluster = LocalCluster(config, None, default_workers(config), log_file=log_file)
         demo = Demo(pick_cases())
         try:

@@ -17,7 +17,7 @@ import uvloop
 
 from ops.demo import PICTURES
 from ops.serving import serving
-from workers.gateway.openapi import document
+from workers.gateway.openapi.document import document
 
 CHECKS = [
     "not_a_server_error",

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from shared import telemetry
-from workers import settings
-from workers.local import LocalCluster, WorkerSpec, default_workers
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
 
 MODEL = Path(__file__).parent / "demo_model"
 CONFIG = """
@@ -29,7 +29,7 @@ async def serving(max_model_len: int = 1024) -> AsyncIterator[tuple[str, Path]]:
         file = folder / "pagemill.yaml"
         file.write_text(CONFIG.format(model=MODEL, folder=folder, max_model_len=max_model_len))
         config = settings.load_config(file)
-        telemetry.setup("warning", role="serving")
+        logs.setup("warning", role="serving")
         workers = [*default_workers(config), WorkerSpec("gateway")]
         cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
         try:

@@ -15,11 +15,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from shared.errors import PagemillError
-from workers.gateway import errors
-from workers.gateway.openapi import document
-from workers.gateway.operation import types_of
-from workers.gateway.operations import OPERATIONS
-from workers.gateway.schemas import PREFIXES
+from workers.gateway.http import errors
+from workers.gateway.openapi.document import document
+from workers.gateway.openapi.json_schema import PREFIXES
+from workers.gateway.openapi.operation import types_of
+from workers.gateway.openapi.operations import OPERATIONS
 
 FILE = Path(__file__).parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)

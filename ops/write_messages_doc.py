@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shared import messages, subjects
-from shared.messages import (
+from shared.protocol import messages, subjects
+from shared.protocol.messages import (
     Acceptance,
     Attempt,
     ChoiceDelta,
@@ -39,8 +39,8 @@ from shared.messages import (
     Usage,
     WorkerMetrics,
 )
-from shared.multimodal import MultiModalKwargsItem, PlaceholderRange
-from shared.questions import (
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
     FeaturesRequest,
@@ -52,7 +52,7 @@ from shared.questions import (
     Tokenized,
     TokenizeRequest,
 )
-from shared.sampling import SamplingParams
+from shared.protocol.sampling import SamplingParams
 
 FILE = Path(__file__).parent.parent / "docs" / "messages.md"
 
@@ -363,8 +363,8 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
 INTRODUCTION = f"""\
 # Subjects and messages
 
-Written by `make docs` from the types in `shared/messages.py` and `shared/questions.py`;
-do not edit by hand.
+Written by `make docs` from the types in `shared/protocol/messages.py` and
+`shared/protocol/renderer_rpc.py`; do not edit by hand.
 
 | subject | stream | who writes | who reads |
 |---|---|---|---|
@@ -412,7 +412,7 @@ The stream keeps the last {subjects.MAX_KV_BATCHES} of each engine: whoever come
 number, finds them there.
 
 The engine's message is an *envelope*: `PMM1`, version, a msgpack head, and the tensors' bytes,
-each at a multiple of 64 bytes; `shared/codec.py` has the layout.
+each at a multiple of 64 bytes; `shared/codec/envelope.py` has the layout.
 """
 
 

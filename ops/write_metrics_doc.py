@@ -1,18 +1,18 @@
-"""Writes docs/metrics.md: every metric, its meaning and unit, from `shared.catalogue`.
+"""Writes docs/metrics.md: every metric, its meaning and unit, from `shared.telemetry.catalog`.
 
 A test holds the file equal to what this prints.
 """
 
 from pathlib import Path
 
-from shared.catalogue import METRICS, PREFIX, Description
+from shared.telemetry.catalog import METRICS, PREFIX, Description
 
 FILE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 INTRODUCTION = """\
 # Metrics
 
-Written by `make docs` from `shared/catalogue.py`; do not edit by hand.
+Written by `make docs` from `shared/telemetry/catalog.py`; do not edit by hand.
 
 ```
 pagemill top                             # in a terminal, once a second; Ctrl-C ends it

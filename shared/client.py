@@ -6,12 +6,19 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from shared import codec, media, subjects
-from shared.bus import Bus
-from shared.codec import TensorData
+from shared.bus.bus import Bus
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
-from shared.messages import GenerateRequest, LogRecord, decode_log_record, encode_request, to_json
-from shared.questions import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    GenerateRequest,
+    LogRecord,
+    decode_log_record,
+    encode_request,
+    to_json,
+)
+from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
     FeaturesRequest,
@@ -27,7 +34,8 @@ from shared.questions import (
     decode_rendered_features,
     decode_tokenized,
 )
-from shared.tokenlog import is_final
+from shared.state import media_store
+from shared.state.token_log import is_final
 
 # Live records may be lost on the way; after this silence the log itself is asked, and less and less
 # often while it has nothing new.
@@ -112,9 +120,9 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
     It is there for at least as long as the longest request may take, and anew from each request
     that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
-    name = await media.name_of(data)
-    await media.store(bus, name, data, tenant)
-    return media.url_of(name)
+    name = await media_store.name_of(data)
+    await media_store.store(bus, name, data, tenant)
+    return media_store.url_of(name)
 
 
 async def render(
@@ -128,7 +136,7 @@ async def render(
     question = to_json(request)
     answer = await _question(bus, request.model, subjects.render, question, timeout_s, tenant)
     refusal = decode_refusal(answer)
-    return codec.decode(answer, RenderedPrompt) if refusal is None else refusal
+    return envelope.decode(answer, RenderedPrompt) if refusal is None else refusal
 
 
 async def render_features(

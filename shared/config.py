@@ -13,8 +13,8 @@ import yaml
 from msgspec import Meta, Struct
 
 from shared.errors import ConfigError
-from shared.sampling import SamplingParams
-from shared.subjects import MAX_NAME_LEN, is_name
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.subjects import MAX_NAME_LEN, is_name
 
 ENV_PREFIX = "PAGEMILL_"
 

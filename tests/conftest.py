@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from shared.broker import Broker
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from shared.errors import InvalidMedia
-from workers.engine.sequence import (
+from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
     SampledToken,

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from shared.codec import decode, encode
+from shared.codec.envelope import decode, encode
+from shared.codec.tensors import to_torch
 from shared.errors import PagemillError
-from shared.messages import Acceptance, EngineTask
-from shared.sampling import SamplingParams
-from shared.tensors import to_torch
-from workers.engine.core import Core
-from workers.engine.sequence import EngineRequest, Item
-from workers.renderer.processor import Rendered
+from shared.protocol.messages import Acceptance, EngineTask
+from shared.protocol.sampling import SamplingParams
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest, Item
+from workers.renderer.processing.processor import Rendered
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

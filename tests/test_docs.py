@@ -3,8 +3,8 @@
 import re
 
 from ops import write_api_doc, write_messages_doc, write_metrics_doc
-from workers.gateway.errors import STATUSES
-from workers.gateway.openapi import document
+from workers.gateway.http.errors import STATUSES
+from workers.gateway.openapi.document import document
 
 
 def test_the_message_reference_is_up_to_date() -> None:

@@ -25,27 +25,34 @@ FILES_BY_NAME = {"open", "io.open", "os.open", "PIL.Image.open"}
 FILES_BY_NAME |= {".open", ".read_text", ".read_bytes"}  # of a Path
 
 ALLOWED = {
-    "workers.renderer.fetch": {"httpcore2", "socket.getaddrinfo"},
-    "workers.renderer.images": {"PIL.Image.open"},  # of bytes
-    "shared.roads": {"socket.socket", "socket.create_connection"},  # addresses from heartbeats
-    "shared.blobwire": {"socket.socket"},  # that it is given
-    "shared.blobserver": {"socket.socket", ".read_text"},  # the boot's id
-    "shared.exposition": {"prometheus_client.start_http_server"},  # where the operator says
-    "workers.gateway.handshakes": {"socket.socket"},  # who has connected
-    "workers.gateway.page": {".read_bytes"},  # of this package
-    "shared.ecdirectory": {".read_bytes"},  # names are hashes, in the operator's own directory
+    "workers.renderer.media.fetcher": {"httpcore2", "socket.getaddrinfo"},
+    "workers.renderer.media.image_decoder": {"PIL.Image.open"},  # of bytes
+    "shared.blobs.transports": {
+        "socket.socket",
+        "socket.create_connection",
+    },  # addresses from heartbeats
+    "shared.blobs.protocol": {"socket.socket"},  # that it is given
+    "shared.blobs.server": {"socket.socket", ".read_text"},  # the boot's id
+    "shared.telemetry.prometheus": {
+        "prometheus_client.start_http_server"
+    },  # where the operator says
+    "workers.gateway.http.tls": {"socket.socket"},  # who has connected
+    "workers.gateway.routes.page": {".read_bytes"},  # of this package
+    "shared.vision.embedding_directory": {
+        ".read_bytes"
+    },  # names are hashes, in the operator's own directory
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
-    "shared.broker": {"socket.socket", ".open"},
-    "workers.renderer.layouts": {".read_bytes"},
-    "workers.renderer.processor": {".read_text"},
-    "workers.settings": {".read_text"},
-    "workers.asking": {".read_bytes"},
-    "workers.operating": {".read_bytes"},
-    "workers.local": {".open"},
+    "shared.bus.embedded_server": {"socket.socket", ".open"},
+    "workers.renderer.processing.families": {".read_bytes"},
+    "workers.renderer.processing.processor": {".read_text"},
+    "workers.cli.settings": {".read_text"},
+    "workers.cli.ask": {".read_bytes"},
+    "workers.cli.operate": {".read_bytes"},
+    "workers.cli.local_cluster": {".open"},
     "workers.__main__": {"os.open"},  # /dev/null
     "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
-    "workers.engine.peftfolder": {".read_bytes"},
+    "workers.engine.model.peft_format": {".read_bytes"},
 }
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from shared.config import ModelConfig, RendererConfig
-from shared.multimodal import PlaceholderRange
-from shared.sampling import SamplingParams
-from shared.subjects import last_token
-from workers.engine.prefix import block_hashes
-from workers.engine.sequence import EngineRequest, Item, Sequence
-from workers.renderer.items import Items
-from workers.renderer.media import MediaLoader
-from workers.renderer.processor import Processor
-from workers.settings import DEMO_MODEL
+from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.subjects import last_token
+from workers.cli.settings import DEMO_MODEL
+from workers.engine.core.block_hash import block_hashes
+from workers.engine.core.sequence import EngineRequest, Item, Sequence
+from workers.renderer.media.item_registry import Items
+from workers.renderer.media.loader import MediaLoader
+from workers.renderer.processing.processor import Processor
 
 ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
@@ -24,11 +24,11 @@ KEEPS = re.compile(
     r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(|subjects\.item\("
 )
 NOT_OF_REQUESTS = [
-    "shared/codec.py",  # decoders, by type
+    "shared/codec/envelope.py",  # decoders, by type
     # Where segments begin, by their lengths alone.
-    *("shared/towerlayers.py", "shared/towerlayers.py"),
+    *("shared/vision/layers.py", "shared/vision/layers.py"),
     # This machine and its library.
-    *("shared/native/library.py", "shared/native/library.py", "shared/native/towerkernels.py"),
+    *("shared/native/library.py", "shared/native/library.py", "shared/native/tower_kernels.py"),
 ]
 
 
@@ -79,11 +79,11 @@ def item_key(tenant: str, processor: Processor) -> object:
 
 
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
-    "prefixes": ("workers/engine/sharing.py", block_key),
+    "prefixes": ("workers/engine/core/prefix_cache.py", block_key),
     "embeddings": ("workers/engine/runner.py", picture_key),
-    "processed pictures": ("workers/renderer/pictures.py", picture_key),
-    "items by a client's hash": ("workers/renderer/items.py", item_key),
-    "fetched files": ("workers/renderer/media.py", url_key),
+    "processed pictures": ("workers/renderer/image_cache.py", picture_key),
+    "items by a client's hash": ("workers/renderer/media/item_registry.py", item_key),
+    "fetched files": ("workers/renderer/media/loader.py", url_key),
 }
 
 

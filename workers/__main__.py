@@ -14,15 +14,18 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.markup import escape
 
-from shared import runtime, telemetry
 from shared.client import new_request_id
 from shared.errors import PagemillError
-from workers import exporting, operating, settings, watching
-from workers.asking import Question, ask_and_print, follow_and_print
-from workers.gateway.auth import digest, make_key
-from workers.hosting import run_until_stopped
-from workers.local import LocalCluster, WorkerSpec, default_workers
-from workers.previewing import render_and_print, tokenize_and_print
+from shared.stage import runtime
+from shared.telemetry import logs
+from workers.cli import metrics as exporting
+from workers.cli import operate, settings
+from workers.cli import top as watching
+from workers.cli.ask import Question, ask_and_print, follow_and_print
+from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
+from workers.cli.preview import render_and_print, tokenize_and_print
+from workers.cli.up import run_until_stopped
+from workers.gateway.http.auth import digest, make_key
 
 Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
 ROLE_MODULES = {
@@ -63,7 +66,7 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    telemetry.setup(loaded.log_level, role="up")
+    logs.setup(loaded.log_level, role="up")
     workers = [*default_workers(loaded), WorkerSpec("gateway")]
     cluster = LocalCluster(loaded, file, workers, nats)
     return uvloop.run(run_until_stopped(cluster))
@@ -231,7 +234,7 @@ def follow(
 @app.command
 def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """End a request, wherever it is; its answer then ends with the error `cancelled`."""
-    return uvloop.run(operating.cancel_request(request_id, _url(config, nats)))
+    return uvloop.run(operate.cancel_request(request_id, _url(config, nats)))
 
 
 @app.command
@@ -239,7 +242,7 @@ def where(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Tell where a request is: stage, worker, attempt, how long it waits, and why."""
-    return uvloop.run(operating.print_where(request_id, _url(config, nats), as_json=json))
+    return uvloop.run(operate.print_where(request_id, _url(config, nats), as_json=json))
 
 
 @app.command
@@ -288,7 +291,7 @@ app.command(dead)
 @dead.command(name="list")
 def dead_list(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """List dead letters, the newest first."""
-    return uvloop.run(operating.print_dead(limit, _url(config, nats)))
+    return uvloop.run(operate.print_dead(limit, _url(config, nats)))
 
 
 @dead.command(name="show")
@@ -296,7 +299,7 @@ def dead_show(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print one dead letter: cause, attempts, traceback, and the request itself."""
-    return uvloop.run(operating.print_letter(request_id, _url(config, nats), as_json=json))
+    return uvloop.run(operate.print_letter(request_id, _url(config, nats), as_json=json))
 
 
 @dead.command(name="requeue")
@@ -310,7 +313,7 @@ def dead_requeue(
     edit
         Open the request in $EDITOR before.
     """
-    return uvloop.run(operating.requeue(request_id, _url(config, nats), edit=edit))
+    return uvloop.run(operate.requeue(request_id, _url(config, nats), edit=edit))
 
 
 def _url(config: Path | None, nats: str | None) -> str:

@@ -37,11 +37,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.bench.models import write_random_llama
-from shared import codec, subjects, telemetry
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
+from shared.codec import envelope
 from shared.config import Config
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Acceptance,
     EngineTask,
     Failure,
@@ -50,13 +51,14 @@ from shared.messages import (
     Message,
     TokenChunk,
 )
-from shared.sampling import SamplingParams
-from workers import settings
-from workers.engine.core import Core
+from shared.protocol.sampling import SamplingParams
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster, default_workers
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
-from workers.engine.sequence import EngineRequest
-from workers.local import LocalCluster, default_workers
-from workers.renderer.processor import Processor
+from workers.renderer.processing.processor import Processor
 
 MODEL = "bench"
 LOADS = (1, 8, 32)
@@ -150,7 +152,7 @@ async def publish_task(
         path=[],
     )
     subject = subjects.stage("engine", MODEL, "interactive", request_id)
-    await bus.publish(subject, codec.encode(task, []), f"{request_id}:engine")
+    await bus.publish(subject, envelope.encode(task, []), f"{request_id}:engine")
 
 
 async def through_all(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord]:
@@ -236,7 +238,7 @@ async def cluster(config: Config, config_file: Path, storage: str) -> AsyncItera
 
 
 async def main(model: str, rounds: int) -> None:
-    telemetry.setup("warning", role="bench")
+    logs.setup("warning", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         file = Path(folder) / "pagemill.yaml"
         if model == DEMO:

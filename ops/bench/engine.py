@@ -24,11 +24,11 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ops.bench.models import TOKENIZER_FILES
 from shared.config import EngineConfig, ModelConfig
-from shared.sampling import SamplingParams
-from workers.engine.core import Core
+from shared.protocol.sampling import SamplingParams
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
+from workers.engine.cpu.decoder import NativeModel
 from workers.engine.main import build_core
-from workers.engine.native.decoder import NativeModel
-from workers.engine.sequence import Batch, EngineRequest, SampledToken
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 NUM_REPEATS = 3

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from ops.bench.gpu_timing import time_call
-from workers.engine.kernels.activation import silu_mul
-from workers.engine.kernels.attention import paged_attention
-from workers.engine.kernels.norm import add_rms_norm
-from workers.engine.kernels.plan import count_queries, plan_for_kernels
+from workers.engine.cuda.kernels.activation import silu_mul
+from workers.engine.cuda.kernels.attention import paged_attention
+from workers.engine.cuda.kernels.norm import add_rms_norm
+from workers.engine.cuda.kernels.plan import count_queries, plan_for_kernels
 
 BLOCK_SIZE = 16
 # What torch's paged attention takes on every chip.

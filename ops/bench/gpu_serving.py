@@ -9,13 +9,13 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from shared.sampling import SamplingParams
-from workers.engine.blocks import BlockPool
-from workers.engine.core import Core
-from workers.engine.families import family_of
-from workers.engine.gpu import GpuModel
+from shared.protocol.sampling import SamplingParams
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest
+from workers.engine.cuda.model import GpuModel
+from workers.engine.model.families import family_of
 from workers.engine.runner import Runner
-from workers.engine.sequence import EngineRequest
 
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 8192

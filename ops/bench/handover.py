@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.demo import PICTURES
-from shared import subjects, telemetry
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import Finish, GenerateRequest, Hop
-from workers import settings
-from workers.asking import Question, build_request
-from workers.local import LocalCluster, default_workers
+from shared.protocol import subjects
+from shared.protocol.messages import Finish, GenerateRequest, Hop
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.ask import Question, build_request
+from workers.cli.local_cluster import LocalCluster, default_workers
 
 
 async def measure_floor(bus: Bus, count: int) -> list[float]:
@@ -76,7 +77,7 @@ def add_row(table: Table, name: str, took_ms: list[float], floor_ms: float) -> N
 
 async def main(count: int) -> None:
     config = settings.load_config(None)
-    telemetry.setup("warning", role="bench")
+    logs.setup("warning", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
         config = msgspec.structs.replace(config, nats=nats)

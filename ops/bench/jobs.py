@@ -32,12 +32,13 @@ from nats.aio.msg import Msg
 from rich.console import Console
 from rich.table import Table
 
-from shared import subjects, telemetry
-from shared.broker import Broker
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.bus.consumer import Delivery
+from shared.bus.embedded_server import Broker
 from shared.config import DeliveryConfig, NatsConfig
-from shared.consumer import Delivery
-from shared.serving import Shutdown, serve
+from shared.protocol import subjects
+from shared.stage.loop import Shutdown, serve
+from shared.telemetry import logs
 
 PAYLOAD_LEN = 200
 NUMBER_LEN = 8
@@ -436,7 +437,7 @@ if __name__ == "__main__":
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        telemetry.setup("warning", role="bench")
+        logs.setup("warning", role="bench")
         name, url, count, window, side = given.side
         run = run_worker(SYSTEMS[name], url, int(window))
         if side == "client":

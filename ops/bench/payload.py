@@ -36,17 +36,18 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2VLImageProcessorPil
 
-from shared import blobwire as wire
-from shared import codec, telemetry
-from shared.blobs import Blobs
-from shared.broker import end_with_parent, find_binary, free_port
-from shared.buffers import BufferPool
-from shared.bus import Bus
+from shared.blobs import protocol as wire
+from shared.blobs.buffer_pool import BufferPool
+from shared.blobs.store import Blobs
+from shared.blobs.transports import Blob, BrokerRoad, LocalRoad, TcpRoad
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import end_with_parent, find_binary, free_port
+from shared.codec import envelope
+from shared.codec.tensors import from_torch, to_torch
 from shared.config import BlobsConfig
-from shared.messages import BlobAddress
-from shared.multimodal import BlobRef
-from shared.roads import Blob, BrokerRoad, LocalRoad, TcpRoad
-from shared.tensors import from_torch, to_torch
+from shared.protocol.messages import BlobAddress
+from shared.protocol.multimodal import BlobRef
+from shared.telemetry import logs
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25}
 # What fits into one message beside its header.
@@ -78,7 +79,7 @@ class Measured(msgspec.Struct):
 
 
 def parts_of(num_bytes: int) -> list[bytes | memoryview]:
-    return codec.encode_parts(Head(), [from_torch(_tensor(num_bytes))])
+    return envelope.encode_parts(Head(), [from_torch(_tensor(num_bytes))])
 
 
 def _tensor(num_bytes: int) -> torch.Tensor:
@@ -207,7 +208,7 @@ async def _measure(fetch: Fetch, num_bytes: int, rounds: int) -> Measured:
 
 
 def _use(blob: Blob) -> None:
-    _, tensors = codec.decode(blob.data, Head)
+    _, tensors = envelope.decode(blob.data, Head)
     to_torch(tensors[0]).sum().item()
 
 
@@ -349,7 +350,7 @@ def _picture_bytes() -> str:
     frame = whole.reshape(len(whole), -1, processor.temporal_patch_size, patch_len)[:, :, 0]
     table = torch.zeros(3, 256)
     ours = len(
-        codec.encode(Head(), [from_torch(frame.contiguous().to(torch.uint8)), from_torch(table)])
+        envelope.encode(Head(), [from_torch(frame.contiguous().to(torch.uint8)), from_torch(table)])
     )
     return (
         f"a 1280 x 720 picture: {ours:,} bytes as one 8-bit frame with its table,"
@@ -366,10 +367,10 @@ if __name__ == "__main__":
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.owner:
-        telemetry.setup("warning", role="bench")
+        logs.setup("warning", role="bench")
         uvloop.run(run_owner(*given.owner))
     elif given.reader:
-        telemetry.setup("warning", role="bench")
+        logs.setup("warning", role="bench")
         uvloop.run(run_reader(given.reader, given.rounds, not given.apart))
     else:
         main(given.rounds, given.namespaces)

@@ -21,12 +21,13 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from shared import client, subjects, telemetry
-from shared.broker import Broker
-from shared.bus import Bus
+from shared import client
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
+from shared.bus.embedded_server import Broker
 from shared.config import Config
-from shared.consumer import Consumer
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Acceptance,
     GenerateRequest,
     ImagePart,
@@ -37,10 +38,11 @@ from shared.messages import (
     TextPart,
     to_msgpack,
 )
-from shared.questions import Refusal
-from shared.sampling import SamplingParams
-from workers import settings
-from workers.local import LocalCluster, WorkerSpec
+from shared.protocol.renderer_rpc import Refusal
+from shared.protocol.sampling import SamplingParams
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster, WorkerSpec
 
 MODEL = "demo"
 SIZE = (448, 448)
@@ -197,7 +199,7 @@ async def table_of_rates(
 
 
 async def main(args: argparse.Namespace) -> None:
-    telemetry.setup("warning", role="bench")
+    logs.setup("warning", role="bench")
     config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         broker = Broker(Path(folder) / "nats")

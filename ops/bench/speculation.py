@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
-from shared.sampling import SamplingParams
-from workers.engine.core import Core
+from shared.protocol.sampling import SamplingParams
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
-from workers.engine.sequence import EngineRequest
 
 NUM_STREAMS = (1, 2, 4, 8)
 NUM_REPEATS = 5

@@ -23,7 +23,7 @@ from ops.chaos.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
 from ops.chaos.scenario import read_run, run_scenario
-from shared import telemetry
+from shared.telemetry import logs
 
 SHOWN = 20
 
@@ -98,7 +98,7 @@ def check_again(folder: Path, /) -> int:
 
 
 def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
-    telemetry.setup("error", role="chaos")
+    logs.setup("error", role="chaos")
     began = time.monotonic()
     verdict, folder = uvloop.run(run_scenario(settings, keep=keep))
     took_s = time.monotonic() - began

@@ -153,7 +153,7 @@ def settings_of(name: str) -> Settings:
 
 @bug("renderer", "dying before publishing", "I1", "I10")
 def _ack_before_publish() -> None:
-    from shared.stage import Stage
+    from shared.stage.stage import Stage
 
     async def hand_over(self: Any, job: Any, *args: Any) -> None:
         await job.delivery.ack()
@@ -164,7 +164,7 @@ def _ack_before_publish() -> None:
 
 @bug("coordinator", "calm", "I1", "I10")
 def _message_id_not_unique() -> None:
-    from shared.bus import Bus
+    from shared.bus.bus import Bus
 
     publish = Bus.publish
 
@@ -179,7 +179,7 @@ def _message_id_not_unique() -> None:
 
 @bug("any", "raisers", "I5", "I11")
 def _dead_letter_dropped() -> None:
-    from shared.stage import Stage
+    from shared.stage.stage import Stage
 
     async def dropped(self: Any, *args: Any) -> None:
         pass
@@ -189,7 +189,7 @@ def _dead_letter_dropped() -> None:
 
 @bug("any", "killers", "I1", "I10", "I11")
 def _deaths_not_counted() -> None:
-    from shared import retry
+    from shared.stage import retry
 
     def verdict(*_: Any) -> None:
         return None
@@ -211,7 +211,7 @@ def _unfenced_deadline() -> None:
 
 
 def _append_unfenced() -> None:
-    from shared.bus import Bus
+    from shared.bus.bus import Bus
 
     async def append(self: Any, subject: str, data: bytes, last_sequence: int) -> int:
         ack = await self._publish(subject, data, {})
@@ -222,7 +222,7 @@ def _append_unfenced() -> None:
 
 @bug("engine", "calm", "I2")
 def _final_record_twice() -> None:
-    from shared.tokenlog import LogWriter
+    from shared.state.token_log import LogWriter
 
     finish = LogWriter.finish
 
@@ -253,9 +253,9 @@ def _ack_before_the_end() -> None:
 
 @bug("engine", "resumes", "I2", "I3")
 def _resume_off_by_one() -> None:
-    from workers.engine import outputs, worker
+    from workers.engine import log_records, worker
 
-    logged_choices = outputs.logged_choices
+    logged_choices = log_records.logged_choices
 
     def short(records: Any, n: int) -> Any:
         found = logged_choices(records, n)
@@ -276,16 +276,16 @@ def _resume_from_scratch() -> None:
 
 @bug("engine", "resumes", "I3")
 def _other_seed_on_resume() -> None:
-    from workers.engine import entries
+    from workers.engine.core import request_state
 
-    seed_of = entries._seed
-    _put(entries, "_seed", lambda request: seed_of(request) + bool(request.logged))
+    seed_of = request_state._seed
+    _put(request_state, "_seed", lambda request: seed_of(request) + bool(request.logged))
 
 
 @bug("engine", "resumes with stops", "I3")
 def _stop_strings_not_replayed() -> None:
-    from workers.engine.detokenizer import Detokenizer
-    from workers.engine.entries import Choice
+    from workers.engine.core.detokenizer import Detokenizer
+    from workers.engine.core.request_state import Choice
 
     replay = Choice.replay
 
@@ -325,7 +325,7 @@ def _heartbeat_by_timer() -> None:
 
 @bug("engine", "cancels", "I6")
 def _block_lost_on_cancel() -> None:
-    from workers.engine.core import Core
+    from workers.engine.core.engine import Core
 
     cancel = Core.cancel
 
@@ -342,7 +342,7 @@ def _block_lost_on_cancel() -> None:
 @bug("engine", "many raisers", "I10")
 def _batch_fails_together() -> None:
     from shared.errors import WorkerFailure
-    from workers.engine.core import Core
+    from workers.engine.core.engine import Core
 
     def fail_all(self: Any, batch: Any) -> Any:
         return [self._fail(entry, WorkerFailure("the batch")) for entry in self._entries_of(batch)]
@@ -352,7 +352,7 @@ def _batch_fails_together() -> None:
 
 @bug("engine", "calm", "I8")
 def _task_left_behind() -> None:
-    from shared.stage import Stage
+    from shared.stage.stage import Stage
 
     take = Stage.take
     kept: list[Any] = []
@@ -379,7 +379,7 @@ def _cancel_ignored() -> None:
 
 @bug("engine", "pictures", "I7")
 def _payload_not_released() -> None:
-    from shared.blobs import Blobs
+    from shared.blobs.store import Blobs
 
     async def forgotten(self: Any, ref: Any) -> None:
         pass
@@ -389,7 +389,7 @@ def _payload_not_released() -> None:
 
 @bug("engine", "pictures", "I7")
 def _reader_pin_leaks() -> None:
-    from shared.roads import LocalRoad
+    from shared.blobs.transports import LocalRoad
 
     def untold(self: Any, *_: Any) -> None:
         pass
@@ -400,7 +400,7 @@ def _reader_pin_leaks() -> None:
 @bug("engine", "dying with unread payloads", "I1", "I10")
 def _lost_payload_fails_request() -> None:
     from shared.errors import WorkerFailure
-    from shared.stage import Stage
+    from shared.stage.stage import Stage
 
     async def given_up(self: Any, *_: Any) -> None:
         raise WorkerFailure("a payload is gone")
@@ -410,7 +410,7 @@ def _lost_payload_fails_request() -> None:
 
 @bug("engine", "dying with unread payloads", "I7")
 def _dead_owner_stays_mapped() -> None:
-    from shared.blobs import Blobs
+    from shared.blobs.store import Blobs
 
     async def never(self: Any) -> None:
         pass
@@ -420,7 +420,7 @@ def _dead_owner_stays_mapped() -> None:
 
 @bug("renderer", "frozen renderers", "I7")
 def _payload_not_taken_back() -> None:
-    from shared.stage import Stage
+    from shared.stage.stage import Stage
 
     async def kept(self: Any, job: Any) -> None:
         pass
@@ -430,24 +430,24 @@ def _payload_not_taken_back() -> None:
 
 @bug("renderer", "small arena", "I3", "I10")
 def _pinned_room_is_given_away() -> None:
-    from shared.slots import SlotPool
+    from shared.blobs.slot_allocator import SlotPool
 
     _put(SlotPool, "_pin", lambda *_: None)
 
 
 @bug("renderer", "small arena", "I10")
 def _full_arena_is_an_error() -> None:
-    from shared import parcels
+    from shared.blobs import mm_items
     from shared.errors import MediaTooLarge
 
-    put = parcels.put
+    put = mm_items.put
 
     def or_fail(*args: Any) -> Any:
         if (ref := put(*args)) is None:
             raise MediaTooLarge("there is no room for this picture")
         return ref
 
-    _put(parcels, "put", or_fail)
+    _put(mm_items, "put", or_fail)
 
 
 # -- the HTTP door ----------------------------------------------------------------------------
@@ -455,44 +455,44 @@ def _full_arena_is_an_error() -> None:
 
 @bug("gateway", "dying gateways", "I2")
 def _last_event_id_forgotten() -> None:
-    from workers.gateway import answering
+    from workers.gateway.backend import submit
 
-    _put(answering, "start_of", lambda request, parts: [0] * parts)
+    _put(submit, "start_of", lambda request, parts: [0] * parts)
 
 
 @bug("gateway", "dying gateways", "I2", "I5", "I12")
 def _asked_again_is_another_request() -> None:
-    from workers.gateway import answering
+    from workers.gateway.backend import submit
 
-    request_id_for = answering.request_id_for
+    request_id_for = submit.request_id_for
 
     def another(request: Any, kind: str, tenant: str) -> tuple[str, bool]:
         request_id, named = request_id_for(request, kind, tenant)
         return f"{request_id[:-8]}{secrets.token_hex(4)}", named
 
-    _put(answering, "request_id_for", another)
+    _put(submit, "request_id_for", another)
 
 
 @bug("gateway", "dying gateways", "I1")
 def _goes_on_without_its_client() -> None:
-    from workers.gateway.answering import Job
+    from workers.gateway.backend.submit import Job
 
     _put(Job, "gone", lambda self: None)
 
 
 @bug("gateway", "frozen gateways", "I10")
 def _cancels_what_went_on_elsewhere() -> None:
-    from shared import jobs
+    from shared.state import request_registry
 
     async def always(*_: Any) -> bool:
         return True
 
-    _put(jobs, "leave", always)
+    _put(request_registry, "leave", always)
 
 
 @bug("gateway", "frozen gateways", "I8")
 def _listens_on() -> None:
-    from shared.bus import Bus
+    from shared.bus.bus import Bus
 
     async def never(*_: Any) -> None:
         pass

@@ -26,7 +26,7 @@ from ops.chaos.history import (
 )
 from ops.chaos.httptalk import DONE
 from ops.chaos.plan import Planned, Settings
-from shared.tokenlog import is_final
+from shared.state.token_log import is_final
 
 # What a coordinator had in hand comes to another after their ack wait of a second.
 TAKES_WORK_S = 1.2

@@ -14,10 +14,10 @@ from ops.chaos.checker import Reading, Run, Violation
 from ops.chaos.expected import Expected
 from ops.chaos.httptalk import DONE
 from ops.chaos.plan import MODEL, Planned
-from shared.messages import Failure, Finish, LogRecord, TokenChunk
-from shared.tokenlog import is_final
-from workers.gateway import errors
-from workers.gateway.chatanswer import ChatAssembler, ChatOptions
+from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
+from shared.state.token_log import is_final
+from workers.gateway.http import errors
+from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 
 # A gateway that is not there, one that says nothing, and a broker that does not answer it.
 PASSING = ("connection", "silence", "503", "unavailable")

@@ -10,9 +10,9 @@ from ops.chaos.checker import Run, Violation
 from ops.chaos.expected import Expected
 from ops.chaos.history import Fault
 from ops.chaos.plan import Planned
-from shared.messages import Failure, Finish, LogRecord, TokenChunk
-from shared.streams import HEARTBEAT_TTL_S
-from shared.tokenlog import is_final
+from shared.bus.streams import HEARTBEAT_TTL_S
+from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
+from shared.state.token_log import is_final
 
 # Clocks of broker and client are the same machine's; a timer may fire a little early.
 CLOCK_SLACK_S = 0.15

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from ops.chaos.checker import BROKER_ROLES, Run, Violation
 from ops.chaos.history import Ended, Fault, Memory, Snapshot
-from shared import subjects
-from shared.messages import Failure
+from shared.protocol import subjects
+from shared.protocol.messages import Failure
 
 # What ends by itself without having been told to: a configuration error, or a crash of the
 # interpreter. Exit code 1 is a worker that gave up its broker, and is started again.

@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from ops.chaos import nets
-from shared.broker import Broker, Member, free_port
+from shared.bus.embedded_server import Broker, Member, free_port
 from shared.errors import Unavailable
 
 SIZE = 3

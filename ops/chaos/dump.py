@@ -12,9 +12,9 @@ from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
 from ops.chaos.history import now
-from shared import subjects
-from shared.bus import Bus
-from shared.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
 
 SETTLE_S = 30.0
 # What workers tell each other when all is over, and what a heartbeat says of it a second later.

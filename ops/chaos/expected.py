@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from ops.chaos import fake
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
-from shared.messages import ChoiceDelta
+from shared.protocol.messages import ChoiceDelta
 from workers.coordinator.admission import admit
-from workers.engine.core import Core
-from workers.engine.sequence import EngineRequest, Item
-from workers.renderer import prompt
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest, Item
+from workers.renderer.processing import prompt
 
 CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
 # As many at once as fit; the answers must not depend on it, which every run shows anew.
@@ -49,7 +49,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     if settings.renderer == "fake":
         processor = fake.FakeProcessor(model)
     else:
-        from workers.renderer.processor import Processor
+        from workers.renderer.processing.processor import Processor
 
         processor = Processor(model)
     if settings.engine == "fake":
@@ -114,7 +114,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
     if engine == "fake":
         restore: Any = _as_it_is
     elif rendered.items:
-        from shared.tensors import to_torch as restore
+        from shared.codec.tensors import to_torch as restore
     items = [
         Item(
             item.modality,
@@ -130,7 +130,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
 def _images(request: Any, config: Config) -> Iterator[Any]:
     parts = list(prompt.image_parts(request.messages))
     if parts:
-        from workers.renderer.media import MediaLoader
+        from workers.renderer.media.loader import MediaLoader
 
         media = MediaLoader(config.renderer)
         for field, part in parts:

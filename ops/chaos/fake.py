@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.codec import TensorData
+from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
-from shared.messages import ImagePart, Message, Prompt, TextPart
-from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
-from workers.engine.blocks import BlockPool
-from workers.engine.core import Core
-from workers.engine.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
-from workers.engine.sequence import Sequence as EngineSequence
-from workers.renderer import prompt
+from shared.protocol.messages import ImagePart, Message, Prompt, TextPart
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
+from workers.engine.core.sequence import Sequence as EngineSequence
+from workers.renderer.processing import prompt
 
 VOCAB_SIZE = 768
 """As many as the demo model has: the real renderer's prompts must be valid for the fake engine."""

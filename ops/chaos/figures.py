@@ -5,9 +5,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ops.chaos.checker import Run
-from ops.chaos.history import Asked, Broke, Ended, Fault, Got, Memory, Saw
-from shared.messages import Failure, LogRecord, TokenChunk
-from shared.tokenlog import is_final
+from ops.chaos.history import (
+    Asked,
+    Broke,
+    Ended,
+    Fault,
+    Got,
+    Memory,
+    Saw,
+)
+from shared.protocol.messages import Failure, LogRecord, TokenChunk
+from shared.state.token_log import is_final
 
 
 def measure(run: Run) -> dict[str, float]:

@@ -12,8 +12,8 @@ from ops.chaos.httpload import AGAIN_S
 from ops.chaos.httptalk import PATH
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.pool import Slot
-from shared.broker import free_port
-from workers.gateway.ids import request_id_of
+from shared.bus.embedded_server import free_port
+from workers.gateway.core.ids import request_id_of
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0

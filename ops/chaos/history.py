@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from shared.messages import DeadLetter, Heartbeat, LogRecord
+from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord
 
 now = time.monotonic
 

@@ -6,7 +6,7 @@ import os
 import socket
 
 from ops.chaos.history import Snapshot, now
-from shared.bus import Bus
+from shared.bus.bus import Bus
 
 ARENA = b"\0pagemill-"
 

@@ -13,8 +13,23 @@ from dataclasses import dataclass, field
 import httpx
 
 from ops.chaos import httptalk
-from ops.chaos.history import Accepted, Asked, AskedToCancel, Broke, Journal, Saw, now
-from ops.chaos.httptalk import DONE, Line, Lost, Opened, Told, UnderWay
+from ops.chaos.history import (
+    Accepted,
+    Asked,
+    AskedToCancel,
+    Broke,
+    Journal,
+    Saw,
+    now,
+)
+from ops.chaos.httptalk import (
+    DONE,
+    Line,
+    Lost,
+    Opened,
+    Told,
+    UnderWay,
+)
 from ops.chaos.plan import Planned
 
 # A gateway that has nothing to say would say so after 15 s.

@@ -30,11 +30,12 @@ from ops.chaos.history import (
 from ops.chaos.httpload import HttpLoad
 from ops.chaos.httptalk import DONE
 from ops.chaos.plan import Planned, Settings, make_request
-from shared import client, telemetry
-from shared.bus import Bus
+from shared import client
+from shared.bus.bus import Bus
 from shared.errors import Overloaded, PagemillError
-from shared.messages import LogRecord
-from shared.tokenlog import is_final
+from shared.protocol.messages import LogRecord
+from shared.state.token_log import is_final
+from shared.telemetry import logs
 
 # After this long beyond its deadline a request will not end any more: the checker says so.
 PATIENCE_S = 20.0
@@ -174,7 +175,7 @@ def main(
     nats: Annotated[str, Parameter(name="--nats")],
     gateway: list[str] | None = None,
 ) -> int:
-    telemetry.setup("error", role="load")
+    logs.setup("error", role="load")
     load = Load(nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out)
     uvloop.run(load.run())
     return 0

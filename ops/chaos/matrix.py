@@ -21,7 +21,7 @@ from ops.chaos.history import now
 from ops.chaos.plan import Settings
 from ops.chaos.scene import Scene, open_scene
 from ops.chaos.table import CELLS, Cell
-from shared import telemetry
+from shared.telemetry import logs
 
 app = App(name="matrix", help=__doc__)
 CELL_TIMEOUT_S = 240.0
@@ -164,7 +164,7 @@ def main(
     table
         Print the markdown table at the end.
     """
-    telemetry.setup("error", role="matrix")
+    logs.setup("error", role="matrix")
     if nets.why_not() is None:
         # Before there is any thread or socket.
         nets.isolate()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ops.chaos.cluster3 import Cluster3
 from ops.chaos.history import Fault, Journal, now
-from shared.subjects import REQUESTS_STREAM, STAGES_STREAM, TOKENS_STREAM
+from shared.protocol.subjects import REQUESTS_STREAM, STAGES_STREAM, TOKENS_STREAM
 
 # A renderer takes 3 to 4 s of a core to come back: as often as an engine, renderers would be the
 # whole load of the machine. The client process is part of the system too.

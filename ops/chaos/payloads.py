@@ -6,10 +6,10 @@ from typing import Any
 
 from ops.chaos.crash import CrashPoints
 from ops.chaos.wrap import wrap
-from shared.blobs import Blobs
-from shared.multimodal import BlobRef
-from shared.roads import BrokerRoad, LocalRoad, TcpRoad
-from shared.stage import Stage
+from shared.blobs.store import Blobs
+from shared.blobs.transports import BrokerRoad, LocalRoad, TcpRoad
+from shared.protocol.multimodal import BlobRef
+from shared.stage.stage import Stage
 
 Tell = Callable[..., None]
 LASTING = ("arena", "borrowed", "returned", "passed on")

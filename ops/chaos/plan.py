@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Struct
 
 from ops.chaos import fake
-from shared.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
-from shared.sampling import SamplingParams
-from workers.gateway.ids import request_id_of
+from shared.protocol.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.protocol.sampling import SamplingParams
+from workers.gateway.core.ids import request_id_of
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent

@@ -26,7 +26,7 @@ from ops.chaos.history import (
     read_events,
 )
 from ops.chaos.plan import ROOT
-from shared.broker import Broker, end_with_parent
+from shared.bus.embedded_server import Broker, end_with_parent
 
 READY_TIMEOUT_S = 60.0
 WATCH_S = 0.1

@@ -20,14 +20,14 @@ from ops.chaos.history import Final, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
-from shared.blobs import RELEASE_PAUSES_S
-from shared.bus import Bus
+from shared.blobs.store import RELEASE_PAUSES_S
+from shared.blobs.transports import ANSWER_TIMEOUT_S
+from shared.bus.bus import Bus
 from shared.errors import PagemillError
-from shared.messages import GenerateRequest, Heartbeat, Message
-from shared.roads import ANSWER_TIMEOUT_S
-from shared.runtime import HEARTBEAT_S
-from shared.sampling import SamplingParams
-from workers import settings as product_settings
+from shared.protocol.messages import GenerateRequest, Heartbeat, Message
+from shared.protocol.sampling import SamplingParams
+from shared.stage.runtime import HEARTBEAT_S
+from workers.cli import settings as product_settings
 
 NUM_WARM_UPS = 24
 WARM_UP_S = 5.0

@@ -27,7 +27,16 @@ from ops.chaos.cluster3 import SIZE, Cluster3
 from ops.chaos.dump import Store, arena_sockets, shm_entries
 from ops.chaos.expected import expect
 from ops.chaos.gateways import Gateways, names_of, to_plan
-from ops.chaos.history import AnyEvent, Did, Fault, Final, Journal, Ready, now, read_events
+from ops.chaos.history import (
+    AnyEvent,
+    Did,
+    Fault,
+    Final,
+    Journal,
+    Ready,
+    now,
+    read_events,
+)
 from ops.chaos.payloads import LASTING
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
 from ops.chaos.pool import LOAD, OneBroker, Pool, Slot, worker_command
@@ -42,11 +51,11 @@ from ops.chaos.scenario import (
     write_config,
 )
 from shared import client
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.errors import PagemillError
-from shared.messages import Failure, GenerateRequest, LogRecord, Message
-from shared.sampling import SamplingParams
-from workers import settings as product_settings
+from shared.protocol.messages import Failure, GenerateRequest, LogRecord, Message
+from shared.protocol.sampling import SamplingParams
+from workers.cli import settings as product_settings
 
 # Requests that live for seconds, so that there is always something in hand to lose.
 BASE = Settings(

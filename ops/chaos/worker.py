@@ -24,13 +24,13 @@ from ops.chaos.history import Did, Journal, now
 from ops.chaos.holdings import take_snapshot
 from ops.chaos.plan import MODEL
 from ops.chaos.wrap import wrap
-from shared import runtime
-from shared.bus import Bus
-from shared.consumer import Consumer, Delivery
-from shared.messages import TokenChunk, to_json
-from shared.runtime import Context
-from workers import settings
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer, Delivery
+from shared.protocol.messages import TokenChunk, to_json
+from shared.stage import runtime
+from shared.stage.runtime import Context
 from workers.__main__ import ROLE_MODULES
+from workers.cli import settings
 
 Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
 app = App(name="chaos-worker")
@@ -88,7 +88,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
     if role == "engine":
 
         async def engine(context: Context) -> None:
-            from workers.engine.opening import Opener
+            from workers.engine.item_loader import Opener
             from workers.engine.worker import EngineWorker
 
             def allows_harm(seed: int, id: str) -> bool:
@@ -106,7 +106,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
 
         return engine
     if role == "renderer":
-        stand_in: Any = ModuleType("workers.renderer.processor")
+        stand_in: Any = ModuleType("workers.renderer.processing.processor")
         stand_in.Processor, stand_in.Rendered = fake.FakeProcessor, fake.FakeRendered
         stand_in.Picture = object
         stand_in.join = fake.FakeRendered

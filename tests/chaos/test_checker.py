@@ -24,7 +24,7 @@ from ops.chaos.history import (
     Snapshot,
 )
 from ops.chaos.plan import Behaviour, Planned, Settings
-from shared.messages import (
+from shared.protocol.messages import (
     BlobAddress,
     ChoiceDelta,
     DeadLetter,
@@ -38,7 +38,7 @@ from shared.messages import (
     TokenChunk,
     Usage,
 )
-from shared.sampling import SamplingParams
+from shared.protocol.sampling import SamplingParams
 
 edit = msgspec.structs.replace
 ID = "c1-0"

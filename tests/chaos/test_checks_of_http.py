@@ -18,9 +18,17 @@ from ops.chaos.history import (
     Saw,
 )
 from ops.chaos.httptalk import DONE
-from shared.messages import LogRecord
-from tests.chaos.test_checker import FINISH, ID, LOG, edit, failure, make_run, with_final
-from workers.gateway import errors
+from shared.protocol.messages import LogRecord
+from tests.chaos.test_checker import (
+    FINISH,
+    ID,
+    LOG,
+    edit,
+    failure,
+    make_run,
+    with_final,
+)
+from workers.gateway.http import errors
 
 CREATED_S = 5
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ops.chaos.proxy import Mode, Proxy, Way
-from shared import subjects
-from shared.broker import Broker
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker
 from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

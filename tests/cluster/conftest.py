@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import GenerateRequest, Heartbeat, LogRecord, Message
-from shared.sampling import SamplingParams
+from shared.protocol.messages import GenerateRequest, Heartbeat, LogRecord, Message
+from shared.protocol.sampling import SamplingParams
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 ROOT = Path(__file__).parent.parent.parent

@@ -15,13 +15,20 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from ops.demo import PICTURES
 from shared import client
-from shared.bus import Bus
-from shared.messages import Finish, GenerateRequest
+from shared.bus.bus import Bus
+from shared.protocol.messages import Finish, GenerateRequest
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
-from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, answer, start_cluster, stop_cluster
+from tests.cluster.conftest import (
+    CONFIG,
+    PAGEMILL,
+    Cluster,
+    answer,
+    start_cluster,
+    stop_cluster,
+)
 from tests.cluster.streams import assert_gapless, tokens_of
-from workers.asking import Question, build_request
-from workers.settings import DEMO_MODEL
+from workers.cli.ask import Question, build_request
+from workers.cli.settings import DEMO_MODEL
 
 WITH_ADAPTER = CONFIG.replace(
     "max_model_len: 1024", "max_model_len: 1024\n    adapters: {tuned: adapters/tuned}"

@@ -15,15 +15,15 @@ import pytest
 from PIL import Image
 
 from ops.demo import PICTURES
-from shared import subjects
-from shared.broker import Broker
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker
 from shared.client import ask, new_request_id
 from shared.config import ModelConfig
-from shared.messages import Failure, Finish, GenerateRequest, LogRecord, to_json
-from shared.multimodal import embedding_key
-from shared.runtime import EXIT_CONFIG
-from shared.tokenlog import last_record
+from shared.protocol import subjects
+from shared.protocol.messages import Failure, Finish, GenerateRequest, LogRecord, to_json
+from shared.protocol.multimodal import embedding_key
+from shared.stage.runtime import EXIT_CONFIG
+from shared.state.token_log import last_record
 from tests.cluster.conftest import (
     CONFIG,
     PAGEMILL,
@@ -35,10 +35,10 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
-from workers.asking import Question, build_request
-from workers.renderer.images import hash_source
-from workers.renderer.processor import Processor
-from workers.settings import DEMO_MODEL
+from workers.cli.ask import Question, build_request
+from workers.cli.settings import DEMO_MODEL
+from workers.renderer.media.image_decoder import hash_source
+from workers.renderer.processing.processor import Processor
 
 WITH_ENCODERS = CONFIG.replace("max_model_len: 1024", "max_model_len: 1024\n    tower: encoder")
 

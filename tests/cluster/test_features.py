@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from ops.demo import PICTURES
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, render_features, tokenize
-from shared.messages import (
+from shared.protocol.messages import (
     Failure,
     Feature,
     Finish,
@@ -20,8 +20,8 @@ from shared.messages import (
     Message,
     TextPart,
 )
-from shared.questions import FeaturesRequest, Refusal, Tokenized, TokenizeRequest
-from shared.sampling import SamplingParams
+from shared.protocol.renderer_rpc import FeaturesRequest, Refusal, Tokenized, TokenizeRequest
+from shared.protocol.sampling import SamplingParams
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)

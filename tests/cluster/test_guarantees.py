@@ -12,11 +12,19 @@ from functools import partial
 import msgspec
 import pytest
 
-from shared import subjects, whereabouts
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, cancel, follow, new_request_id
-from shared.messages import Failure, Finish, GenerateRequest, Heartbeat, LogRecord, to_json
-from shared.tokenlog import read_log
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    Failure,
+    Finish,
+    GenerateRequest,
+    Heartbeat,
+    LogRecord,
+    to_json,
+)
+from shared.state import request_status
+from shared.state.token_log import read_log
 from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
 
@@ -184,7 +192,7 @@ async def test_a_zombie_is_fenced_off_and_lets_go(cluster: Cluster, client: Bus)
         async for record in ask(client, request, request_id):
             records.append(record)
             if len(records) == 5:
-                found = await whereabouts.find(client, request_id)
+                found = await request_status.find(client, request_id)
                 (zombie,) = [b for b in await living(client, "engine") if b.worker == found.worker]
                 os.kill(zombie.pid, signal.SIGSTOP)
         assert zombie is not None
@@ -244,7 +252,7 @@ async def test_ctrl_c_cancels(cluster: Cluster, client: Bus) -> None:
 
 
 async def in_engine(client: Bus, request_id: str) -> bool:
-    return (await whereabouts.find(client, request_id)).stage == "engine"
+    return (await request_status.find(client, request_id)).stage == "engine"
 
 
 async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
@@ -253,20 +261,20 @@ async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
     with stopped(await cluster.pid(client, "engine")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(partial(in_engine, client, request_id), 20, "it does not come to the engine")
-        found = await whereabouts.find(client, request_id)
+        found = await request_status.find(client, request_id)
         assert [hop.role for hop in found.path] == ["coordinator", "renderer"]
     await running
     request_id = new_request_id()
     with stopped(await cluster.pid(client, "renderer")):
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(lambda: work_of(client, request_id), 20, "no stage has it")
-        found = await whereabouts.find(client, request_id)
+        found = await request_status.find(client, request_id)
         assert (found.state, found.stage) == ("queued", "renderer")
         assert [hop.role for hop in found.path] == ["coordinator"]
         assert found.waits_s is not None
         assert found.why
     await running
-    found = await whereabouts.find(client, request_id)
+    found = await request_status.find(client, request_id)
     assert (found.state, found.stage, found.attempt is not None) == ("finished", "engine", True)
     assert [hop.role for hop in found.path] == ["coordinator", "renderer", "engine"]
     told = run(cluster, "where", request_id)

@@ -16,9 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ops.demo import PICTURES
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import Failure, Finish, GenerateRequest, Message
+from shared.protocol.messages import Failure, Finish, GenerateRequest, Message
 from tests.cluster.conftest import (
     CONFIG,
     PAGEMILL,
@@ -29,7 +29,7 @@ from tests.cluster.conftest import (
     start_cluster,
     stop_cluster,
 )
-from workers.asking import Question, build_request
+from workers.cli.ask import Question, build_request
 
 METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
 

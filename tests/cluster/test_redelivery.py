@@ -11,10 +11,10 @@ import nats
 import pytest
 
 from ops.demo import PICTURES
-from shared import subjects
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Failure,
     Finish,
     GenerateRequest,
@@ -24,7 +24,7 @@ from shared.messages import (
     Message,
     TextPart,
 )
-from shared.tokenlog import read_log
+from shared.state.token_log import read_log
 from tests.cluster.conftest import (
     PICTURE_HOST,
     Cluster,
@@ -35,7 +35,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
 from tests.renderer.canary import Canary, send
-from workers.asking import Question, build_request
+from workers.cli.ask import Question, build_request
 
 LONG = {"ignore_eos": True, "max_tokens": 900}
 

@@ -20,10 +20,10 @@ import pytest
 from PIL import Image
 
 from ops.demo import PICTURES, Case
-from shared import subjects
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Failure,
     Finish,
     GenerateRequest,
@@ -31,10 +31,17 @@ from shared.messages import (
     TokenChunk,
     decode_log_record,
 )
-from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, living, request_text
+from tests.cluster.conftest import (
+    PAGEMILL,
+    ROOT,
+    Cluster,
+    answer,
+    living,
+    request_text,
+)
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
-from tests.renderer.test_media_attacks import jpeg_of_many_scans, webp
-from workers.asking import Question, build_request
+from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
+from workers.cli.ask import Question, build_request
 
 CASES = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
 RED = PICTURES / "red.png"

@@ -14,8 +14,8 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
-from shared.messages import tenant_of
-from shared.sampling import SamplingParams
+from shared.protocol.messages import tenant_of
+from shared.protocol.sampling import SamplingParams
 from workers.coordinator.admission import admit, request_id_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}

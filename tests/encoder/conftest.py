@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from shared.towers import Tower, load_tower
-from workers.settings import DEMO_MODEL
+from shared.vision.towers import Tower, load_tower
+from workers.cli.settings import DEMO_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from shared.errors import InvalidRequest
-from shared.towers import Fields, Tower, vision_of
+from shared.vision.towers import Fields, Tower, vision_of
+from workers.cli.settings import DEMO_MODEL
 from workers.encoder.tower import TowerThread
-from workers.settings import DEMO_MODEL
 
 
 def picture(seed: int, side: int = 8) -> dict[str, Tensor]:

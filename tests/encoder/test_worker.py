@@ -12,14 +12,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from shared import codec, subjects
-from shared.bus import Bus
+from shared.bus.bus import Bus
+from shared.codec import envelope
 from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
-from shared.embeddings import Embeddings
-from shared.messages import EncodeTask, Failure
-from shared.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
-from shared.runtime import Context
-from shared.tokenlog import last_record
+from shared.protocol import subjects
+from shared.protocol.messages import EncodeTask, Failure
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
+from shared.stage.runtime import Context
+from shared.state.token_log import last_record
+from shared.vision.embedding_store import Embeddings
 from workers.encoder.worker import EncoderWorker
 
 Start = Callable[..., Any]
@@ -100,7 +101,7 @@ async def ask_for(
     item = MultiModalKwargsItem("image", mm_hash, PlaceholderRange(0, 4))
     task = EncodeTask(key, model, item, bus.now_ms() + 1000 * within_s)
     subject = subjects.stage("encoder", model, lane, subjects.encoding(key))
-    await bus.publish(subject, codec.encode(task, []), secrets.token_hex(8))
+    await bus.publish(subject, envelope.encode(task, []), secrets.token_hex(8))
     return key
 
 

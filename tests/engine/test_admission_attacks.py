@@ -13,17 +13,17 @@ from torch import Tensor
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
-from shared.messages import ImagePart, ImageURL, Message, TextPart
-from shared.multimodal import PlaceholderRange
-from shared.towers import Fields
+from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.multimodal import PlaceholderRange
+from shared.vision.towers import Fields
 from tests.road import pack, run, unpack
-from tests.shared.test_codec import envelope, packed
-from workers.engine.core import Core
+from tests.shared.codec.test_envelope import envelope, packed
+from workers.cli.settings import DEMO_MODEL
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
-from workers.engine.sequence import EngineRequest, Item
-from workers.renderer.images import LoadedImage
-from workers.renderer.processor import Processor
-from workers.settings import DEMO_MODEL
+from workers.renderer.media.image_decoder import LoadedImage
+from workers.renderer.processing.processor import Processor
 
 MODEL = ModelConfig(str(DEMO_MODEL), max_model_len=512)
 

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 import structlog
 
-from shared import deadletters, subjects
-from shared.blobs import Blobs
-from shared.bus import Bus
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
-from shared.messages import Failure, TokenChunk
-from shared.runtime import Context
-from shared.sampling import StructuredOutputs
-from tests.engine.test_kvevents import put_task
+from shared.protocol import subjects
+from shared.protocol.messages import Failure, TokenChunk
+from shared.protocol.sampling import StructuredOutputs
+from shared.stage.runtime import Context
+from shared.state import dead_letters
+from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
-from workers.engine.blocks import BlockPool
-from workers.engine.core import Core
-from workers.engine.opening import Opener
-from workers.engine.sequence import Batch, SampledToken
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import Batch, SampledToken
+from workers.engine.item_loader import Opener
 from workers.engine.worker import EngineWorker
 
 
@@ -246,7 +247,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
     assert await bus.queued_request(accepted.sequence) is None
-    assert (await deadletters.find(bus, request_id)).request == b"what the client wrote"
+    assert (await dead_letters.find(bus, request_id)).request == b"what the client wrote"
     assert all(consumer.held == 0 for consumer in worker._consumers)
     context.shutdown.asked.set()
     await serving

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.messages import ChoiceDelta, LogRecord, TokenChunk
-from workers.engine.outputs import logged_choices, merge_deltas
-from workers.engine.sequence import LoggedChoice, RequestOutput
+from shared.protocol.messages import ChoiceDelta, LogRecord, TokenChunk
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.log_records import logged_choices, merge_deltas
 
 # Steps of a request: for each step, the choices that got a token in it.
 steps = st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=20)

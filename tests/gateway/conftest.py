@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
 
 # Streams are to have the ids of events.

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.gateway.conftest import Gateway
-from tests.gateway.test_chat import ROOT
+from tests.gateway.openai.test_chat import ROOT
 
 _SECTION = re.compile(r"<!-- quickstart.*?-->(.*?)<!-- end -->", re.DOTALL)
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)

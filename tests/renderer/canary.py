@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from shared.config import RendererConfig
-from workers.renderer import fetch
-from workers.renderer.fetch import Fetcher
+from workers.renderer.media import fetcher as fetch
+from workers.renderer.media.fetcher import Fetcher
 
 LOOPBACK = ["127.0.0.0/8"]
 

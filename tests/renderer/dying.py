@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shared import runtime
-from shared.stage import Stage
-from workers import settings
+from shared.stage import runtime
+from shared.stage.stage import Stage
+from workers.cli import settings
 from workers.renderer import worker
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import structlog
 from PIL import Image
 
-from shared import codec, subjects
-from shared.bus import Bus
-from shared.codec import TensorData
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
-from shared.consumer import Consumer
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Acceptance,
     EngineTask,
     ImagePart,
@@ -29,10 +30,10 @@ from shared.messages import (
     TextPart,
     to_msgpack,
 )
-from shared.runtime import Context
-from shared.sampling import SamplingParams
+from shared.protocol.sampling import SamplingParams
+from shared.stage.runtime import Context
+from workers.cli.settings import DEMO_MODEL
 from workers.renderer.worker import RendererWorker
-from workers.settings import DEMO_MODEL
 
 _sequences = itertools.count(1_000_000)
 
@@ -97,7 +98,7 @@ class Sink:
     async def next(self, timeout_s: float = 20.0) -> tuple[EngineTask, list[TensorData]]:
         delivery = await asyncio.wait_for(self._inbox.next(), timeout_s)
         await delivery.ack()
-        return codec.decode(delivery.data, EngineTask)
+        return envelope.decode(delivery.data, EngineTask)
 
 
 @contextlib.asynccontextmanager

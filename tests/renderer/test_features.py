@@ -9,12 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared import client, subjects
-from shared.broker import Broker
-from shared.bus import Bus
+from shared import client
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker
+from shared.codec.vllm_kwargs import mm_hash
 from shared.config import ModelConfig
-from shared.messages import Acceptance, EngineTask, Feature, GenerateRequest, Message, Prompt
-from shared.questions import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    Acceptance,
+    EngineTask,
+    Feature,
+    GenerateRequest,
+    Message,
+    Prompt,
+)
+from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
     FeaturesRequest,
@@ -24,7 +33,6 @@ from shared.questions import (
     Tokenized,
     TokenizeRequest,
 )
-from shared.vllmwire import mm_hash
 from tests.renderer.rig import (
     Sink,
     config_for,
@@ -36,8 +44,8 @@ from tests.renderer.rig import (
     task_for,
 )
 from tests.renderer.test_paths import data_url
-from workers.renderer.processor import Processor
-from workers.settings import DEMO_MODEL
+from workers.cli.settings import DEMO_MODEL
+from workers.renderer.processing.processor import Processor
 
 PICTURE = png(1, (112, 56))
 

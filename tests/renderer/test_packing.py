@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import codec, parcels, subjects
-from shared.blobs import Blobs
-from shared.bus import Bus
-from shared.codec import TensorData
+from shared.blobs import mm_items
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
+from shared.codec.tensors import from_numpy
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
-from shared.messages import Acceptance, EncodeTask, Prompt, RenderTask
-from shared.multimodal import BlobRef, PlaceholderRange, embedding_key
-from shared.sampling import SamplingParams
-from shared.tensors import from_numpy
+from shared.protocol import subjects
+from shared.protocol.messages import Acceptance, EncodeTask, Prompt, RenderTask
+from shared.protocol.multimodal import BlobRef, PlaceholderRange, embedding_key
+from shared.protocol.sampling import SamplingParams
+from workers.renderer.image_cache import Prepared
 from workers.renderer.packing import Packer
-from workers.renderer.pictures import Prepared
 
 TTL_S = 60.0
 
@@ -55,7 +57,7 @@ def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> Prepared:
         "pixels": from_numpy(np.zeros(4096, dtype=np.uint8)),
         "grid": from_numpy(np.array([1, 2, 3])),
     }
-    ref = parcels.put(blobs, mm_hash, num_tokens, fields, TTL_S)
+    ref = mm_items.put(blobs, mm_hash, num_tokens, fields, TTL_S)
     assert ref is not None
     return Prepared(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
 
@@ -74,7 +76,7 @@ async def queued(
     name = subjects.encoding(embedding_key(model, picture.mm_hash))
     subject = subjects.stage("encoder", model, lane, name)
     stored = await bus.last(subjects.STAGES_STREAM, subject)
-    return None if stored is None else codec.decode(stored.data, EncodeTask)
+    return None if stored is None else envelope.decode(stored.data, EncodeTask)
 
 
 async def test_large_pictures_go_to_encoders_and_small_ones_stay(

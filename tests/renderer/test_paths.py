@@ -10,15 +10,23 @@ import pytest
 import structlog
 from PIL import Image
 
-from shared import client, parcels
-from shared.broker import Broker
-from shared.bus import Bus
-from shared.codec import TensorData
+from shared import client
+from shared.blobs import mm_items
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker
+from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
-from shared.messages import EngineTask, Failure, GenerateRequest, Message, Prompt, to_msgpack
-from shared.questions import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
-from shared.subjects import render as render_subject
-from shared.subjects import tokenize as tokenize_subject
+from shared.protocol.messages import (
+    EngineTask,
+    Failure,
+    GenerateRequest,
+    Message,
+    Prompt,
+    to_msgpack,
+)
+from shared.protocol.renderer_rpc import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
+from shared.protocol.subjects import render as render_subject
+from shared.protocol.subjects import tokenize as tokenize_subject
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
     Sink,
@@ -30,9 +38,9 @@ from tests.renderer.rig import (
     renderer,
     task_for,
 )
-from workers.renderer import services, warmup
-from workers.renderer.images import FORMATS
-from workers.renderer.processor import Processor
+from workers.renderer import rpc, warmup
+from workers.renderer.media.image_decoder import FORMATS
+from workers.renderer.processing.processor import Processor
 from workers.renderer.worker import RendererWorker
 
 
@@ -148,7 +156,7 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
     blobs = rig.worker._main_path.pictures._blobs
     for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
         assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
-        fields, blob = await parcels.open_item(blobs, theirs, engine_tensors)
+        fields, blob = await mm_items.open_item(blobs, theirs, engine_tensors)
         assert fields.keys() == ours.fields.keys()
         for name, tensor in fields.items():
             other = tensors[ours.fields[name]]
@@ -273,7 +281,7 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
             now -= 1
 
     monkeypatch.setattr(path, "_in_thread", counted)
-    monkeypatch.setattr(services, "MAX_HELD", 16)
+    monkeypatch.setattr(rpc, "MAX_HELD", 16)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     burst = [asyncio.create_task(client.render(rig.bus, request)) for _ in range(24)]
     task, _ = await rig.engine(messages_with([data_url(png(2))]))
@@ -289,7 +297,7 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of what there is, and every other turn, however many of the first wait."""
-    monkeypatch.setattr(services, "MAX_HELD", 8)
+    monkeypatch.setattr(rpc, "MAX_HELD", 8)
     request = GenerateRequest(rig.model, messages_with([data_url(png(1, (560, 560)))]))
     order: list[str] = []
 

@@ -3,10 +3,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from shared.blobs import Blobs
-from shared.bus import Bus
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
 from shared.config import BlobsConfig
-from shared.messages import BlobAddress, Heartbeat, to_json
+from shared.protocol.messages import BlobAddress, Heartbeat, to_json
 
 CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
 

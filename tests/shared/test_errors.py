@@ -6,7 +6,7 @@ import pytest
 
 from shared import errors
 from shared.errors import InvalidRequest, PagemillError
-from shared.messages import error_info, to_json
+from shared.protocol.messages import error_info, to_json
 
 LEAVES = [
     kind

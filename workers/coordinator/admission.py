@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from shared import subjects
 from shared.config import DeliveryConfig, ModelConfig, split_path
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
-from shared.messages import GenerateRequest, Prompt
-from shared.prompts import prompt_of
-from shared.sampling import SamplingParams
+from shared.protocol import subjects
+from shared.protocol.messages import GenerateRequest, Prompt
+from shared.protocol.prompts import prompt_of
+from shared.protocol.sampling import SamplingParams
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
 # error, for the client can do something about it.

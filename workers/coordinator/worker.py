@@ -7,10 +7,10 @@ is in flight, its limit is the limit of that, and no timer lives in a process th
 
 import asyncio
 
-from shared import subjects
-from shared.consumer import Consumer, Delivery
+from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     Acceptance,
     GenerateRequest,
     Prompt,
@@ -18,12 +18,12 @@ from shared.messages import (
     tenant_of,
     to_msgpack,
 )
-from shared.retry import History
-from shared.runtime import Context
-from shared.sampling import SamplingParams
-from shared.serving import serve
-from shared.stage import Job
-from shared.tokenlog import end_request, is_final, last_record
+from shared.protocol.sampling import SamplingParams
+from shared.stage.loop import serve
+from shared.stage.retry import History
+from shared.stage.runtime import Context
+from shared.stage.stage import Job
+from shared.state.token_log import end_request, is_final, last_record
 from workers.coordinator.admission import admit, deadline_ms, request_id_of
 
 # Few, for a request may have megabytes, and what waits here longer than the ack wait comes twice.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.towers import Fields, Tower
+from shared.vision.towers import Fields, Tower
 from workers.encoder.batches import BatchQueue
 
 

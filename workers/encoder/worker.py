@@ -11,19 +11,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shared import codec, parcels, subjects
-from shared.blobs import Blobs
-from shared.codec import TensorData
-from shared.consumer import Consumer, Delivery
-from shared.embeddings import Embeddings
+from shared.blobs import mm_items
+from shared.blobs.store import Blobs
+from shared.bus.consumer import Consumer, Delivery
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
+from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
-from shared.messages import EncodeTask, Failure
-from shared.runtime import Context
-from shared.serving import serve
-from shared.stage import Job
-from shared.tensors import to_torch
-from shared.tokenlog import last_record
-from shared.towers import load_tower
+from shared.protocol import subjects
+from shared.protocol.messages import EncodeTask, Failure
+from shared.stage.loop import serve
+from shared.stage.runtime import Context
+from shared.stage.stage import Job
+from shared.state.token_log import last_record
+from shared.vision.embedding_store import Embeddings
+from shared.vision.towers import load_tower
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
@@ -133,7 +135,7 @@ class EncoderWorker:
             self._in_hand.discard(job)
 
     async def _encode(self, job: Job) -> None:
-        task, tensors = codec.decode(job.delivery.data, EncodeTask)
+        task, tensors = envelope.decode(job.delivery.data, EncodeTask)
         if task.item.blob is not None:
             job.inputs = [task.item.blob]
         await self._forgive(task.key, job.delivery.attempt)
@@ -160,7 +162,7 @@ class EncoderWorker:
         if self._context.bus.now_ms() >= task.expires_ms:
             return None
         try:
-            fields, blob = await parcels.open_item(self._blobs, task.item, tensors)
+            fields, blob = await mm_items.open_item(self._blobs, task.item, tensors)
         except BlobLost:
             self._context.log.warning("picture_lost", key=task.key)
             return None

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
-from shared.towers import Tower, load_tower, vision_of
-from shared.weights import load_weights
-from workers.engine.families import Family, class_of, family_of
-from workers.engine.lora import Adapters, load_adapters
-from workers.engine.model import DecoderModel, FlatModel
-from workers.engine.native.decoder import NativeModel, why_not
-from workers.engine.support import check_supported
+from shared.vision.towers import Tower, load_tower, vision_of
+from shared.vision.weights import load_weights
+from workers.engine.cpu.decoder import NativeModel, why_not
+from workers.engine.model.families import Family, class_of, family_of
+from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.model.support import check_supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _make_gpu_model(
     family: Family, engine: EngineConfig, max_model_len: int, adapted: bool
 ) -> DecoderModel:
     try:
-        from workers.engine.gpu import GpuModel
+        from workers.engine.cuda.model import GpuModel
     except ModuleNotFoundError as error:
         raise ConfigError(
             "engine.device: a GPU takes the extra `gpu`: pip install '.[gpu]' in a checkout",

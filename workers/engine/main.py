@@ -8,19 +8,19 @@ import torch
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
-from shared.embeddings import Embeddings
 from shared.errors import ConfigError
-from shared.runtime import Context
-from shared.tensors import to_torch
-from workers.engine.blocks import BlockPool
-from workers.engine.core import Core
-from workers.engine.drafts import NgramDrafter
-from workers.engine.grammars import Grammars
-from workers.engine.kvevents import KVEvents
+from shared.stage.runtime import Context
+from shared.vision.embedding_store import Embeddings
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.kv_events import KVEvents
+from workers.engine.core.ngram_drafter import NgramDrafter
+from workers.engine.item_loader import Opener
 from workers.engine.loader import LoadedModel, load
-from workers.engine.opening import Opener
 from workers.engine.runner import Runner
+from workers.engine.sampling.grammar import Grammars
 from workers.engine.worker import EngineWorker
 
 

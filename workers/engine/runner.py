@@ -16,13 +16,13 @@ from torch import Tensor
 
 from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
-from shared.multimodal import PlaceholderRange
-from shared.towers import Tower
-from workers.engine.logprobs import logprobs_of
-from workers.engine.lora import Adapters
-from workers.engine.model import DecoderModel
-from workers.engine.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
-from workers.engine.verifier import sample_batch
+from shared.protocol.multimodal import PlaceholderRange
+from shared.vision.towers import Tower
+from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
+from workers.engine.model.flat_model import DecoderModel
+from workers.engine.model.lora import Adapters
+from workers.engine.sampling.logprobs import logprobs_of
+from workers.engine.sampling.verifier import sample_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared import codec, subjects
-from shared.consumer import Consumer, Delivery
+from shared.bus.consumer import Consumer, Delivery
+from shared.codec import envelope
 from shared.errors import BlobLost, InvalidGrammar
-from shared.kvlog import KVLogWriter
-from shared.messages import EngineTask, Hop
-from shared.runtime import Context
-from shared.serving import serve
-from shared.stage import SUSPECT_PAUSE_S, Job
-from shared.tokenlog import LogWriter, is_final, last_record
-from workers.engine.core import Core, Stats
-from workers.engine.grammars import Grammar, Grammars
-from workers.engine.kvevents import encode_batches
-from workers.engine.meters import Meters, Timing
-from workers.engine.opening import Opener
-from workers.engine.outputs import logged_choices, merge_deltas, num_for_record
-from workers.engine.sequence import EngineRequest, Item, RequestOutput
-from workers.engine.steps import StepLoop
+from shared.protocol import subjects
+from shared.protocol.messages import EngineTask, Hop
+from shared.stage.loop import serve
+from shared.stage.runtime import Context
+from shared.stage.stage import SUSPECT_PAUSE_S, Job
+from shared.state.kv_event_log import KVLogWriter
+from shared.state.token_log import LogWriter, is_final, last_record
+from workers.engine.core.engine import Core, Stats
+from workers.engine.core.kv_events import encode_batches
+from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
+from workers.engine.item_loader import Opener
+from workers.engine.log_records import logged_choices, merge_deltas, num_for_record
+from workers.engine.metrics import Meters, Timing
+from workers.engine.sampling.grammar import Grammar, Grammars
+from workers.engine.step_thread import StepLoop
 
 # A text that grows so often is seen to flow. An append is a synced write, and work for four
 # processes.
@@ -199,7 +200,7 @@ class EngineWorker:
             await self._stage.fail(job, error)
 
     async def _begin(self, job: Job) -> None:
-        task, _ = codec.decode(job.delivery.data, EngineTask)
+        task, _ = envelope.decode(job.delivery.data, EngineTask)
         job.identify(task)
         job.inputs = [item.blob for item in task.items if item.blob is not None]
         log = await self._stage.take(job)
@@ -245,7 +246,7 @@ class EngineWorker:
     ) -> tuple[list[Item], Grammar | None] | None:
         """The request's items, as soon as encoders have made what they make of them, and its
         grammar, if it has one; None if it has ended before."""
-        _, tensors = codec.decode(job.delivery.data, EngineTask)
+        _, tensors = envelope.decode(job.delivery.data, EngineTask)
 
         async def progress() -> None:
             if task.request_id in self._ended or self._is_late(task):

@@ -16,20 +16,20 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from shared import client
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
-from shared.messages import JobRecord
-from shared.metrics import Metrics
-from shared.questions import ModelCard, Refusal
-from workers.gateway import errors
-from workers.gateway.assembling import Assembler, Spelling
-from workers.gateway.auth import Caller, Keyring
-from workers.gateway.bodies import Room
-from workers.gateway.edge import Edge
-from workers.gateway.keeping import Shelf
-from workers.gateway.limits import Limits
-from workers.gateway.spellings import Spellings
+from shared.protocol.messages import JobRecord
+from shared.protocol.renderer_rpc import ModelCard, Refusal
+from shared.telemetry.metrics import Metrics
+from workers.gateway.core.assembler import Assembler, Spelling
+from workers.gateway.core.memory_budget import Shelf
+from workers.gateway.http import errors
+from workers.gateway.http.auth import Caller, Keyring
+from workers.gateway.http.body import Room
+from workers.gateway.http.middleware import Edge
+from workers.gateway.http.rate_limits import Limits
+from workers.gateway.token_bytes import Spellings
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
 MakeAssembler = Callable[[str, JobRecord, Spelling], Assembler]

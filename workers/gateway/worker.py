@@ -19,27 +19,27 @@ from starlette.routing import Route
 
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
-from shared.runtime import Context
-from workers.gateway import (
-    completing,
-    derendering,
-    generating,
+from shared.stage.runtime import Context
+from workers.gateway.app import Door, application
+from workers.gateway.http.connection import Entrance, Wire
+from workers.gateway.http.tls import Handshakes
+from workers.gateway.openapi import document
+from workers.gateway.routes import (
+    derender,
+    generate,
     health,
     models,
-    openapi,
+    openai,
     page,
-    rendering,
+    render,
     requests,
-    tokenizing,
+    tokenize,
 )
-from workers.gateway.app import Door, application
-from workers.gateway.handshakes import Handshakes
-from workers.gateway.wire import Entrance, Wire
 
 FEATURES = (
-    *(health, models, completing, requests),
-    *(rendering, generating, derendering, tokenizing),
-    *(page, openapi),
+    *(health, models, openai, requests),
+    *(render, generate, derender, tokenize),
+    *(page, document),
 )
 """Modules with `routes(door)`."""
 

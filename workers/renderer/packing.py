@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
-from shared import codec, parcels, subjects
-from shared.blobs import Blobs
-from shared.bus import Bus
-from shared.codec import TensorData
+from shared.blobs import mm_items
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
 from shared.config import Config
 from shared.errors import Unavailable
-from shared.messages import EncodeTask, RenderTask
-from shared.multimodal import (
+from shared.protocol import subjects
+from shared.protocol.messages import EncodeTask, RenderTask
+from shared.protocol.multimodal import (
     BlobRef,
     MultiModalKwargsItem,
     PlaceholderRange,
     embedding_key,
 )
-from workers.renderer.pictures import Prepared, copied
+from workers.renderer.image_cache import Prepared, copied
 
 # Of a message, for all that is not tensors.
 HEAD_BYTES = 256 * 2**10
@@ -96,7 +98,7 @@ class Packer:
         encode = EncodeTask(key, task.model, item, task.accepted.deadline_ms)
         return await self._bus.publish(
             subjects.stage("encoder", task.model, task.lane, subjects.encoding(key)),
-            codec.encode(encode, tensors),
+            envelope.encode(encode, tensors),
             f"{key}:{task.request_id}:{task.accepted.sequence}:{task.round}",
         )
 
@@ -136,7 +138,7 @@ class Packer:
 
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:
-            fields, _ = parcels.read(blob)
+            fields, _ = mm_items.read(blob)
             return {name: copied(tensor) for name, tensor in fields.items()}
 
 

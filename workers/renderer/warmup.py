@@ -11,14 +11,14 @@ from collections.abc import Coroutine, Iterable, Iterator
 
 from PIL import Image
 
-from shared import codec
-from shared.messages import ImagePart, ImageURL, Message, Prompt, TextPart
-from shared.questions import RenderedPrompt
-from workers.renderer.images import FORMATS
-from workers.renderer.jobmedia import JobMedia
-from workers.renderer.main_path import MainPath
-from workers.renderer.processor import Processor, Rendered
-from workers.renderer.readonly_path import ReadOnlyPath
+from shared.codec import envelope
+from shared.protocol.messages import ImagePart, ImageURL, Message, Prompt, TextPart
+from shared.protocol.renderer_rpc import RenderedPrompt
+from workers.renderer.media.image_decoder import FORMATS
+from workers.renderer.media.request_media import JobMedia
+from workers.renderer.preview_path import ReadOnlyPath
+from workers.renderer.processing.processor import Processor, Rendered
+from workers.renderer.render_path import MainPath
 
 SIZE = (448, 448)
 TTL_S = 60.0
@@ -68,4 +68,4 @@ def _picture(name: str) -> str:
 
 
 def _encode(rendered: Rendered) -> None:
-    codec.encode(RenderedPrompt(rendered.prompt_token_ids, rendered.items), rendered.tensors)
+    envelope.encode(RenderedPrompt(rendered.prompt_token_ids, rendered.items), rendered.tensors)

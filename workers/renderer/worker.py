@@ -5,29 +5,28 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
-from shared import codec, subjects
-from shared.blobs import Blobs
-from shared.consumer import Delivery
+from shared.blobs.store import Blobs
+from shared.bus.consumer import Delivery
+from shared.codec import envelope
 from shared.errors import DecodeError
-from shared.messages import EngineTask, RenderTask
-from shared.runtime import Context
-from shared.serving import serve
-from shared.stage import Job
-from shared.telemetry import Logger
-from workers.renderer import prompt, warmup
-from workers.renderer.jobmedia import JobMedia
-from workers.renderer.main_path import MainPath
-from workers.renderer.media import MediaLoader, is_remote
-from workers.renderer.processor import Processor
-from workers.renderer.readonly_path import ReadOnlyPath
-from workers.renderer.services import Services
-
-Result = TypeVar("Result")
-Args = TypeVarTuple("Args")
+from shared.protocol import subjects
+from shared.protocol.messages import EngineTask, RenderTask
+from shared.stage.loop import serve
+from shared.stage.runtime import Context
+from shared.stage.stage import Job
+from shared.telemetry.logs import Logger
+from workers.renderer import warmup
+from workers.renderer.media.loader import MediaLoader, is_remote
+from workers.renderer.media.request_media import JobMedia
+from workers.renderer.preview_path import ReadOnlyPath
+from workers.renderer.processing import prompt
+from workers.renderer.processing.processor import Processor
+from workers.renderer.render_path import MainPath
+from workers.renderer.rpc import Services
+from workers.renderer.threads import Args, Result
 
 _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 
@@ -195,7 +194,7 @@ class RendererWorker:
             round=task.round,
             adapter=task.adapter,
         )
-        return codec.encode(engine_task, rendered.tensors)
+        return envelope.encode(engine_task, rendered.tensors)
 
     async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
         accepted = task.accepted

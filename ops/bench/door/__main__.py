@@ -37,10 +37,10 @@ from ops.bench.peers import machine
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
 from ops.interop.servers import MODEL, vllm, vllm_binary
-from shared import telemetry
-from shared.bus import Bus
-from workers import settings
-from workers.local import LocalCluster, WorkerSpec, default_workers
+from shared.bus.bus import Bus
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
@@ -77,7 +77,7 @@ WORKS = (
 
 def main() -> None:
     given = _arguments()
-    telemetry.setup("warning", role="bench")
+    logs.setup("warning", role="bench")
     console = Console()
     if not console.is_terminal:
         console.width = 120

@@ -16,9 +16,9 @@ import msgspec
 from ops.bench.peers.pagemill import sampling
 from ops.bench.peers.protocol import Request
 from ops.interop.servers import MODEL
-from shared.bus import Bus
+from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.messages import (
+from shared.protocol.messages import (
     Failure,
     Finish,
     GenerateRequest,

@@ -11,16 +11,16 @@ from ops.bench.peers.child import serve
 from ops.bench.peers.protocol import Answer, Request, Setup
 from ops.bench.peers.stopwatch import Stopwatch
 from shared.client import new_request_id
+from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
-from shared.messages import ImagePart, ImageURL, Message, TextPart
-from shared.sampling import SamplingParams
-from shared.tensors import to_torch
+from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.sampling import SamplingParams
 from workers.engine import runner
-from workers.engine.core import Core
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
-from workers.engine.sequence import EngineRequest, Item
-from workers.renderer.images import LoadedImage, hash_source
-from workers.renderer.processor import Processor, Rendered
+from workers.renderer.media.image_decoder import LoadedImage, hash_source
+from workers.renderer.processing.processor import Processor, Rendered
 
 
 class Pagemill:

@@ -18,18 +18,12 @@ import uvloop
 
 from ops.bench.durability import MODEL, Site, cluster, publish_task
 from ops.bench.peers.child import serve
-from ops.bench.peers.pagemill import (
-    Tally,
-    engine_config,
-    message,
-    model_config,
-    sampling,
-)
+from ops.bench.peers.pagemill import Tally, engine_config, message, model_config, sampling
 from ops.bench.peers.protocol import Answer, Request, Setup
-from shared import telemetry
 from shared.client import ask, follow, new_request_id
-from shared.messages import Failure, Finish, GenerateRequest, LogRecord, TokenChunk
-from workers import settings
+from shared.protocol.messages import Failure, Finish, GenerateRequest, LogRecord, TokenChunk
+from shared.telemetry import logs
+from workers.cli import settings
 
 T = TypeVar("T")
 
@@ -104,7 +98,7 @@ def _data_url(picture: str) -> str:
 
 
 async def main() -> None:
-    telemetry.setup("warning", role="bench")
+    logs.setup("warning", role="bench")
     peer = PagemillBus(asyncio.get_running_loop())
     try:
         await asyncio.to_thread(serve, peer)

@@ -11,9 +11,9 @@ from ops.chaos.dump import Store
 from ops.chaos.history import now
 from ops.chaos.pool import LOAD, Slot
 from ops.chaos.scene import Scene
-from shared import subjects
 from shared.errors import Overloaded
-from shared.messages import Failure, GenerateRequest, LogRecord, to_json
+from shared.protocol import subjects
+from shared.protocol.messages import Failure, GenerateRequest, LogRecord, to_json
 
 WORKER_S = 5.0
 

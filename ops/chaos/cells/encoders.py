@@ -12,10 +12,18 @@ from ops.chaos.cells.common import WORKER_S, count_answers, lead_in, new_id, slo
 from ops.chaos.cells.payloads import stopped
 from ops.chaos.plan import MODEL
 from ops.chaos.scene import Scene
-from shared import client, subjects
-from shared.bus import Bus
-from shared.messages import GenerateRequest, ImagePart, ImageURL, LogRecord, Message, TextPart
-from shared.sampling import SamplingParams
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    LogRecord,
+    Message,
+    TextPart,
+)
+from shared.protocol.sampling import SamplingParams
 
 AWAY_S = 4.0
 NUM_ASKED = 6

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ops.chaos.cells.common import LEADER_S, PARTITION_S, dropping, fill, lead_in
 from ops.chaos.scene import Disturb, Scene, ThreeServers
-from shared import subjects
+from shared.protocol import subjects
 
 
 def _cluster(scene: Scene) -> ThreeServers:

@@ -4,14 +4,22 @@ import asyncio
 import contextlib
 
 from ops.chaos import nets
-from ops.chaos.cells.common import PARTITION_S, WORKER_S, dropping, lead_in, new_id, port_of, timed
+from ops.chaos.cells.common import (
+    PARTITION_S,
+    WORKER_S,
+    dropping,
+    lead_in,
+    new_id,
+    port_of,
+    timed,
+)
 from ops.chaos.pool import LOAD
 from ops.chaos.proxy import Proxy, Way
 from ops.chaos.scene import Disturb, Scene
-from shared.bus import Bus
-from shared.messages import Failure, Finish
-from shared.sampling import SamplingParams
-from shared.tokenlog import read_log
+from shared.bus.bus import Bus
+from shared.protocol.messages import Failure, Finish
+from shared.protocol.sampling import SamplingParams
+from shared.state.token_log import read_log
 
 
 def bad_network(role: str) -> Disturb:

@@ -14,11 +14,12 @@ from ops.chaos.cells.common import (
 )
 from ops.chaos.history import now
 from ops.chaos.scene import Scene
-from shared import client, subjects
-from shared.bus import Bus
-from shared.messages import Failure, GenerateRequest, Message
-from shared.sampling import SamplingParams
-from shared.tokenlog import is_final, read_log
+from shared import client
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.messages import Failure, GenerateRequest, Message
+from shared.protocol.sampling import SamplingParams
+from shared.state.token_log import is_final, read_log
 
 
 async def engine_slower_than_renderer(scene: Scene) -> None:

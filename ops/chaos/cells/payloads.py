@@ -23,13 +23,15 @@ from ops.chaos.cells.processes import sigkill
 from ops.chaos.history import Did, now, read_events
 from ops.chaos.plan import MODEL, PICTURES
 from ops.chaos.scene import Disturb, Scene
-from shared import blobwire as wire
-from shared import client, codec, subjects
-from shared.blobs import Blobs
-from shared.bus import Bus
+from shared import client
+from shared.blobs import protocol as wire
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.codec import envelope
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
-from shared.messages import (
+from shared.protocol import subjects
+from shared.protocol.messages import (
     EngineTask,
     GenerateRequest,
     Heartbeat,
@@ -39,8 +41,8 @@ from shared.messages import (
     Message,
     TextPart,
 )
-from shared.multimodal import BlobRef, content_hash
-from shared.sampling import SamplingParams
+from shared.protocol.multimodal import BlobRef, content_hash
+from shared.protocol.sampling import SamplingParams
 
 # Three roads, each of which waits for an answer, and then the picture is made again; what a frozen
 # worker had in hand is known to be lost after the ack wait.
@@ -251,7 +253,7 @@ async def _references(scene: Scene, bus: Bus, request_id: str) -> list[BlobRef]:
     async with asyncio.timeout(10):
         while (stored := await bus.last(subjects.STAGES_STREAM, subject)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    task, _ = codec.decode(stored.data, EngineTask)
+    task, _ = envelope.decode(stored.data, EngineTask)
     refs = [item.blob for item in task.items if item.blob is not None]
     if not refs:
         scene.note("a large picture did not go beside the message")

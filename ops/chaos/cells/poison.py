@@ -8,8 +8,8 @@ from ops.chaos.dump import Store
 from ops.chaos.history import Did, read_events
 from ops.chaos.scene import Disturb, Scene
 from shared.errors import PagemillError
-from shared.messages import Failure, LogRecord
-from shared.sampling import SamplingParams
+from shared.protocol.messages import Failure, LogRecord
+from shared.protocol.sampling import SamplingParams
 
 
 def poison(seed: int, code: str, count: int = 2) -> Disturb:

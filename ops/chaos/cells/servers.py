@@ -20,10 +20,10 @@ from ops.chaos.cells.common import (
 from ops.chaos.cells.memory import starve
 from ops.chaos.history import Fault, now
 from ops.chaos.scene import Disturb, Scene, Servers
-from shared import subjects
 from shared.errors import Overloaded, PagemillError
-from shared.messages import GenerateRequest, Message
-from shared.sampling import SamplingParams
+from shared.protocol import subjects
+from shared.protocol.messages import GenerateRequest, Message
+from shared.protocol.sampling import SamplingParams
 
 
 def _servers(scene: Scene) -> Servers:

@@ -6,9 +6,9 @@ from pathlib import Path
 from ops.chaos.cells.common import WORKER_S, dressed, fill, new_id, one_of_each
 from ops.chaos.history import now
 from ops.chaos.scene import Disturb, Scene, mount_disk, unmount
-from shared.bus import Bus
-from shared.messages import Failure
-from shared.sampling import SamplingParams
+from shared.bus.bus import Bus
+from shared.protocol.messages import Failure
+from shared.protocol.sampling import SamplingParams
 
 
 async def log_disk_full(scene: Scene) -> None:

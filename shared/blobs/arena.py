@@ -1,0 +1,88 @@
+"""Memory that one process fills and the others of its host map.
+
+A memfd without a name: it is gone with the last process that has it open, however that one ends.
+It is sealed against shrinking, growing and new writable mappings before anybody else can have it,
+so a reader never finds a page gone (SIGBUS), and cannot write. Linux 5.1 or newer.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+from shared.blobs.slot_allocator import Slot, SlotPool
+
+Buffer = bytes | bytearray | memoryview
+
+# Not in Python 3.11's fcntl; see fcntl(2).
+_F_SEAL_FUTURE_WRITE = 0x0010
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+
+class Arena:
+    """The writer's side: one area of `capacity` bytes, of which slots hold one payload each.
+
+    Pages are taken from the system when they are first written, and kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = SlotPool(capacity)
+        self.fd = os.memfd_create("pagemill", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.slots.capacity)
+        self._map = mmap.mmap(self.fd, self.slots.capacity)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+        self._view = memoryview(self._map)
+
+    def put(self, name: str, parts: Sequence[Buffer], holder: str) -> Slot | None:
+        """Copy `parts`, one after the other, into a slot pinned by `holder`; None if it is full.
+
+        What has this name already is taken to be the same, and only pinned.
+        """
+        if (slot := self.slots.pin(name, holder)) is not None:
+            return slot
+        views = [memoryview(part).cast("B") for part in parts]
+        slot = self.slots.add(name, sum(view.nbytes for view in views), holder)
+        if slot is not None:
+            offset = slot.offset
+            for view in views:
+                self._view[offset : offset + view.nbytes] = view
+                offset += view.nbytes
+        return slot
+
+    def view(self, slot: Slot) -> memoryview:
+        """Read-only, and valid as long as somebody pins the slot."""
+        return self._view[slot.offset : slot.offset + slot.num_bytes].toreadonly()
+
+    def close(self) -> None:
+        """The memory goes with the last view of it; a second call does nothing."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+
+class MappedArena:
+    """A reader's side of somebody else's arena."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over `fd`. Raises ValueError if it is not a sealed arena."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & _SEALS != _SEALS:
+                raise ValueError("the memory is not sealed: its owner could take pages away")
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise ValueError("not an arena") from error
+        finally:
+            # The mapping keeps the memory.
+            os.close(fd)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Raises ValueError for a range outside of the arena."""
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > len(self._map):
+            raise ValueError(f"{num_bytes} bytes at {offset} are not within the arena")
+        return memoryview(self._map)[offset : offset + num_bytes]

@@ -1,0 +1,64 @@
+"""Multimodal items between stages: small ones in the message, large ones as blobs beside it."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from shared.blobs.store import Blobs
+from shared.blobs.transports import Blob
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
+from shared.errors import DecodeError
+from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem
+
+
+class Contents(Struct, frozen=True):
+    """Head of an item's blob."""
+
+    fields: dict[str, int]
+    num_tokens: int
+    """Embeddings that will take the place of tokens."""
+
+
+def put(
+    blobs: Blobs, mm_hash: str, num_tokens: int, fields: Mapping[str, TensorData], ttl_s: float
+) -> BlobRef | None:
+    """A blob of the item's tensors; None if there is no room for it."""
+    contents = Contents({name: number for number, name in enumerate(fields)}, num_tokens)
+    parts = envelope.encode_parts(contents, list(fields.values()))
+    return blobs.put(mm_hash, parts, ttl_s)
+
+
+def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
+    """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
+    contents, tensors = envelope.decode(blob.data, Contents)
+    return named(contents.fields, tensors), contents.num_tokens
+
+
+async def open_item(
+    blobs: Blobs, item: MultiModalKwargsItem, tensors: Sequence[TensorData]
+) -> tuple[dict[str, TensorData], Blob | None]:
+    """The item's tensors by name, views all of them, and the blob to be closed after their use.
+
+    Raises BlobLost, or DecodeError for an item whose fields do not fit its tensors.
+    """
+    if item.blob is None:
+        return named(item.fields, tensors), None
+    blob = await blobs.get(item.blob)
+    try:
+        fields, num_tokens = read(blob)
+        if num_tokens != item.placeholder.num_embeds:
+            raise DecodeError(
+                f"an item of {num_tokens} tokens has a placeholder of {item.placeholder.num_embeds}"
+            )
+        return fields, blob
+    except BaseException:
+        blob.close()
+        raise
+
+
+def named(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
+    """Fields of an item in a message. Raises DecodeError for one that the message does not have."""
+    if any(not 0 <= index < len(tensors) for index in fields.values()):
+        raise DecodeError("an item names a tensor that its envelope does not have")
+    return {name: tensors[index] for name, index in fields.items()}

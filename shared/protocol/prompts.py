@@ -1,0 +1,93 @@
+"""The one prompt of a request, which may be given in three forms. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from shared.errors import InvalidRequest
+from shared.protocol.json_limits import complaint_of
+from shared.protocol.messages import GenerateRequest, Message, Prompt
+from shared.protocol.renderer_rpc import TokenizeRequest
+
+
+def prompt_of(request: GenerateRequest) -> Prompt:
+    """Raises InvalidRequest for no prompt or more than one, or for what does not go with it."""
+    forms = {
+        "messages": request.messages,
+        "prompt": request.prompt,
+        "prompt_token_ids": request.prompt_token_ids,
+    }
+    _check_one(forms)
+    if request.features and request.prompt_token_ids is None:
+        raise InvalidRequest("features go with prompt_token_ids alone", field="features")
+    if request.prompt_token_ids is not None and request.add_special_tokens is not None:
+        raise InvalidRequest(
+            "add_special_tokens does not go with prompt_token_ids", field="add_special_tokens"
+        )
+    _check_template(request)
+    return Prompt(
+        messages=request.messages or [],
+        text=request.prompt,
+        token_ids=request.prompt_token_ids,
+        features=request.features,
+        tools=request.tools,
+        template_kwargs=request.template_kwargs,
+        add_special_tokens=request.add_special_tokens,
+    )
+
+
+def prompt_to_count(request: TokenizeRequest) -> Prompt:
+    """Raises what `prompt_of` raises."""
+    _check_one({"messages": request.messages, "prompt": request.prompt})
+    _check_template(request)
+    kwargs = request.template_kwargs
+    if request.messages is not None:
+        kwargs = {"add_generation_prompt": request.add_generation_prompt} | kwargs
+    return Prompt(
+        messages=request.messages or [],
+        text=request.prompt,
+        tools=request.tools,
+        template_kwargs=kwargs,
+        add_special_tokens=request.add_special_tokens,
+    )
+
+
+def _check_one(forms: Mapping[str, object]) -> None:
+    given = [name for name, value in forms.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"give exactly one of {', '.join(forms)}", field=given[-1] if given else "messages"
+        )
+
+
+def _check_template(request: GenerateRequest | TokenizeRequest) -> None:
+    if request.messages is not None:
+        _check_messages(request.messages)
+        _check_values(request)
+        return
+    for field in ("tools", "template_kwargs"):
+        if getattr(request, field):
+            raise InvalidRequest(f"{field} goes with messages alone", field=field)
+
+
+def _check_values(request: GenerateRequest | TokenizeRequest) -> None:
+    values = {"template_kwargs": request.template_kwargs} | {
+        f"tools[{i}].function.parameters": tool.function.parameters
+        for i, tool in enumerate(request.tools)
+    }
+    for field, value in values.items():
+        if complaint := complaint_of(value):
+            raise InvalidRequest(f"{field}: {complaint}", field=field)
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    for i, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest(
+                "only the assistant calls tools", field=f"messages[{i}].tool_calls"
+            )
+        if message.tool_call_id is not None and message.role != "tool":
+            raise InvalidRequest(
+                "only a tool's message is the result of a call",
+                field=f"messages[{i}].tool_call_id",
+            )
+        if message.content is None and not message.tool_calls:
+            raise InvalidRequest("a message needs content", field=f"messages[{i}].content")

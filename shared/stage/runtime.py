@@ -1,0 +1,174 @@
+"""The life of a worker process: connect, become ready, serve, drain, exit.
+
+A worker is crash-only: nothing it holds is needed by anybody once it is gone.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
+
+import uvloop
+
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.errors import ConfigError, PagemillError
+from shared.protocol import subjects
+from shared.protocol.messages import Heartbeat, to_json
+from shared.stage.loop import Shutdown
+from shared.stage.stage import Stage
+from shared.telemetry import logs
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.prometheus import Endpoint
+
+HEARTBEAT_S = 1.0
+# Clocks of machines drift by far less than a millisecond in so many heartbeats.
+CLOCK_BEATS = 10
+
+# Workers of one machine share a configuration, and listen on a port each.
+METRICS_PORTS = 64
+
+VERSION = version("pagemill")
+
+# sysexits.h: a worker that ends with it would end in the same way again.
+EXIT_CONFIG = 78
+
+
+class Context:
+    """What a role's `main` is given: configuration, bus, identity, and when to stop."""
+
+    def __init__(
+        self,
+        role: str,
+        worker: str,
+        model: str | None,
+        config: Config,
+        bus: Bus,
+        log: logs.Logger,
+    ) -> None:
+        self.role = role
+        self.model = model
+        """The one model that a role which serves only one is to serve."""
+        self.config = config
+        self.bus = bus
+        self.log = log
+        self.worker = worker
+        self.metrics = Metrics(role, worker)
+        self.stage = Stage(bus, role, self.worker, VERSION, config.delivery, self.metrics)
+        self.shutdown = Shutdown()
+        self.url: str | None = None
+        """Where a gateway serves; told with every heartbeat."""
+        self._blobs: Blobs | None = None
+        self._endpoint: Endpoint | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    async def open_metrics(self) -> None:
+        """From now on whoever asks is told. Raises ConfigError where they cannot be served."""
+        self.metrics.watch("info", lambda: 1.0, version=VERSION)
+        started_s = self.bus.now_ms() / 1000
+        self.metrics.watch("start_time_seconds", lambda: started_s)
+        await self.bus.serve(subjects.METRICS, lambda _: to_json(self.metrics.tell()))
+        config = self.config.metrics
+        if config.listen is not None:
+            self._endpoint = Endpoint(
+                lambda: self.metrics.tell().series, config.listen, config.port, METRICS_PORTS
+            )
+            self.log.info("metrics", address=self._endpoint.address)
+
+    async def open_blobs(self) -> Blobs:
+        """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
+        self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
+        await self._blobs.start()
+        self.stage.blobs = self._blobs
+        return self._blobs
+
+    async def close(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._blobs is not None:
+            await self._blobs.close()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
+
+    def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        """Announce this worker; from now on `load` is told with every heartbeat."""
+        self.log.info("ready", models=models)
+        self._heartbeat = asyncio.create_task(self._beat(models, load))
+
+    async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        for count in itertools.count():
+            told, address = load(), None
+            if self._blobs is not None:
+                told, address = told | self._blobs.load(), self._blobs.address
+            metrics = None if self._endpoint is None else self._endpoint.address
+            beat = Heartbeat(
+                role=self.role,
+                worker=self.worker,
+                version=VERSION,
+                pid=os.getpid(),
+                models=models,
+                load=told,
+                blobs=address,
+                metrics=metrics,
+                url=self.url,
+            )
+            try:
+                await self.bus.put_heartbeat(self.worker, to_json(beat))
+                if count % CLOCK_BEATS == CLOCK_BEATS - 1:
+                    await self.bus.set_clock()
+            except Exception as error:
+                # The broker is away: the worker waits for it like everybody else.
+                self.log.warning("heartbeat_failed", error=str(error))
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+Main = Callable[[Context], Awaitable[None]]
+
+
+def run(role: str, main: Main, config: Config, url: str, model: str | None = None) -> int:
+    """Run one worker to its end; returns the exit code."""
+    return uvloop.run(_live(role, main, config, url, model))
+
+
+async def _live(role: str, main: Main, config: Config, url: str, model: str | None) -> int:
+    worker = f"{role}-{secrets.token_hex(4)}"
+    log = logs.setup(config.log_level, role=role, worker=worker)
+    try:
+        bus = await Bus.connect(url, worker, config.nats.connect_timeout_s)
+    except PagemillError as error:
+        log.error("not_started", code=error.code, reason=error.message)
+        return 1
+    context = Context(role, worker, model, config, bus, log)
+    try:
+        with _signals(context.shutdown):
+            await bus.prepare(config.nats, config.delivery)
+            await context.open_metrics()
+            await main(context)
+    except PagemillError as error:
+        log.error("stopped", code=error.code, reason=error.message)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else 1
+    finally:
+        with contextlib.suppress(Exception):
+            await context.close()
+            await bus.close()
+    log.info("drained")
+    return 0
+
+
+@contextlib.contextmanager
+def _signals(shutdown: Shutdown) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for a drain; the second of them hands back at once."""
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, shutdown.signal)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,150 @@
+"""The command line as somebody meets it: help, version, configuration, and plain errors."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.bus.embedded_server import Broker
+from shared.errors import InvalidRequest
+from shared.protocol.messages import error_info
+from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli.ask import print_error
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PAGEMILL, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    assert run("--version", cwd=tmp_path).stdout.strip() == version("pagemill")
+    everything = run("--help", cwd=tmp_path).stdout
+    commands = (
+        "up",
+        "worker",
+        "ask",
+        "render",
+        "tokenize",
+        "follow",
+        "cancel",
+        "where",
+        "dead",
+        "top",
+        "metrics",
+        "check",
+        "key",
+    )
+    assert [command for command in commands if command not in everything] == []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        told = pool.map(lambda command: run(command, "--help", cwd=tmp_path).returncode, commands)
+        assert set(told) == {0}
+
+
+def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
+    done = run("key", "chat-page", "--tenant", "acme", cwd=tmp_path)
+    made = done.stdout.strip()
+    lines = done.stderr[done.stderr.index("gateway:") :]
+    (entry,) = yaml.safe_load(lines)["gateway"]["api_keys"]
+    digest = hashlib.sha256(made.encode()).hexdigest()
+    assert entry == {"name": "chat-page", "sha256": digest, "tenant": "acme"}
+    assert made not in done.stderr
+    assert len(made) > 40
+
+
+def test_the_command_is_installed(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "pagemill"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == version("pagemill")
+
+
+def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
+    done = run("check", cwd=tmp_path, PAGEMILL_ENGINE__BLOCK_SIZE="32")
+    assert done.returncode == 0, done.stderr
+    tree = yaml.safe_load(done.stdout)
+    assert tree["engine"]["block_size"] == 32
+    assert list(tree["models"]) == ["demo"]
+
+
+def test_a_models_path_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: model}}")
+    (tmp_path / "elsewhere").mkdir()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert Path(yaml.safe_load(done.stdout)["models"]["mine"]["path"]).samefile(tmp_path / "model")
+
+
+def test_an_adapters_path_is_relative_to_the_file_too(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "ops" / "demo_model")
+    text = "models: {mine: {path: model, adapters: {tuned: here}}}"
+    (tmp_path / "pagemill.yaml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 1
+    for part in ("models.mine.adapters.tuned", "adapter_config.json"):
+        assert part in done.stderr
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "adapter_config.json").touch()
+    done = run("check", "--config", "../pagemill.yaml", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    path = yaml.safe_load(done.stdout)["models"]["mine"]["adapters"]["tuned"]
+    assert Path(path).samefile(tmp_path / "here")
+
+
+def test_check_names_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: 5}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 1
+    for part in ("pagemill.yaml", "models.mine.path", "str"):
+        assert part in done.stderr
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: nowhere}}")
+    done = run("check", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["ask", "hello"], ["top", "--once"], ["metrics"]])
+def test_without_a_server_it_says_so(command: list[str], tmp_path: Path) -> None:
+    done = run(*command, "--nats", "nats://127.0.0.1:9", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nats://127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_says_that_the_port_is_taken(broker: Broker, tmp_path: Path) -> None:
+    done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT=str(broker.port))
+    assert done.returncode == 1
+    assert str(broker.port) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) -> None:
+    free = {"PAGEMILL_NATS__PORT": "0", "PAGEMILL_GATEWAY__PORT": "0"}
+    done = run("up", cwd=tmp_path, PAGEMILL_ENGINE__NUM_BLOCKS="3", **free)
+    assert done.returncode == 1
+    assert "engine.num_blocks" in done.stderr
+    assert "the engine refuses this configuration" in " ".join(done.stderr.split())
+
+
+def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(error_info(InvalidRequest("a control token [/INST]", field="messages")))
+    print_error(error_info(InvalidRequest("no role [bold]")))
+    assert capsys.readouterr().err.splitlines() == [
+        "error invalid_request (messages): a control token [/INST]",
+        "error invalid_request: no role [bold]",
+    ]

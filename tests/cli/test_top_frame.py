@@ -1,0 +1,125 @@
+"""Frames of `pagemill top`, from surveys made by hand."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shared.errors import Unavailable
+from shared.protocol.messages import Heartbeat
+from shared.telemetry.deltas import StageQueue, Survey
+from shared.telemetry.metrics import Metrics
+from workers.cli.top import render
+from workers.cli.top_frame import Frame, frame
+
+
+def engine(
+    worker: str, *, prompt: int = 0, out: int = 0, first: tuple[float, ...] = (), started_s: float
+) -> Metrics:
+    metrics = Metrics("engine", worker, "demo")
+    metrics.watch("start_time_seconds", lambda: started_s)
+    metrics.counter("prompt_tokens_total").add(prompt)
+    metrics.counter("generation_tokens_total").add(out)
+    metrics.watch("prefix_cache_queries_total", lambda: prompt)
+    metrics.watch("prefix_cache_hits_total", lambda: prompt / 4)
+    metrics.watch("num_preemptions_total", lambda: 3)
+    metrics.watch("num_requests_running", lambda: 2)
+    metrics.watch("num_requests_waiting", lambda: 1)
+    metrics.watch("kv_cache_usage_perc", lambda: 0.25)
+    metrics.watch("kv_waste", lambda: 0.02)
+    for value in first:
+        metrics.histogram("time_to_first_token_seconds").observe(value)
+    return metrics
+
+
+def survey(
+    at_s: float,
+    *answering: Metrics,
+    silent: tuple[str, ...] = (),
+    queues: tuple[StageQueue, ...] = (),
+) -> Survey:
+    told = [metrics.tell() for metrics in answering]
+    workers = [metrics.worker for metrics in told] + list(silent)
+    return Survey(
+        at_ms=1000 * at_s,
+        beats=[Heartbeat("engine", w, "0.1.0", 1, ["demo"], {}) for w in workers],
+        told={metrics.worker: metrics for metrics in told},
+        queues=list(queues),
+        in_flight=4,
+        oldest_ms=1000 * (at_s - 1.5),
+        dead_letters=1,
+    )
+
+
+def shown(seen: Frame | Unavailable) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(seen))
+    return out.getvalue()
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    before = survey(100, engine("a", prompt=1000, out=500, first=(40.0,), started_s=1))
+    now = survey(
+        102,
+        engine("a", prompt=1200, out=600, first=(40.0, *[0.2] * 18, 3.0, 3.0), started_s=1),
+        engine("b", prompt=40, out=20, started_s=101),
+    )
+    (row,) = frame(before, now).models
+    assert row.flow.prompt_tokens_per_s == 120
+    assert row.flow.generation_tokens_per_s == 60
+    assert row.flow.prefix_hit_rate == 0.25
+    p50, p95 = row.flow.time_to_first_token_p50_s, row.flow.time_to_first_token_p95_s
+    assert p50 is not None
+    assert p95 is not None
+    assert 0.15 < p50 <= 0.25 < 2.5 < p95 <= 5.0
+    assert row.totals.prompt_tokens == 1240
+    assert row.totals.preemptions == 6
+    each = {e.worker: e.flow.generation_tokens_per_s for e in frame(before, now).engines}
+    assert each == {"a": 50, "b": 10}
+
+
+def test_a_first_frame_has_no_rates() -> None:
+    seen = frame(None, survey(100, engine("a", prompt=7, started_s=1)))
+    assert seen.interval_s is None
+    assert seen.models[0].flow.prompt_tokens_per_s is None
+    assert seen.models[0].totals.prompt_tokens == 7
+
+
+def test_workers_come_and_go_and_fall_silent() -> None:
+    both = survey(100, engine("a", out=10, started_s=1), engine("b", out=10, started_s=1))
+    one = survey(101, engine("a", out=30, started_s=1), silent=("b",))
+    seen = frame(both, one)
+    assert [(p.workers, p.silent) for p in seen.pools] == [(2, 1)]
+    assert [e.worker for e in seen.engines] == ["a"]
+    assert seen.models[0].flow.generation_tokens_per_s == 20
+    # What it did while it was silent is nobody's second.
+    again = frame(
+        one, survey(102, engine("a", out=30, started_s=1), engine("b", out=99, started_s=1))
+    )
+    assert again.models[0].flow.generation_tokens_per_s == 0
+    nobody = frame(both, survey(101))
+    assert (nobody.pools, nobody.models, nobody.engines) == ([], [], [])
+    assert "in flight" in shown(nobody)
+
+
+def test_queues_are_shown_with_the_age_of_what_waits() -> None:
+    queues = (
+        StageQueue("engine", "demo", "batch", 0, 0, None),
+        StageQueue("engine", "demo", "interactive", 3, 2, 97_500.0),
+    )
+    seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
+    assert [(q.lane, q.pending, q.in_hand, q.oldest_s) for q in seen.queues] == [
+        ("interactive", 3, 2, 2.5),
+        ("batch", 0, 0, None),
+    ]
+    assert seen.oldest_request_s == 1.5
+    picture = shown(seen)
+    for part in ("4 requests in flight", "1 dead letters", "2.5 s", "engine-a", "25.0%", "2.0%"):
+        assert part in picture
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]"])
+def test_a_name_is_no_markup(name: str) -> None:
+    queues = (StageQueue(name, "demo", "batch", 0, 0, None),)
+    assert name in shown(frame(None, survey(100, queues=queues)))
+    assert name in shown(Unavailable(f"no nats-server answers at {name}"))

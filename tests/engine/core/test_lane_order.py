@@ -1,0 +1,197 @@
+"""Everybody's turn comes: a model in which time is counted in steps, and anything may arrive."""
+
+import random
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from shared.protocol.sampling import SamplingParams
+from tests.fakes import FakeRunner, ShakyDrafter
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.scheduler import PATIENCE, Scheduler
+from workers.engine.core.sequence import EngineRequest, Sequence, Status
+
+MAX_MODEL_LEN = 16
+BLOCK_SIZE = 2
+VOCAB_SIZE = 50
+
+
+def full_len(sequence: Sequence) -> int:
+    return sequence.num_prompt_tokens + sequence.max_tokens
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """The runner verifies, before it samples, that blocks hold what they must: so whatever has been
+    preempted, shared, copied or drafted, each answer is the one that it would be without."""
+
+    @initialize(
+        num_blocks=st.integers(8, 20),
+        max_seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        prefix_caching=st.booleans(),
+        drafting=st.integers(0, 14),
+        seed=st.integers(0, 99),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        max_seqs: int,
+        budget: int,
+        prefix_caching: bool,
+        drafting: int,
+        seed: int,
+    ) -> None:
+        self.runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.pool, max_seqs, budget, MAX_MODEL_LEN, prefix_caching, drafting
+        )
+        self.rng = random.Random(seed)
+        self.max_seqs, self.budget = max_seqs, budget
+        self.alive: list[Sequence] = []
+        self.num_requests = self.num_steps = 0
+        self.first: Sequence | None = None
+        self.due = 0
+
+    @rule(
+        prompt=st.builds(
+            lambda first, length: [first, *range(1, length)], st.integers(0, 1), st.integers(1, 10)
+        ),
+        max_tokens=st.integers(1, 6),
+        n=st.sampled_from([1, 1, 2, 3]),
+        lane=st.sampled_from(list(PATIENCE)),
+    )
+    def arrive(self, prompt: list[int], max_tokens: int, n: int, lane: str) -> None:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        request = EngineRequest(name, prompt, [], SamplingParams(n=n), lane=lane)
+        self.runner.prepare(request)
+        for choice in range(n):
+            sequence = Sequence(request, choice, 0, list(prompt), max_tokens)
+            sequence.drafter = self.drafter_of(sequence)
+            self.scheduler.add(sequence)
+            self.alive.append(sequence)
+
+    def drafter_of(self, sequence: Sequence) -> ShakyDrafter:
+        def foretell(token_ids: list[int]) -> int:
+            return self.runner.next_token(sequence, token_ids[sequence.num_tokens :])
+
+        return ShakyDrafter(foretell, self.rng, VOCAB_SIZE)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.alive))
+        self.alive.remove(sequence)
+        self.scheduler.remove(sequence)
+
+    @precondition(lambda self: self.alive)
+    @rule(num_steps=st.integers(1, 5))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.alive:
+                self.step()
+
+    def step(self) -> None:
+        self.crown()
+        batch = self.scheduler.schedule()
+        self.num_steps += 1
+        assert 0 < batch.num_tokens <= self.budget
+        if any(s.draft_token_ids for s in batch.scheduled):
+            assert batch.num_tokens <= self.scheduler._max_drafting_tokens
+        assert self.scheduler.num_running <= self.max_seqs
+        self.check_blocks(batch.scheduled)
+        if batch.copies:
+            self.runner.copy_blocks(batch.copies)
+        tokens = self.runner.run(batch)
+        for s, sampled in zip(batch.scheduled, tokens, strict=True):
+            s.sequence.token_ids += [token.token_id for token in sampled]
+        self.scheduler.settle(batch)
+        for sequence in self.alive:
+            num_held = len(sequence.block_table)
+            assert num_held == -(-sequence.num_computed_tokens // BLOCK_SIZE)
+        for s in batch.scheduled:
+            if s.sequence.num_output_tokens == s.sequence.max_tokens:
+                self.alive.remove(s.sequence)
+                self.scheduler.remove(s.sequence)
+
+    def crown(self) -> None:
+        """Who is before all others ends in time, unless somebody comes in before it."""
+        first = min(self.alive, key=lambda sequence: sequence.turn)
+        if first is not self.first:
+            running = [s for s in self.alive if s.status is Status.RUNNING and s is not first]
+            self.first = first
+            # One token of one of them at a time, at the very worst.
+            self.due = self.num_steps + full_len(first) + sum(map(full_len, running))
+        assert self.num_steps < self.due
+
+    def check_blocks(self, scheduled: list[Any]) -> None:
+        tables = [block for sequence in self.alive for block in sequence.block_table]
+        assert len(set(tables)) == self.pool.num_blocks - self.pool.num_free
+        for block in set(tables):
+            assert self.pool.ref_count(block) == tables.count(block)
+        self.pool.check()
+        for s in scheduled:
+            start, table = s.sequence.num_computed_tokens, s.sequence.block_table
+            assert len(table) == -(-(start + s.num_new_tokens) // BLOCK_SIZE)
+            written = table[start // BLOCK_SIZE :]
+            assert all(self.pool.ref_count(block) == 1 for block in written)
+            if s.copy is not None:
+                assert s.copy[1] == written[0]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "alive"):
+            return
+        while self.alive:
+            self.step()
+        assert not self.scheduler.has_work
+        assert self.pool.num_free == self.pool.num_blocks
+
+
+TestTurns = TurnsMachine.TestCase
+TestTurns.settings = settings(deadline=None, max_examples=100)
+
+
+def test_the_faster_lane_goes_first_but_not_for_ever() -> None:
+    """Two of it arrive at each step, where one can be served."""
+    scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 1, 8, MAX_MODEL_LEN)
+
+    def arrive(lane: str) -> Sequence:
+        request = EngineRequest("r", [0], [], SamplingParams(), lane=lane)
+        sequence = Sequence(request, 0, 0, [0], 1)
+        scheduler.add(sequence)
+        return sequence
+
+    batch = arrive("batch")
+    num_steps = 0
+    while batch.status is not Status.FINISHED:
+        arrive("interactive")
+        arrive("interactive")
+        (s,) = scheduler.schedule().scheduled
+        scheduler.remove(s.sequence)
+        num_steps += 1
+        assert (s.sequence is batch) == (num_steps > 2 * PATIENCE["batch"])
+    # Those that came within its patience were before it, and nobody else.
+    assert num_steps == 2 * PATIENCE["batch"] + 1
+
+
+def test_the_last_of_the_slower_lane_is_preempted() -> None:
+    scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
+    sequences = []
+    for first, lane in enumerate(("batch", "batch", "interactive")):
+        prompt = [10 + first, *range(3)]
+        request = EngineRequest(f"r{first}", prompt, [], SamplingParams(), lane=lane)
+        sequences.append(Sequence(request, 0, 0, list(prompt), 9))
+        scheduler.add(sequences[-1])
+    for wanted in (3, 2):
+        batch = scheduler.schedule()
+        assert len(batch.scheduled) == wanted
+        for s in batch.scheduled:
+            if s.samples:
+                s.sequence.token_ids.append(0)
+        scheduler.settle(batch)
+    # The fifth token of each would have needed a ninth block.
+    assert [s.status for s in sequences] == [Status.RUNNING, Status.WAITING, Status.RUNNING]
+    assert scheduler.num_preemptions == 1

@@ -1,0 +1,427 @@
+"""The C++ kernels: token for token what transformers generates, and number for number what the
+torch path computes."""
+
+import copy
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from shared.config import EngineConfig, ModelConfig
+from shared.native import library
+from shared.vision.towers import Tower
+from tests.engine.model.test_parity import (
+    DEMO_MODEL,
+    TEXT,
+    RandomSchedule,
+    Twins,
+    answers_of,
+    build,
+    make_cases,
+    run_schedule,
+    widen,
+)
+from workers.engine.cpu import decoder
+from workers.engine.cpu.decoder import NativeModel, why_not
+from workers.engine.loader import load
+from workers.engine.model.families import family_of
+from workers.engine.model.flat_model import DecoderModel, FlatModel
+
+NUM_BLOCKS = 64
+PART_OF_A_HEAD = {
+    "rope_type": "linear",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "partial_rotary_factor": 0.5,
+}
+ROOT = Path(__file__).parents[3]
+needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
+needs_bf16 = pytest.mark.skipif(
+    (loaded := library.load()) is None or not loaded.pagemill_has_bf16(),
+    reason="no AVX-512 for bfloat16",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:
+    family = family_of(copy.deepcopy(model))
+    assert why_not(family, block_size) is None
+    return NativeModel(family, num_threads)
+
+
+# -- against transformers -------------------------------------------------------------------------
+
+
+def make_model(name: str) -> PreTrainedModel:
+    if name == "windows":
+        # Narrower than a prompt, and no multiple of a block or of the kernels' groups of tokens.
+        model: PreTrainedModel = MistralForCausalLM(MistralConfig(**TEXT, sliding_window=11))
+    else:
+        model = build(name)
+    model = model.eval().requires_grad_(False)
+    widen(model)
+    return model
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "windows"], scope="module"
+)
+def test_any_schedule_gives_the_tokens_of_generate(name: str):
+    model = make_model(name)
+    whole = family_of(model)
+    tower = None if whole.vision is None else Tower(whole.vision, model)
+    answers: dict[str, list[int]] = {}
+    for max_chunk, preempt_share, block_size in ((100, 0.0, 8), (7, 0.0, 16), (13, 0.05, 24)):
+        twins = Twins(model, make_native(model, block_size), tower, answers)  # type: ignore[arg-type]
+        cases = make_cases(twins.sees)
+        rng = random.Random(max_chunk)
+        schedule = RandomSchedule(rng, 512 // block_size, block_size, max_chunk, preempt_share)
+        assert run_schedule(twins, cases, schedule) == answers_of(twins, cases)
+
+
+@needs_kernels
+def test_the_loader_takes_the_kernels_where_it_can():
+    model = ModelConfig(path=str(DEMO_MODEL))
+    assert isinstance(load(model, EngineConfig()).model, NativeModel)
+    assert isinstance(load(model, EngineConfig(native=False)).model, FlatModel)
+    # Eight tokens lie next to one another in the kernels' cache.
+    assert isinstance(load(model, EngineConfig(block_size=4)).model, FlatModel)
+
+
+@needs_kernels
+def test_a_pool_takes_the_memory_that_it_was_given(tmp_path: Path):
+    """Values of 40 dimensions lie in rows of 64."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    config = LlamaConfig(**{**TEXT, "hidden_size": 160})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load(ModelConfig(path=str(tmp_path)), EngineConfig(kv_cache_mib=16))
+    assert isinstance(loaded.model, NativeModel)
+    cache = loaded.model.new_cache(loaded.num_blocks, loaded.block_size)
+    num_bytes = sum(tensor.nbytes for layer in cache for tensor in layer)
+    assert 16 * 2**20 - num_bytes // loaded.num_blocks < num_bytes <= 16 * 2**20
+
+
+# -- against the torch path -----------------------------------------------------------------------
+
+
+class Pair:
+    """The same steps through both models, each with a cache of its own."""
+
+    def __init__(self, model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> None:
+        flat = FlatModel(family_of(copy.deepcopy(model)))
+        native = make_native(model, block_size, num_threads)
+        self._sides: list[tuple[DecoderModel, Any]] = [
+            (side, side.new_cache(NUM_BLOCKS, block_size)) for side in (flat, native)
+        ]
+        order = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        self._tables = [order[i::4] for i in range(4)]
+        self._lens = [0] * 4
+        self._rng = random.Random(1)
+
+    @torch.inference_mode()
+    def step(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """So many tokens of each of the four sequences; logits of all rows, both ways."""
+        taking = [i for i, length in enumerate(lengths) if length]
+        starts, positions = [0], []
+        for i in taking:
+            positions += range(self._lens[i], self._lens[i] + lengths[i])
+            self._lens[i] += lengths[i]
+            starts.append(starts[-1] + lengths[i])
+        token_ids = torch.tensor([self._rng.randrange(190) for _ in positions])
+        logits = []
+        for model, cache in self._sides:
+            rows = torch.tensor(positions).expand(model.family.num_position_rows, -1)
+            plan = model.plan(
+                [self._tables[i] for i in taking], starts, [self._lens[i] for i in taking], cache
+            )
+            every = torch.arange(len(positions))
+            logits.append(model.forward(model.embed(token_ids), rows, plan, cache, every).float())
+        return logits[0], logits[1]
+
+
+STEPS = ((37, 5, 0, 1), (1, 1, 9, 1), (20, 0, 1, 1), (1, 40, 1, 13), (0, 0, 0, 1), (1, 1, 1, 1))
+SHAPES = [
+    # hidden, heads, KV heads, head_dim, MLP: groups of 1 to 14 heads, dimensions that fill no panel
+    (64, 4, 4, 16, 96),
+    (96, 14, 1, 24, 112),
+    (64, 13, 1, 40, 64),
+    (128, 6, 2, 80, 208),
+    (48, 4, 2, 256, 80),
+    # Rows so wide that some tens of them fill the cache, and go through a matrix by themselves.
+    (512, 8, 2, 64, 4096),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("hidden", "heads", "kv_heads", "head_dim", "inner"), SHAPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_every_shape(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, num_threads: int
+):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **{
+            **TEXT,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+        },
+        head_dim=head_dim,
+        attention_bias=True,
+    )
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    widen(model)
+    pair = Pair(model, num_threads=num_threads)
+    for lengths in STEPS:
+        torch.testing.assert_close(*pair.step(lengths), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@needs_bf16
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2_vl"])
+def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str):
+    """Both round, at different places; neither may be further from the truth by much."""
+    model = build(name).eval().requires_grad_(False)
+    widen(model)
+    model = model.to(torch.bfloat16)
+    rounded, exact = Pair(model), Pair(copy.deepcopy(model).float())
+    for lengths in STEPS:
+        truth, _ = exact.step(lengths)
+        theirs, ours = ((logits - truth).square().mean() for logits in rounded.step(lengths))
+        assert ours < 1.5 * theirs
+
+
+@needs_kernels
+def test_a_long_context_and_then_a_short_one():
+    model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
+    widen(model)
+    pair = Pair(model, block_size=64)
+    for lengths in ((900, 3, 0, 0), (1, 1, 0, 0), (0, 1, 1, 0)):
+        torch.testing.assert_close(*pair.step(lengths), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_numbers_that_are_none_stay_with_their_sequence():
+    """Nothing that one sequence brings is seen by another; what is not a number stays visible."""
+    model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
+    native = make_native(model)
+    cache = native.new_cache(4, 8)
+    with torch.inference_mode():
+        embeddings = native.embed(torch.tensor([1, 2, 3, 1, 2, 3]))
+        embeddings[4] = torch.nan
+        plan = native.plan([[0], [1]], [0, 3, 6], [3, 3], cache)
+        positions = torch.arange(3).repeat(2)[None]
+        logits = native.forward(embeddings, positions, plan, cache, torch.arange(6))
+    assert logits[:3].isfinite().all()
+    assert logits[5].isnan().all()
+
+
+@needs_kernels
+def test_levels_are_added_after_the_first_layers():
+    """As Qwen3-VL's decoder does with what its tower sees in between."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=16)).eval().requires_grad_(False)
+    widen(model)
+    levels = torch.randn(2, 5, TEXT["hidden_size"])
+    token_ids = torch.arange(5)
+    native = make_native(model)
+    cache = native.new_cache(1, 8)
+    with torch.inference_mode():
+        plan = native.plan([[0]], [0, 5], [5], cache)
+        ours = native.forward(
+            native.embed(token_ids), token_ids[None], plan, cache, token_ids, deepstack=levels
+        )
+        for layer, level in zip(model.model.layers, levels, strict=False):
+            layer.register_forward_hook(lambda _, __, output, level=level: output + level)
+        theirs = model(token_ids[None]).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# -- the matrix extension -------------------------------------------------------------------------
+
+
+@needs_kernels
+@needs_bf16
+def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its code path gives what the vector path gives, on a processor that need not have it."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    target = tmp_path / "tiles.so"
+    sources = Path(library.__file__).parent
+    subprocess.run(
+        [
+            *(compiler, *library.FLAGS, "-O1", "-include", "software_tiles.h"),
+            *("-I", str(Path(__file__).parent), "-I", str(sources)),
+            *(*(str(sources / name) for name in library.SOURCES), "-o", str(target)),
+        ],
+        check=True,
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
+    config = LlamaConfig(**{**TEXT, **shape})
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+
+    def logits_of(num_tokens: int) -> Tensor:
+        native = make_native(model)
+        cache = native.new_cache(16, 8)
+        positions = torch.arange(num_tokens)
+        plan = native.plan([range(16)], [0, num_tokens], [num_tokens], cache)
+        with torch.inference_mode():
+            return native.forward(native.embed(positions), positions[None], plan, cache, positions)
+
+    sizes = (9, 16, 17, 32, 33, 70)
+    vector = [logits_of(size) for size in sizes]
+    tiles = library._declare(ctypes.CDLL(str(target)))
+    monkeypatch.setattr(library, "load", lambda: tiles)
+    for size, expected in zip(sizes, vector, strict=True):
+        torch.testing.assert_close(logits_of(size), expected, rtol=0.02, atol=0.02)
+
+
+LEAVES_IN_THE_MIDDLE = """
+import threading, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from workers.engine.families import family_of
+from workers.engine.native.decoder import NativeModel
+
+config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+native = NativeModel(family_of(LlamaForCausalLM(config).requires_grad_(False)), 2)
+cache = native.new_cache(256, 8)
+positions = torch.arange(2048)
+plan = native.plan([range(256)], [0, 2048], [2048], cache)
+embeddings = torch.randn(2048, 512)
+
+def step():
+    with torch.inference_mode():
+        while True:
+            native.forward(embeddings, positions[None], plan, cache, positions[:1])
+
+threading.Thread(target=step, daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@needs_kernels
+def test_a_process_may_end_in_the_middle_of_a_step():
+    command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE]
+    assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
+
+
+# -- where there are none -------------------------------------------------------------------------
+
+
+def _with(**changes: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**TEXT, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("make", "block_size", "reason"),
+    [
+        (lambda: _with(hidden_act="gelu"), 8, "its MLP is of another kind"),
+        (lambda: _with(mlp_bias=True), 8, "its MLP is of another kind"),
+        (lambda: _with(hidden_size=72), 8, "its sizes are not multiples of 16"),
+        (lambda: _with(head_dim=12), 8, "its heads have 12 dimensions"),
+        (
+            lambda: _with(rope_parameters=PART_OF_A_HEAD),
+            8,
+            "its rotary positions turn a part of each head",
+        ),
+        (lambda: _with(), 4, "blocks of 4 tokens are not multiples of 8"),
+        (lambda: _with().half(), 8, "its weights are torch.float16"),
+    ],
+)
+def test_what_stays_with_torch(make: Callable[[], PreTrainedModel], block_size: int, reason: str):
+    assert why_not(family_of(make()), block_size) == reason
+
+
+def test_without_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder.library, "load", lambda: None)
+    loaded = load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
+    assert isinstance(loaded.model, FlatModel)
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # What is compiled for these tests is opened, and nothing is computed with it.
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+def test_without_a_compiler_there_are_none(
+    fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.load() is None
+
+
+@needs_kernels
+def test_a_cache_that_others_can_write_is_not_executed(
+    fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    library.load.cache_clear()
+    folder = tmp_path / "pagemill"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.load() is None
+    folder.chmod(0o700)
+    library.load.cache_clear()
+    assert library.load() is not None
+    (file,) = folder.iterdir()
+    assert file.suffix == ".so"
+    # What a power cut may leave is made again.
+    whole = file.read_bytes()
+    file.unlink()
+    file.write_bytes(whole[:100])
+    library.load.cache_clear()
+    assert library.load() is not None
+
+
+@needs_kernels
+def test_what_a_killed_compiler_has_left_is_removed(
+    fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    folder = tmp_path / "pagemill"
+    folder.mkdir(mode=0o700)
+    stale, of_another, no_build = (folder / name for name in ("build-old", "build-new", "other"))
+    for left_over in (stale, of_another, no_build):
+        left_over.mkdir()
+        (left_over / "native.so").write_bytes(b"part")
+    long_ago = time.time() - library.STALE_AFTER_S - 1
+    for left_over in (stale, no_build):
+        os.utime(left_over, (long_ago, long_ago))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    assert library.load() is not None
+    left = {file.name for file in folder.iterdir() if file.suffix != ".so"}
+    assert left == {"build-new", "other"}

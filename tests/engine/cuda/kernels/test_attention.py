@@ -1,0 +1,220 @@
+"""The attention kernels against attention by its definition, sequence by sequence."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers.engine.cuda.kernels.attention import paged_attention
+from workers.engine.cuda.kernels.plan import KernelPlan, count_queries, plan_for_kernels
+from workers.engine.cuda.kernels.rotary import write_cache
+from workers.engine.model import attention as reference
+from workers.engine.model.step_plan import plan_step
+
+SCALE = 0.3
+
+# The interpreter computes with numpy, which warns of infinities; to a GPU they are numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@dataclass
+class Case:
+    """Sequences of a step, each with the tokens cached before it and the tokens it brings."""
+
+    spans: list[tuple[int, int]]
+    block_size: int = 16
+    num_kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    num_splits: int = 1
+    seed: int = 0
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 100), st.one_of(st.just(1), st.integers(1, 40))),
+    min_size=1,
+    max_size=4,
+)
+cases = st.builds(
+    Case,
+    spans=spans,
+    block_size=st.sampled_from([16, 32, 64]),
+    num_kv_heads=st.integers(1, 2),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    window=st.sampled_from([None, 1, 7, 32]),
+    softcap=st.sampled_from([None, 2.0]),
+    num_splits=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 2**31),
+)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+    """In float64; query j of the last ones sees the keys up to its own token, in its window."""
+    num_queries, seq_len = len(query), len(key)
+    key, value = (x.double().repeat_interleave(case.group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * SCALE
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    behind = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
+    seen = (behind >= 0) & (behind < (case.window or seq_len))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+@dataclass
+class Step:
+    """What a case's batch consists of; the pool is full of noise but for the sequences' blocks."""
+
+    tables: list[list[int]]
+    starts: list[int]
+    seq_lens: list[int]
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    key: Tensor
+    value: Tensor
+    expected: Tensor
+
+
+def make_step(case: Case) -> Step:
+    torch.manual_seed(case.seed)
+    seq_lens = [past + new for past, new in case.spans]
+    counts = [-(-n // case.block_size) for n in seq_lens]
+    order = torch.randperm(sum(counts) + 3).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in counts]
+    starts = [0]
+    for _, new in case.spans:
+        starts.append(starts[-1] + new)
+    num_tokens, row = starts[-1], (case.num_kv_heads, case.head_dim)
+    shape = (sum(counts) + 3, case.block_size, *row)
+    key_cache, value_cache = (torch.randn(shape).to(case.dtype) for _ in range(2))
+    query = torch.randn(num_tokens, case.num_kv_heads * case.group, case.head_dim).to(case.dtype)
+    fresh = [torch.randn(num_tokens, *row).to(case.dtype) for _ in range(2)]
+    expected = torch.empty(query.shape, dtype=torch.float64)
+    for i, (past, _) in enumerate(case.spans):
+        rows = slice(starts[i], starts[i + 1])
+        kept = [cache[tables[i]].flatten(0, 1)[:past] for cache in (key_cache, value_cache)]
+        whole = [torch.cat([old, new[rows]]) for old, new in zip(kept, fresh, strict=True)]
+        expected[rows] = dense_attention(query[rows], whole[0], whole[1], case)
+    return Step(tables, starts, seq_lens, query, key_cache, value_cache, *fresh, expected)
+
+
+def make_plan(step: Step, case: Case, device: torch.device) -> KernelPlan:
+    plan = plan_for_kernels(
+        step.tables,
+        step.starts,
+        step.seq_lens,
+        block_size=case.block_size,
+        num_kv_heads=case.num_kv_heads,
+        queries_per_tile=count_queries(case.group, case.head_dim, case.dtype),
+        device=device,
+    )
+    return KernelPlan(plan.slots, plan.decodes, plan.chunks, plan.block_table, case.num_splits)
+
+
+def run_kernels(step: Step, case: Case, device: torch.device) -> Tensor:
+    plan = make_plan(step, case, device)
+    caches = step.key_cache.to(device), step.value_cache.to(device)
+    write_cache(step.key.to(device), step.value.to(device), *caches, plan.slots)
+    query = step.query.to(device)
+    return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap).cpu()
+
+
+def check(case: Case, device: torch.device) -> None:
+    step = make_step(case)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        run_kernels(step, case, device).double(), step.expected, atol=tolerance, rtol=tolerance
+    )
+
+
+# Not made smaller where it fails: the interpreter is slow.
+@settings(deadline=None, max_examples=20, phases=[Phase.explicit, Phase.generate])
+@given(case=cases)
+def test_any_batch_equals_attention_by_definition(device: torch.device, case: Case):
+    check(case, device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([(0, 1)]),
+        Case([(0, 33)], head_dim=128),
+        Case([(31, 1), (4, 1), (15, 1)], num_splits=4),
+        Case([(5, 1), (0, 7), (13, 13), (40, 1)], num_splits=2),
+        Case([(700, 1), (3, 1), (300, 1)], num_splits=8, group=6, head_dim=128),
+        Case([(200, 1), (500, 1)], num_splits=64, window=100, num_kv_heads=1),
+        Case([(0, 200)], window=20, head_dim=80),
+        Case([(130, 70)], softcap=1.5, group=7, dtype=torch.bfloat16),
+        Case([(100, 1)], softcap=1.5, group=16, num_kv_heads=1, dtype=torch.float16),
+    ],
+    ids=[
+        "first token",
+        "prompt",
+        "ragged decodes",
+        "mixed",
+        "long and short",
+        "more splits than keys in the window",
+        "prompt longer than the window",
+        "chunk, soft cap",
+        "all heads share, soft cap",
+    ],
+)
+def test_named_shapes_equal_attention_by_definition(device: torch.device, case: Case):
+    check(case, device)
+
+
+@pytest.mark.parametrize("spans", [[(20, 1), (0, 9), (3, 12)], [(40, 1), (7, 1)]])
+def test_the_kernels_and_the_torch_version_agree(
+    device: torch.device, spans: list[tuple[int, int]]
+):
+    case = Case(spans, num_splits=2)
+    step = make_step(case)
+    kernels = run_kernels(step, case, device)
+    plan = plan_step(
+        step.tables,
+        step.starts,
+        step.seq_lens,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        device=torch.device("cpu"),
+    )
+    reference.write_cache(step.key_cache, plan.slots, step.key)
+    reference.write_cache(step.value_cache, plan.slots, step.value)
+    torch.testing.assert_close(
+        kernels,
+        reference.paged_attention(step.query, step.key_cache, step.value_cache, plan, SCALE),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits: int):
+    case = Case([(40, 1), (7, 1)], num_splits=num_splits)
+    step = make_step(case)
+    plan = make_plan(step, case, device)
+    padding = torch.tensor([[2, 1, 0, 2], [3, 1, 0, 3]], dtype=torch.int32, device=device)
+    padded = KernelPlan(
+        torch.cat([plan.slots, torch.tensor([-1, -1], dtype=torch.int32, device=device)]),
+        torch.cat([plan.decodes, padding]),
+        plan.chunks,
+        torch.cat([plan.block_table, torch.zeros_like(plan.block_table)]),
+        num_splits,
+    )
+    extra = torch.full((2, *step.key.shape[1:]), torch.nan)
+    caches = step.key_cache.to(device), step.value_cache.to(device)
+    fresh = [torch.cat([x, extra]).to(device) for x in (step.key, step.value)]
+    write_cache(*fresh, *caches, padded.slots)
+    assert all(cache.isfinite().all() for cache in caches)
+    query = torch.cat([step.query, torch.full((2, *step.query.shape[1:]), torch.nan)])
+    output = paged_attention(query.to(device), *caches, padded, SCALE)[:2].cpu()
+    torch.testing.assert_close(output.double(), step.expected, atol=1e-5, rtol=1e-5)

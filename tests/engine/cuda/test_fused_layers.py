@@ -1,0 +1,218 @@
+"""Models with kernels against the same models as transformers has them, token for token."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+)
+
+from workers.engine.cuda.cuda_graphs import CudaRecorder, Replay
+from workers.engine.cuda.kernels import plan
+from workers.engine.cuda.model import GpuModel
+from workers.engine.model.families import family_of
+
+# The interpreter computes with numpy, which warns of infinities; to a GPU they are numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 12, 64
+TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+VISION = {"depth": 1, "num_heads": 2, "patch_size": 14}
+IDS = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96}
+PROMPTS = [[5, 9, 3, 7, 11, 2, 40], [8], list(range(20, 44))]
+NUM_TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after the other."""
+    monkeypatch.setattr(plan, "PROGRAMS_WANTED", 16)
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "qwen2_vl":
+        vision: dict[str, Any] = {**VISION, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2}
+        text = TEXT | {"rope_parameters": MROPE}
+        return Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(text_config=text, vision_config=vision, **IDS)
+        )
+    if name == "qwen2_5_vl":
+        vision = {**VISION, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64}
+        text = TEXT | {"rope_parameters": MROPE}
+        return Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+        )
+    config = {
+        "llama": lambda: LlamaConfig(**TEXT, mlp_bias=True, attention_bias=True),
+        "mistral": lambda: MistralConfig(**TEXT, sliding_window=9, head_dim=32),
+        "qwen2": lambda: Qwen2Config(
+            **TEXT, use_sliding_window=True, sliding_window=9, max_window_layers=1
+        ),
+        "qwen3": lambda: Qwen3Config(**TEXT, head_dim=32),
+        "gemma2": lambda: Gemma2Config(**TEXT, head_dim=32, sliding_window=9),
+    }[name]()
+    return AutoModelForCausalLM.from_config(config)
+
+
+def sharpen(model: PreTrainedModel) -> None:
+    """Weights with more in them than what a model starts with, so that tokens differ."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.25)
+        elif "norm" in name and "gemma" not in model.config.model_type:
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data.uniform_(-0.2, 0.2)
+
+
+def reference_answer(model: Any, prompt: list[int], device: torch.device) -> list[int]:
+    token_ids = torch.tensor([prompt], device=device)
+    output = model.generate(
+        input_ids=token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        do_sample=False,
+        min_new_tokens=NUM_TOKENS,
+        max_new_tokens=NUM_TOKENS,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@dataclass
+class Served:
+    """Prompts in steps, as the runner makes them: the first alone in two chunks, then all."""
+
+    model: GpuModel
+    decodes: bool
+
+    def __post_init__(self) -> None:
+        self.kv_cache = self.model.new_cache(NUM_BLOCKS, BLOCK_SIZE)
+        if self.decodes:
+            self.model.capture(self.kv_cache)
+        self.tables = [[7, 2, 5], [0], [4, 9, 1, 10]]
+
+    def step(self, owners: list[int], token_ids: list[list[int]], pasts: list[int]) -> list[int]:
+        """The most likely token behind each."""
+        device = self.model.device
+        starts = [0]
+        for ids in token_ids:
+            starts.append(starts[-1] + len(ids))
+        seq_lens = [past + len(ids) for past, ids in zip(pasts, token_ids, strict=True)]
+        tables = [self.tables[i] for i in owners]
+        step = self.model.plan(tables, starts, seq_lens, self.kv_cache)
+        ranges = [torch.arange(*ends) for ends in zip(pasts, seq_lens, strict=True)]
+        positions = torch.cat(ranges).expand(self.model.family.num_position_rows, -1)
+        flat = torch.tensor([token_id for ids in token_ids for token_id in ids], device=device)
+        logits = self.model.forward(
+            self.model.embed(flat),
+            positions.to(device),
+            step,
+            self.kv_cache,
+            torch.tensor(starts[1:], device=device) - 1,
+        )
+        return logits.argmax(-1).tolist()
+
+    @torch.inference_mode()
+    def answers(self) -> list[list[int]]:
+        self.step([0], [PROMPTS[0][:3]], [0])
+        new = [PROMPTS[0][3:], *PROMPTS[1:]]
+        lens = [3, 0, 0]
+        answers: list[list[int]] = [[] for _ in PROMPTS]
+        for _ in range(NUM_TOKENS):
+            token_ids = self.step([0, 1, 2], new, lens)
+            lens = [past + len(ids) for past, ids in zip(lens, new, strict=True)]
+            new = [[token_id] for token_id in token_ids]
+            for answer, token_id in zip(answers, token_ids, strict=True):
+                answer.append(token_id)
+        return answers
+
+
+def run_again(run: Replay) -> Replay:
+    """In place of a CUDA graph: on the same buffers, padding included."""
+    run()
+    return run
+
+
+def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True) -> Served:
+    """Without `decodes` there are no graphs of them, each of which runs the model once."""
+    family = family_of(copy.deepcopy(model).eval().requires_grad_(False).to(device))
+    record = CudaRecorder() if device.type == "cuda" else run_again
+    return Served(GpuModel(family, max_num_seqs=3, max_model_len=MAX_LEN, record=record), decodes)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "gemma2"]
+)
+def test_answers_are_those_of_transformers(device: torch.device, name: str):
+    model = build(name)
+    sharpen(model)
+    served = serve(model, device)
+    assert served.model.is_fused == (name != "gemma2")
+    answers = served.answers()
+    model = model.eval().to(device)
+    expected = [reference_answer(model, prompt, device) for prompt in PROMPTS]
+    assert answers == expected
+    assert len({tuple(answer) for answer in answers}) > 1
+
+
+def logits_of(served: Served, positions: Tensor) -> Tensor:
+    device = served.model.device
+    num_tokens = positions.shape[1]
+    step = served.model.plan([[3]], [0, num_tokens], [num_tokens], served.kv_cache)
+    token_ids = torch.arange(10, 10 + num_tokens, device=device)
+    rows = torch.arange(num_tokens, device=device)
+    return served.model.forward(
+        served.model.embed(token_ids), positions.to(device), step, served.kv_cache, rows
+    )
+
+
+@torch.inference_mode()
+def test_positions_in_three_axes_turn_as_in_transformers(device: torch.device):
+    model = build("qwen2_vl")
+    sharpen(model)
+    positions = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
+    logits = logits_of(serve(model, device, decodes=False), positions)
+    expected = (
+        model.eval()
+        .to(device)(
+            input_ids=torch.arange(10, 15, device=device)[None],
+            position_ids=positions[:, None].to(device),
+            attention_mask=torch.ones(1, 5, device=device),
+        )
+        .logits[0]
+    )
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_joined_projections_keep_one_copy_of_the_weights(device: torch.device):
+    served = serve(build("llama"), device, decodes=False)
+    attention: Any = served.model.family.decoder.layers[0].self_attn
+    weight, bias = attention.qkv
+    assert attention.k_proj.weight.data_ptr() == weight[64:].data_ptr()
+    assert bias[64:96].equal(attention.k_proj.bias)

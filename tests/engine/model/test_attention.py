@@ -1,0 +1,210 @@
+"""Paged attention against plain dense causal attention, sequence by sequence."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers.engine.model.attention import paged_attention, write_cache
+from workers.engine.model.step_plan import StepPlan, Window, plan_step
+
+HEAD_DIM = 8
+SCALE = 0.3
+
+
+@dataclass
+class Case:
+    """What sequences look like in a step: tokens cached before it, and tokens it brings."""
+
+    spans: list[tuple[int, int]]
+    block_size: int
+    num_kv_heads: int
+    group: int
+    seed: int
+    window: Window = None
+    softcap: float | None = None
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), max_size=6
+)
+cases = st.builds(
+    Case,
+    spans=spans.filter(bool),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    softcap=st.sampled_from([None, None, 0.5, 20.0]),
+)
+
+
+def dense_attention(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """By definition: query row j of the last ones sees the keys up to its own token, and of these
+    the last ones that the window has room for."""
+    num_queries, seq_len = len(query), len(key)
+    output = torch.empty_like(query)
+    group = query.shape[1] // key.shape[1]
+    for j in range(num_queries):
+        visible = seq_len - num_queries + j + 1
+        first = 0 if case.window is None else max(0, visible - case.window)
+        for head in range(query.shape[1]):
+            scores = key[first:visible, head // group] @ query[j, head] * SCALE
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            output[j, head] = scores.softmax(0) @ value[first:visible, head // group]
+    return output
+
+
+def run_paged(case: Case) -> tuple[Tensor, Tensor]:
+    """The paged answer and the dense one, over blocks scattered in a pool full of noise."""
+    torch.manual_seed(case.seed)
+    seq_lens = [past + new for past, new in case.spans]
+    counts = [-(-n // case.block_size) for n in seq_lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in counts]
+    shape = (num_blocks, case.block_size, case.num_kv_heads, HEAD_DIM)
+    caches = torch.randn(shape), torch.randn(shape)
+    starts = [0]
+    for _, new in case.spans:
+        starts.append(starts[-1] + new)
+    query = torch.randn(starts[-1], case.num_kv_heads * case.group, HEAD_DIM)
+    expected = torch.empty_like(query)
+    fresh = [torch.empty(starts[-1], case.num_kv_heads, HEAD_DIM) for _ in caches]
+    for i, (past, new) in enumerate(case.spans):
+        key, value = (torch.randn(past + new, case.num_kv_heads, HEAD_DIM) for _ in caches)
+        rows = slice(starts[i], starts[i + 1])
+        expected[rows] = dense_attention(case, query[rows], key, value)
+        for cache, new_rows, source in zip(caches, fresh, (key, value), strict=True):
+            new_rows[rows] = source[past:]
+            for t in range(past):
+                cache[tables[i][t // case.block_size], t % case.block_size] = source[t]
+    plan = make_plan(tables, starts, seq_lens, case.block_size, case.window)
+    for cache, new_rows in zip(caches, fresh, strict=True):
+        write_cache(cache, plan.slots, new_rows)
+    return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap), expected
+
+
+def make_plan(
+    tables: list[list[int]],
+    starts: list[int],
+    seq_lens: list[int],
+    block_size: int,
+    window: Window = None,
+) -> StepPlan:
+    return plan_step(
+        tables,
+        starts,
+        seq_lens,
+        block_size=block_size,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        windows=[window],
+    )
+
+
+@settings(deadline=None, max_examples=250)
+@given(cases)
+def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case):
+    paged, dense = run_paged(case)
+    torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 17, 300])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 1)],
+        [(0, 33)],
+        [(31, 1), (4, 1), (15, 1)],
+        [(16, 1), (16, 1)],
+        [(16, 16)],
+        [(5, 1), (0, 7), (13, 13), (40, 1)],
+        [(700, 1), (3, 1), (255, 1), (256, 1), (0, 5), (300, 1)],
+        [(300, 1), (400, 1)],
+        [(2, 1), (900, 1)],
+    ],
+    ids=[
+        "first token",
+        "prompt",
+        "ragged decodes",
+        "even decodes",
+        "chunk at a border",
+        "mixed",
+        "decodes of all lengths",
+        "long decodes",
+        "a short and a long decode",
+    ],
+)
+def test_named_shapes_equal_dense_attention(spans: list[tuple[int, int]], window: Window):
+    paged, dense = run_paged(Case(spans, 16, num_kv_heads=2, group=3, seed=0, window=window))
+    torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_decode_does_not_pad_the_short_ones():
+    tables = [list(range(100)), [100], [101]]
+    plan = make_plan(tables, [0, 1, 2, 3], [1600, 9, 12], 16)
+    decodes = plan.reads[None].decodes
+    assert sorted((d.num_decodes, d.max_len) for d in decodes) == [(1, 1600), (2, 12)]
+
+
+def test_a_window_reads_its_own_blocks_only():
+    """Of a decode the tokens [1580, 1600), of a chunk [36, 60); 16 tokens in a block."""
+    plan = make_plan([list(range(100)), [100, 101, 102, 103]], [0, 1, 6], [1600, 60], 16, 20)
+    (decode,), (chunk,) = plan.reads[20].decodes, plan.reads[20].chunks
+    assert decode.blocks.tolist() == [98, 99]
+    assert chunk.blocks.tolist() == [102, 103]
+    (alike,) = make_plan([[0], [1]], [0, 1, 2], [7, 7], 16, 20).reads[20].decodes
+    assert alike.mask is None
+
+
+def test_layers_of_one_window_share_a_plan_and_those_of_others_have_their_own():
+    plan = plan_step(
+        [[0, 1, 2]],
+        [0, 1],
+        [12],
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        windows={None, 4},
+    )
+    assert plan.reads.keys() == {None, 4}
+    assert [plan.reads[w].decodes[0].max_len for w in (None, 4)] == [12, 4]
+
+
+def test_blocks_allocated_ahead_are_not_read():
+    torch.manual_seed(0)
+    key_cache, value_cache = torch.randn(2, 8, 4, 2, HEAD_DIM)
+    query = torch.randn(4, 2, HEAD_DIM)
+    exact = make_plan([[5, 1], [2]], [0, 1, 4], [6, 3], 4)
+    ahead = make_plan([[5, 1, 7, 6], [2, 4]], [0, 1, 4], [6, 3], 4)
+    torch.testing.assert_close(
+        paged_attention(query, key_cache, value_cache, exact, SCALE),
+        paged_attention(query, key_cache, value_cache, ahead, SCALE),
+    )
+
+
+def test_a_write_touches_its_slots_only():
+    cache = torch.zeros(4, 2, 1, HEAD_DIM)
+    plan = make_plan([[3, 0]], [0, 2], [3], 2)
+    write_cache(cache, plan.slots, torch.ones(2, 1, HEAD_DIM))
+    assert cache[..., 0].nonzero()[:, :2].tolist() == [[0, 0], [3, 1]]
+
+
+def test_a_short_sequence_is_padded_with_its_own_blocks() -> None:
+    """What another's hold may be no numbers, and that comes through a mask."""
+    plan = plan_step(
+        [[3], [5, 7]],
+        [0, 1, 2],
+        [2, 7],
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    (decodes,) = plan.reads[None].decodes
+    assert decodes.blocks.view(2, -1).tolist() == [[3, 3], [5, 7]]

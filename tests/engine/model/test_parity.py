@@ -1,0 +1,814 @@
+"""The engine against transformers' own `generate`, token for token, greedy and in float32."""
+
+import copy
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from shared.codec import envelope
+from shared.codec.tensors import from_torch, to_torch
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
+from shared.protocol.multimodal import PlaceholderRange, content_hash
+from shared.protocol.sampling import SamplingParams
+from shared.vision.towers import QwenVision, Tower
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import (
+    Batch,
+    EngineRequest,
+    Item,
+    LoggedChoice,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+)
+from workers.engine.loader import LoadedModel, load
+from workers.engine.model.families import Family, family_of
+from workers.engine.model.flat_model import FlatModel
+from workers.engine.model.lora import Adapters
+from workers.engine.runner import Runner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEMO_MODEL = Path(__file__).parents[3] / "ops" / "demo_model"
+IMAGE, VISION_START, VISION_END, VIDEO = 190, 191, 192, 193
+NUM_TEXT_IDS = 190
+TEXT = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {"depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 14, "temporal_patch_size": 2}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+PROCESSOR = Qwen2VLImageProcessorPil(
+    size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 24}, patch_size=14, merge_size=2
+)
+
+
+@dataclass(frozen=True)
+class Twins:
+    """One model twice: as transformers runs it, and as the engine does."""
+
+    reference: PreTrainedModel
+    served: FlatModel
+    tower: Tower | None
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    """What the reference said, by request id."""
+    adapters: Adapters | None = None
+
+    @property
+    def sees(self) -> bool:
+        return self.served.family.vision is not None
+
+
+def vision_config(family: str) -> Any:
+    special = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+    text = {**TEXT, "rope_parameters": MROPE, "use_sliding_window": False}
+    if family == "qwen2_vl":
+        vision = {**VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        return Qwen2VLConfig(text_config=text, vision_config=vision, **special)
+    vision = {**VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+    if family.startswith("qwen3_vl"):
+        vision |= {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}
+        text |= {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+        if family == "qwen3_vl":
+            return Qwen3VLConfig(text_config=text, vision_config=vision, **special)
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **special)
+    vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+
+
+def build(name: str) -> PreTrainedModel:
+    match name:
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(**TEXT))
+        case "qwen2":
+            return Qwen2ForCausalLM(Qwen2Config(**TEXT))
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=24))
+        case "qwen2_vl":
+            return Qwen2VLForConditionalGeneration(vision_config(name))
+        case "qwen3_vl":
+            return Qwen3VLForConditionalGeneration(vision_config(name))
+        case "qwen3_vl_moe":
+            return Qwen3VLMoeForConditionalGeneration(vision_config(name))
+        case _:
+            return Qwen2_5_VLForConditionalGeneration(vision_config(name))
+
+
+def widen(model: PreTrainedModel, seed: int = 5) -> None:
+    """Random weights large enough for the answers to vary; the usual ones repeat one token."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # Experts are stacked.
+            num_inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+            spread = 2.0 * num_inputs**-0.5
+            parameter.data.normal_(0, spread, generator=generator)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0, 0.3, generator=generator)
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def twins(request: pytest.FixtureRequest) -> Twins:
+    return make_twins(request.param)
+
+
+@pytest.fixture(scope="session")
+def seeing() -> Twins:
+    return make_twins("qwen2_vl")
+
+
+def make_twins(name: str) -> Twins:
+    model = build(name).eval().requires_grad_(False)
+    widen(model)
+    family = family_of(copy.deepcopy(model))
+    tower = None if family.vision is None else Tower(family.vision, family.model)
+    return Twins(model, FlatModel(family), tower)
+
+
+# -- prompts with pictures ------------------------------------------------------------------------
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def pixel_table() -> Tensor:
+    """The processor's own arithmetic on each of the 256 values of each channel."""
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 256, 256)).copy()
+    table = PROCESSOR.normalize(
+        PROCESSOR.rescale(values, PROCESSOR.rescale_factor),
+        PROCESSOR.image_mean,
+        PROCESSOR.image_std,
+    )
+    return torch.from_numpy(np.ascontiguousarray(table[:, 0], dtype=np.float32))
+
+
+def item_of(
+    image: Image.Image, offset: int, processor: Qwen2VLImageProcessorPil = PROCESSOR
+) -> Item:
+    raw = processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
+    patches = raw["pixel_values"].view(-1, 3, 2, 14 * 14)
+    grid = raw["image_grid_thw"][0]
+    fields = {
+        "pixel_patches": patches[:, :, 0].to(torch.uint8),
+        "pixel_table": pixel_table(),
+        "image_grid_thw": grid,
+    }
+    mm_hash = content_hash(image.tobytes(), list(image.size))
+    return Item("image", mm_hash, PlaceholderRange(offset, int(grid.prod()) // 4), fields)
+
+
+@dataclass(frozen=True)
+class Case:
+    request: EngineRequest
+    images: list[Image.Image]
+
+
+def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_tokens: int) -> Case:
+    """Words, then each picture followed by words."""
+    rng = np.random.default_rng(sum(name.encode()))
+
+    def words() -> list[int]:
+        return rng.integers(0, NUM_TEXT_IDS, num_words).tolist()
+
+    token_ids, items, images = words(), [], []
+    for i, size in enumerate(sizes):
+        images.append(picture(int(rng.integers(1000)) + i, *size))
+        item = item_of(images[-1], len(token_ids) + 1)
+        items.append(item)
+        token_ids += [VISION_START, *[IMAGE] * item.placeholder.length, VISION_END, *words()]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return Case(EngineRequest(name, token_ids, items, params), images)
+
+
+def make_cases(sees: bool) -> list[Case]:
+    return [
+        make_case("text", [], 23, 20),
+        make_case("one", [(90, 60)] if sees else [], 9, 24),
+        make_case("two", [(60, 120), (140, 84)] if sees else [], 5, 16),
+        make_case("short", [], 1, 30),
+    ]
+
+
+def reference_answer(model: PreTrainedModel, case: Case) -> list[int]:
+    token_ids = torch.tensor([case.request.prompt_token_ids])
+    inputs: dict[str, Any] = {}
+    if case.images:
+        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
+    max_tokens = case.request.sampling.max_tokens
+    answer = model.generate(
+        input_ids=token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        **inputs,
+        do_sample=False,
+        min_new_tokens=max_tokens,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
+    return answer[0, token_ids.shape[1] :].tolist()
+
+
+# -- any schedule gives the same tokens -----------------------------------------------------------
+
+
+@dataclass
+class RandomSchedule:
+    """Any scheduler at all: each step runs some of the sequences, by some number of tokens each.
+
+    Blocks come from all over the pool; now and then a sequence loses them and starts over.
+    """
+
+    rng: random.Random
+    num_blocks: int
+    block_size: int
+    max_chunk: int
+    preempt_share: float
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_blocks))
+        self.num_preemptions = 0
+
+    def next_batch(self, sequences: list[Sequence]) -> Batch:
+        scheduled = []
+        for sequence in self.rng.sample(sequences, self.rng.randint(1, len(sequences))):
+            if self.rng.random() < self.preempt_share and sequence.num_computed_tokens:
+                self.drop(sequence)
+                self.num_preemptions += 1
+            left = sequence.num_uncomputed_tokens
+            num_new_tokens = min(left, self.rng.randint(1, self.max_chunk))
+            self.grow(sequence, sequence.num_computed_tokens + num_new_tokens)
+            scheduled.append(ScheduledSequence(sequence, num_new_tokens, num_new_tokens == left))
+        return Batch(scheduled)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.block_table) * self.block_size < num_tokens:
+            sequence.block_table.append(self.free.pop(self.rng.randrange(len(self.free))))
+
+    def drop(self, sequence: Sequence) -> None:
+        self.free += sequence.block_table
+        sequence.block_table.clear()
+        sequence.num_computed_tokens = 0
+
+
+def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> dict[str, list[int]]:
+    runner = Runner(
+        twins.served,
+        schedule.num_blocks,
+        schedule.block_size,
+        twins.tower,
+        adapters=twins.adapters,
+    )
+    sequences = []
+    for case in cases:
+        runner.prepare(case.request)
+        if case.request.items:
+            runner.encode(case.request, range(len(case.request.items)))
+        max_tokens = case.request.sampling.max_tokens
+        assert max_tokens is not None
+        sequences.append(
+            Sequence(case.request, 0, 0, list(case.request.prompt_token_ids), max_tokens)
+        )
+    running = list(sequences)
+    while running:
+        batch = schedule.next_batch(running)
+        for scheduled, tokens in zip(batch.scheduled, runner.run(batch), strict=True):
+            sequence = scheduled.sequence
+            sequence.num_computed_tokens += scheduled.num_new_tokens
+            assert len(tokens) == scheduled.samples
+            if not tokens:
+                continue
+            sequence.token_ids.append(tokens[0].token_id)
+            if sequence.num_output_tokens == sequence.max_tokens:
+                schedule.drop(sequence)
+                running.remove(sequence)
+                runner.release(sequence.request_id)
+    return {s.request_id: s.token_ids[s.num_prompt_tokens :] for s in sequences}
+
+
+def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
+    """transformers' own; they must vary, or equal answers would prove little."""
+    for case in cases:
+        request_id = case.request.request_id
+        if request_id not in twins.answers:
+            twins.answers[request_id] = reference_answer(twins.reference, case)
+    answers = {case.request.request_id: twins.answers[case.request.request_id] for case in cases}
+    assert all(len(set(answer)) > 5 for answer in answers.values())
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("max_chunk", "preempt_share", "block_size"),
+    [(100, 0.0, 16), (7, 0.0, 4), (13, 0.05, 5), (5, 0.1, 1)],
+    ids=["whole prompts", "chunks of 7", "chunks of 13, preempted", "chunks of 5, blocks of 1"],
+)
+def test_any_schedule_gives_the_tokens_of_generate(
+    twins: Twins, max_chunk: int, preempt_share: float, block_size: int
+):
+    cases = make_cases(twins.sees)
+    rng = random.Random(max_chunk)
+    schedule = RandomSchedule(rng, 256 // block_size, block_size, max_chunk, preempt_share)
+    assert run_schedule(twins, cases, schedule) == answers_of(twins, cases)
+    assert (schedule.num_preemptions > 0) == (preempt_share > 0)
+
+
+def test_pictures_are_seen(seeing: Twins):
+    """Other pictures under the same words give another answer, in the reference already."""
+    case = make_case("seen", [(90, 60)], 9, 12)
+    image = picture(999, 90, 60)
+    offset = case.request.items[0].placeholder.offset
+    other = Case(replace(case.request, items=[item_of(image, offset)]), [image])
+    schedule = RandomSchedule(random.Random(0), 32, 16, 100, 0.0)
+    first, second = (reference_answer(seeing.reference, c) for c in (case, other))
+    assert first != second
+    assert run_schedule(seeing, [other], schedule) == {"seen": second}
+
+
+# -- through the real scheduler, pool and preemption ----------------------------------------------
+
+
+class CountingRunner(Runner):
+    """Counts how often each request did not go on where it was: more than once a choice after a
+    preemption."""
+
+    def __init__(
+        self, twins: Twins, num_blocks: int, block_size: int, embedding_cache_bytes: int = 0
+    ) -> None:
+        super().__init__(
+            twins.served,
+            num_blocks,
+            block_size,
+            twins.tower,
+            embedding_cache_bytes,
+            adapters=twins.adapters,
+        )
+        self.num_starts: Counter[str] = Counter()
+        self.batch_sizes: list[int] = []
+        self.num_tokens = 0
+        self._reached: dict[tuple[str, int], int] = {}
+
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
+        self.batch_sizes.append(len(batch.scheduled))
+        self.num_tokens += batch.num_tokens
+        for s in batch.scheduled:
+            key, start = (s.sequence.request_id, s.sequence.choice), s.sequence.num_computed_tokens
+            self.num_starts[s.sequence.request_id] += self._reached.get(key) != start
+            self._reached[key] = start + s.num_new_tokens
+        return super().run(batch)
+
+
+def run_core(
+    twins: Twins,
+    cases: list[Case],
+    *,
+    num_blocks: int,
+    budget: int,
+    steps_between: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> tuple[dict[str, list[int]], CountingRunner]:
+    block_size = 4
+    runner = CountingRunner(twins, num_blocks, block_size)
+    order = random.Random(budget).sample(range(num_blocks), num_blocks)
+    core = Core(
+        runner,
+        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        eos_token_ids,
+        pool=BlockPool(num_blocks, block_size, order),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=twins.served.vocab_size,
+    )
+    waiting = [case.request for case in cases]
+    answers: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+    step = 0
+    while waiting or core.has_work:
+        while waiting and step >= steps_between * (len(cases) - len(waiting)):
+            core.add(waiting.pop(0))
+        for output in core.step():
+            assert output.error is None
+            for delta in output.choices:
+                answers[output.request_id] += delta.token_ids
+        step += 1
+    assert core.stats().num_free_blocks == num_blocks
+    return answers, runner
+
+
+@pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
+@pytest.mark.parametrize("budget", [7, 13, 512])
+def test_core_gives_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int):
+    cases = make_cases(twins.sees)
+    answers, runner = run_core(
+        twins, cases, num_blocks=64, budget=budget, steps_between=steps_between
+    )
+    assert answers == answers_of(twins, cases)
+    assert max(runner.batch_sizes) > 1
+    assert set(runner.num_starts.values()) == {1}
+
+
+def from_afar(case: Case, tower: Tower) -> Case:
+    """As the engine has it when an encoder has made the embeddings, which came in an envelope."""
+    items = []
+    for item in case.request.items:
+        (embedding,) = tower.encode([item.fields])
+        _, (sent,) = envelope.decode(envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing)
+        metadata = {name: item.fields[name] for name in tower.vision.metadata}
+        items.append(replace(item, fields=metadata, embedding=to_torch(sent)))
+    return Case(replace(case.request, items=items), case.images)
+
+
+class _Nothing(msgspec.Struct):
+    """The head of an envelope that holds a tensor."""
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_a_remote_tower_gives_the_tokens_of_generate(twins: Twins, budget: int):
+    if twins.tower is None:
+        pytest.skip("a model that does not see")
+    cases = make_cases(True)
+    remote = [from_afar(case, twins.tower) for case in cases]
+    answers, _ = run_core(
+        replace(twins, tower=None), remote, num_blocks=64, budget=budget, steps_between=2
+    )
+    assert answers == answers_of(twins, cases)
+
+
+def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
+    case = make_case("blind", [(56, 56)], 4, 4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4)
+    with pytest.raises(InvalidRequest, match="tower"):
+        runner.prepare(case.request)
+    assert seeing.tower is not None
+    remote = from_afar(case, seeing.tower).request
+    runner.prepare(remote)
+    runner.encode(remote, [0])
+    assert runner.encoded_items == 0
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_preempted_requests_give_the_tokens_of_generate(twins: Twins, budget: int):
+    cases = make_cases(twins.sees)
+    answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
+    assert answers == answers_of(twins, cases)
+    assert max(runner.num_starts.values()) > 1
+
+
+def run_sampled(
+    twins: Twins, requests: list[EngineRequest], num_blocks: int, budget: int, seed: int
+) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
+    """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
+    runner = CountingRunner(twins, num_blocks, 4)
+    core = Core(
+        runner,
+        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        frozenset(),
+        pool=BlockPool(num_blocks, 4, random.Random(seed).sample(range(num_blocks), num_blocks)),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=twins.served.vocab_size,
+    )
+    answers: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            for delta in output.choices:
+                answers.setdefault((output.request_id, delta.index), []).extend(delta.token_ids)
+    assert core.stats().num_free_blocks == num_blocks
+    return answers, runner
+
+
+def sampled_requests(rng: random.Random) -> list[EngineRequest]:
+    cases = [
+        make_case("one", [(90, 60)], 9, 12),
+        make_case("two", [(60, 120), (140, 84)], 4, 10),
+        make_case("none", [], 12, 14),
+    ]
+    return [
+        replace(
+            case.request,
+            sampling=SamplingParams(
+                n=rng.randint(1, 3),
+                temperature=0.7,
+                top_p=0.9,
+                repetition_penalty=1.2,
+                max_tokens=case.request.sampling.max_tokens,
+                ignore_eos=True,
+            ),
+        )
+        for case in cases
+    ]
+
+
+def test_sampled_choices_with_pictures_resume_anywhere_as_they_began(seeing: Twins):
+    """n > 1, pictures, chunked prefill, preemption and a resume at any cut, all at once."""
+    num_recomputed = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        requests = sampled_requests(rng)
+        whole: dict[tuple[str, int], list[int]] = {}
+        for request in requests:
+            whole |= run_sampled(seeing, [request], 200, 512, seed)[0]
+        resumed, left = [], {}
+        for request in requests:
+            logged = []
+            for choice in range(request.sampling.n):
+                answer = whole[request.request_id, choice]
+                cut = rng.randint(0, len(answer) - 1)
+                logged.append(LoggedChoice(answer[:cut], False))
+                left[request.request_id, choice] = answer[cut:]
+            resumed.append(replace(request, logged=logged))
+        got, runner = run_sampled(seeing, resumed, 17, rng.choice([7, 31, 200]), seed)
+        assert got == left
+        num_recomputed += any(
+            runner.num_starts[request.request_id] > request.sampling.n for request in requests
+        )
+    assert num_recomputed > 0
+
+
+def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seeing: Twins):
+    """Not even through what is masked: 0 times a NaN that stays in a reused block is a NaN."""
+
+    class Spoilt(CountingRunner):
+        def run(self, batch: Batch) -> list[list[SampledToken]]:
+            if any(s.sequence.request_id == "bad" for s in batch.scheduled):
+                for s in batch.scheduled:
+                    if s.sequence.request_id == "bad":
+                        for keys, values in self._kv_cache:
+                            keys[s.sequence.block_table] = torch.nan
+                            values[s.sequence.block_table] = torch.nan
+                raise ArithmeticError
+            return super().run(batch)
+
+    good, bad = make_case("good", [], 9, 12), make_case("bad", [], 9, 12)
+    runner = Spoilt(seeing, 17, 4)
+    core = Core(
+        runner,
+        str,
+        frozenset(),
+        pool=BlockPool(17, 4),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        vocab_size=seeing.served.vocab_size,
+    )
+    core.add(bad.request)
+    core.add(good.request)
+    answer: list[int] = []
+    failed = []
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                failed.append(output.request_id)
+            answer += [token for delta in output.choices for token in delta.token_ids]
+    assert failed == ["bad"]
+    assert answer == answers_of(seeing, [good])["good"]
+    assert all(
+        keys.isfinite().all() and values.isfinite().all() for keys, values in runner._kv_cache
+    )
+
+
+# -- the model that the repository carries --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig(native=False))
+
+
+def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
+    image = Image.new("RGB", (96, 90), colour)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = demo.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    before, after = (demo.encode(part) for part in text.split("<|image_pad|>"))
+    item = item_of(image, len(before), processor)
+    image_token_id = demo.model.family.model.config.image_token_id
+    token_ids = [*before, *[image_token_id] * item.placeholder.length, *after]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    return Case(EngineRequest(colour, token_ids, [item], params), [image])
+
+
+def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
+    reference = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
+    cases, expected = [], {}
+    for colour in ("red", "blue", "green"):
+        case = ask_demo(demo, colour, "What color is this?")
+        token_ids = torch.tensor([case.request.prompt_token_ids])
+        answer = reference.generate(
+            input_ids=token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            mm_token_type_ids=(token_ids == reference.config.image_token_id).int(),
+            **processor(case.images, return_tensors="pt"),
+            max_new_tokens=16,
+        )[0, token_ids.shape[1] :].tolist()
+        expected[colour] = answer
+        cases.append(case)
+    assert len({tuple(answer) for answer in expected.values()}) > 1
+    answers, _ = run_core(
+        Twins(reference, demo.model, demo.tower),
+        cases,
+        num_blocks=24,
+        budget=7,
+        steps_between=2,
+        eos_token_ids=demo.eos_token_ids,
+    )
+    assert answers == expected
+
+
+# -- what an adapter restores and refuses ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
+def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]):
+    image = picture(sum(size), *size)
+    vision = seeing.served.family.vision
+    assert isinstance(vision, QwenVision)
+    expected = PROCESSOR(image, return_tensors="pt")["pixel_values"]
+    assert torch.equal(vision.restore(item_of(image, 0).fields), expected)
+
+
+def spoilt(case: Case, **fields: Any) -> EngineRequest:
+    """The request with fields of its first item replaced, or dropped where they are None."""
+    item = case.request.items[0]
+    changed = {k: v for k, v in {**item.fields, **fields}.items() if v is not None}
+    return replace(case.request, items=[replace(item, fields=changed), *case.request.items[1:]])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pixel_patches": None},
+        {"pixel_patches": torch.zeros(16, 3, 196)},
+        {"pixel_patches": torch.zeros(16, 3, 49, dtype=torch.uint8)},
+        {"pixel_patches": torch.zeros(16, 3 * 196, dtype=torch.uint8)},
+        {"pixel_patches": torch.zeros(20, 3, 196, dtype=torch.uint8)},
+        {"pixel_table": torch.zeros(3, 255)},
+        {"pixel_table": torch.zeros(3, 256, dtype=torch.float64)},
+        {"image_grid_thw": torch.tensor([1, 2**40, 2**40])},
+        {"image_grid_thw": torch.tensor([1, -4, -4])},
+        {"image_grid_thw": torch.tensor([2, 4, 2])},
+        {"image_grid_thw": torch.tensor([1, 16, 1])},
+        {"image_grid_thw": torch.tensor([1, 4, 4], dtype=torch.int32)},
+        {"image_grid_thw": torch.tensor([[1, 4, 4]])},
+    ],
+)
+def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: dict[str, Any]):
+    case = make_case("spoilt", [(56, 56)], 4, 4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
+    runner.prepare(case.request)
+    with pytest.raises(InvalidRequest):
+        runner.prepare(spoilt(case, **fields))
+
+
+def test_placeholders_must_be_where_the_item_says(seeing: Twins):
+    case = make_case("moved", [(56, 56), (84, 56)], 4, 4)
+    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
+    first, second = case.request.items
+    offset, length = first.placeholder.offset, first.placeholder.length
+    for placeholder in (
+        PlaceholderRange(offset + 1, length),
+        PlaceholderRange(offset, length - 1),
+        PlaceholderRange(-5, length),
+        PlaceholderRange(10_000, length),
+    ):
+        moved = [replace(first, placeholder=placeholder), second]
+        with pytest.raises(InvalidRequest):
+            runner.prepare(replace(case.request, items=moved))
+    with pytest.raises(InvalidRequest, match="touch"):
+        runner.prepare(replace(case.request, items=[first, first, second]))
+
+
+def test_a_text_model_refuses_pictures():
+    family = Family(build("llama"))
+    with pytest.raises(UnsupportedContent):
+        family.check(make_case("picture", [(56, 56)], 4, 4).request)
+
+
+# -- what the loader takes ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model = build("qwen2")
+    model.generation_config.eos_token_id = [7, 9]
+    model.save_pretrained(path)
+    vocabulary = models.WordLevel({f"w{i}": i for i in range(199)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary)).save_pretrained(path)
+    return path
+
+
+def changed_copy(folder: Path, tmp_path: Path, **config: Any) -> Path:
+    copied = tmp_path / "changed"
+    shutil.copytree(folder, copied)
+    values = json.loads((copied / "config.json").read_text()) | config
+    (copied / "config.json").write_text(json.dumps(values))
+    return copied
+
+
+def test_loaded_model_says_what_it_is(folder: Path):
+    engine = EngineConfig(kv_cache_mib=1, native=False)
+    loaded = load(ModelConfig(path=str(folder), max_model_len=100), engine)
+    assert loaded.eos_token_ids == {7, 9}
+    assert (loaded.max_model_len, loaded.vocab_size) == (100, 199)
+    # 3 layers of keys and values, 2 heads of 16 floats, 8 tokens in a block.
+    assert loaded.num_blocks == 2**20 // (2 * 3 * 2 * 16 * 4 * 8)
+    assert loaded.decode([5, 6]).split("w") == ["", "5", "6"]
+
+
+def test_configured_dtype_and_blocks_hold(folder: Path):
+    loaded = load(ModelConfig(path=str(folder), dtype="bfloat16"), EngineConfig(num_blocks=128))
+    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.num_blocks == 128
+
+
+def test_a_pool_below_one_sequence_is_refused(folder: Path):
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_mib"):
+        load(ModelConfig(path=str(folder)), EngineConfig(num_blocks=127))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str):
+    copied = changed_copy(folder, tmp_path)
+    (copied / name).unlink()
+    with pytest.raises(ConfigError, match=str(copied)):
+        load(ModelConfig(path=str(copied)), EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
+        ({"num_hidden_layers": 4, "layer_types": None}, "lacks weights"),
+        ({"model_type": "gpt2"}, "no family"),
+    ],
+)
+def test_models_that_would_answer_wrongly_are_refused(
+    folder: Path, tmp_path: Path, config: dict[str, Any], message: str
+):
+    copied = changed_copy(folder, tmp_path, **config)
+    with pytest.raises(ConfigError, match=message):
+        load(ModelConfig(path=str(copied)), EngineConfig())
+
+
+def test_a_missing_folder_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        load(ModelConfig(path=str(tmp_path / "nowhere")), EngineConfig())

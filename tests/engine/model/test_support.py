@@ -1,0 +1,78 @@
+"""What is refused when a model is loaded, and why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from shared.errors import ConfigError
+from workers.engine.model.support import TEXT_FAMILIES, check_supported
+
+FOLDER = Path("models") / "some"
+MROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "mrope_section": [2, 3, 3]}
+
+
+def refuse(model_type: str, settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError, match="some") as caught:
+        check_supported(AutoConfig.for_model(model_type, **settings), FOLDER)
+    assert caught.value.field == "models.path"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("t5", {}, "cross attention"),
+        ("bart", {}, "cross attention"),
+        ("mllama", {}, "cross attention"),
+        ("mamba", {}, "keeps a state"),
+        ("mamba2", {}, "keeps a state"),
+        ("falcon_mamba", {}, "keeps a state"),
+        ("rwkv", {}, "keeps a state"),
+        ("xlstm", {}, "keeps a state"),
+        ("recurrent_gemma", {}, "keeps a state"),
+        ("jamba", {}, "linear_attention"),
+        ("bamba", {}, "linear_attention"),
+        ("zamba2", {}, "hybrid"),
+        ("granitemoehybrid", {}, "linear_attention"),
+        ("qwen3_next", {}, "linear_attention"),
+        ("qwen3_5_text", {}, "linear_attention"),
+        ("lfm2", {"layer_types": ["conv"] * 32}, "conv"),
+        ("llama4_text", {}, "chunked_attention"),
+        ("llama", {"sliding_window": 4}, "sliding window"),
+        ("bloom", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("gpt_oss", {}, "sinks"),
+        ("granite_swa", {}, "sinks"),
+        ("deepseek_v2", {}, "latent attention"),
+        ("deepseek_v3", {}, "latent attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("llama", {"rope_parameters": MROPE}, "dynamic rotary"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": MROPE}}, "dynamic rotary"),
+        ("qwen2_vl", {"text_config": {"rope_parameters": MROPE}}, "dynamic rotary"),
+        ("gpt2", {}, "no family"),
+        ("bert", {}, "no family"),
+        ("idefics3", {}, "no family"),
+        ("clip", {}, "no family"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused_with_the_reason(
+    model_type: str, settings: dict[str, Any], reason: str
+):
+    assert reason in refuse(model_type, settings)
+
+
+@pytest.mark.parametrize("model_type", sorted(TEXT_FAMILIES))
+def test_families_are_taken_as_they_come(model_type: str):
+    check_supported(AutoConfig.for_model(model_type), FOLDER)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
+def test_families_that_see_are_taken_as_they_come(model_type: str):
+    check_supported(AutoConfig.for_model(model_type), FOLDER)
+
+
+def test_an_unknown_family_is_told_which_are_known():
+    assert "qwen3_moe" in refuse("gpt2", {})

@@ -1,0 +1,180 @@
+"""Log probabilities against transformers' own logits, of answers and of prompts."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from shared.protocol.messages import TokenLogprobs
+from shared.protocol.sampling import SamplingParams
+from tests.engine.model.test_parity import (
+    IMAGE,
+    PROCESSOR,
+    Case,
+    Twins,
+    make_case,
+    make_twins,
+)
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+from workers.engine.runner import Runner
+from workers.engine.sampling import row_chunks
+from workers.engine.sampling.logprobs import IMPOSSIBLE, logprobs_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2_vl"])
+def twins(request: pytest.FixtureRequest) -> Twins:
+    return make_twins(request.param)
+
+
+def test_each_row_gets_what_it_asks_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_chunks, "CPU_PIECE", 80)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = logits.float().log_softmax(-1)
+    found = logprobs_of(logits, [2, 0, 0], [7, 3, 39], [0, 3, 50])
+    for logprobs, row, token_id, num_tops in zip(
+        found, [2, 0, 0], [7, 3, 39], [0, 3, 40], strict=True
+    ):
+        check(logprobs, expected[row], token_id, num_tops)
+
+
+def test_what_cannot_come_is_a_number_in_json():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    (found,) = logprobs_of(logits, [0], [1], [3])
+    assert (found.logprob, found.rank) == (IMPOSSIBLE, 3)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=TokenLogprobs) == found
+
+
+def check(found: TokenLogprobs, expected: Tensor, token_id: int, num_tops: int) -> None:
+    assert found.logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
+    assert found.rank == 1 + int((expected > expected[token_id]).sum())
+    tops = expected.topk(num_tops)
+    assert len(found.top_token_ids) == num_tops
+    torch.testing.assert_close(torch.tensor(found.top_logprobs), tops.values, atol=1e-4, rtol=1e-4)
+    # Among equals in bfloat16 any order will do.
+    torch.testing.assert_close(expected[found.top_token_ids], tops.values)
+
+
+# -- through the engine ---------------------------------------------------------------------------
+
+NUM_TOPS, NUM_PROMPT_TOPS = 4, 2
+
+
+def ask(case: Case, **params: object) -> Case:
+    sampling = msgspec.structs.replace(
+        case.request.sampling, logprobs=NUM_TOPS, prompt_logprobs=NUM_PROMPT_TOPS, **params
+    )
+    return replace(case, request=replace(case.request, sampling=sampling))
+
+
+def make_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> Core:
+    return Core(
+        Runner(twins.served, num_blocks, 4, twins.tower),
+        str,
+        frozenset(),
+        pool=BlockPool(num_blocks, 4),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=twins.served.vocab_size,
+    )
+
+
+def run(core: Core, *cases: Case) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {case.request.request_id: [] for case in cases}
+    for case in cases:
+        core.add(case.request)
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def reference(twins: Twins, case: Case, answer: list[int]) -> Tensor:
+    """Log probabilities behind each token: [num_tokens, vocab_size]."""
+    token_ids = torch.tensor([case.request.prompt_token_ids + answer])
+    inputs = {}
+    if case.images:
+        inputs = dict(PROCESSOR(case.images, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (token_ids == IMAGE).int()
+    return twins.reference(input_ids=token_ids, **inputs).logits[0].float().log_softmax(-1)
+
+
+def check_answer(twins: Twins, case: Case, outputs: list[RequestOutput], choice: int = 0) -> None:
+    deltas = [delta for output in outputs for delta in output.choices if delta.index == choice]
+    answer = [token_id for delta in deltas for token_id in delta.token_ids]
+    logprobs = [found for delta in deltas for found in delta.logprobs or []]
+    expected = reference(twins, case, answer)[len(case.request.prompt_token_ids) - 1 :]
+    for found, row, token_id in zip(logprobs, expected, answer, strict=False):
+        check(found, row, token_id, NUM_TOPS)
+    assert len(logprobs) == len(answer)
+
+
+def check_prompt(twins: Twins, case: Case, outputs: list[RequestOutput]) -> None:
+    told = [output.prompt_logprobs for output in outputs]
+    assert told[1:] == [None] * (len(told) - 1), "once, and first"
+    prompt = case.request.prompt_token_ids
+    for found, row, token_id in zip(told[0], reference(twins, case, []), prompt[1:], strict=False):
+        check(found, row, token_id, NUM_PROMPT_TOPS)
+    assert len(told[0]) == len(prompt) - 1
+
+
+@pytest.mark.parametrize(("budget", "num_blocks"), [(64, 100), (7, 17)], ids=["whole", "preempted"])
+def test_they_are_those_of_the_models_own_distribution(twins: Twins, budget: int, num_blocks: int):
+    sizes = [(60, 60)] if twins.sees else []
+    cases = [
+        ask(make_case("greedy", sizes, 9, 12)),
+        ask(make_case("sampled", sizes, 9, 12), temperature=1.5, top_k=3, repetition_penalty=1.5),
+        ask(make_case("biased", [], 5, 9), logit_bias={3: 50.0}, n=2),
+        ask(make_case("one token", [], 1, 5)),
+    ]
+    outputs = run(make_core(twins, num_blocks, budget), *cases)
+    for case in cases:
+        of_case = outputs[case.request.request_id]
+        check_prompt(twins, case, of_case)
+        for choice in range(case.request.sampling.n):
+            check_answer(twins, case, of_case, choice)
+
+
+def test_those_of_the_prompt_are_complete_whatever_the_cache_holds(twins: Twins):
+    core = make_core(twins)
+    case = make_case("cached", [], 23, 6)
+    run(core, case)
+    again = ask(case)
+    outputs = run(core, again)["cached"]
+    check_prompt(twins, again, outputs)
+    assert outputs[-1].usage.cached_tokens == 0
+    assert run(core, case)["cached"][-1].usage.cached_tokens == 20
+
+
+def test_a_resume_tells_the_rest_and_not_the_prompt_again(twins: Twins):
+    case = ask(make_case("resumed", [], 9, 12), temperature=1.0)
+    whole = run(make_core(twins), case)["resumed"]
+    deltas = [delta for output in whole for delta in output.choices]
+    cut = random.Random(0).randint(1, 10)
+    logged = [LoggedChoice([t for d in deltas[:cut] for t in d.token_ids], False)]
+    resumed = replace(case, request=replace(case.request, logged=logged))
+    outputs = run(make_core(twins), resumed)["resumed"]
+    assert all(output.prompt_logprobs is None for output in outputs)
+    rest = [delta for output in outputs for delta in output.choices]
+    assert [d.token_ids for d in rest] == [d.token_ids for d in deltas[cut:]]
+    for found, expected in zip(rest, deltas[cut:], strict=True):
+        assert found.logprobs[0].logprob == pytest.approx(expected.logprobs[0].logprob, abs=1e-4)
+
+
+def test_who_does_not_ask_gets_none(twins: Twins):
+    outputs = run(make_core(twins), make_case("plain", [], 9, 3))["plain"]
+    assert all(o.prompt_logprobs is None and o.choices[0].logprobs is None for o in outputs)
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, ignore_eos=True)
+    case = make_case("only its own", [], 9, 3)
+    case = replace(case, request=replace(case.request, sampling=params))
+    for output in run(make_core(twins), case)["only its own"]:
+        (found,) = output.choices[0].logprobs
+        assert (found.rank, found.top_token_ids) == (1, [])

@@ -1,0 +1,407 @@
+"""With drafts, right or wrong, every answer is the one that it is without them."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.protocol.messages import ChoiceDelta
+from shared.protocol.sampling import SamplingParams
+from shared.telemetry.deltas import samples_of, total
+from shared.telemetry.metrics import Metrics
+from shared.vision.towers import Tower
+from tests.adapters import ATTENTION, write_adapter
+from tests.engine.core import test_engine
+from tests.engine.core.test_engine import answers_of, gather, run_alone
+from tests.engine.cpu.test_native import needs_kernels
+from tests.engine.model.test_parity import build, make_case, widen
+from tests.fakes import FakeRunner, ShakyDrafter
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core
+from workers.engine.core.ngram_drafter import NgramDrafter
+from workers.engine.core.sequence import (
+    Drafter,
+    EngineRequest,
+    LoggedChoice,
+    RequestOutput,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+)
+from workers.engine.cpu.decoder import NativeModel
+from workers.engine.metrics import Meters
+from workers.engine.model.families import family_of
+from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.model.lora import Adapters, load_adapters
+from workers.engine.runner import Runner
+from workers.engine.sampling.verifier import sample_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NewDrafter = Callable[[], Drafter | None]
+
+
+def shaky(answers: list[list[int]], vocab_size: int, seed: int, share: float = 0.7) -> NewDrafter:
+    """Knows these answers, each with its prompt before it."""
+    rng = random.Random(seed)
+
+    def foretell(token_ids: list[int]) -> int | None:
+        num = len(token_ids)
+        known = [a[num] for a in answers if len(a) > num and a[:num] == token_ids]
+        return rng.choice(known) if known else None
+
+    return lambda: ShakyDrafter(foretell, rng, vocab_size, share)
+
+
+# -- the core -------------------------------------------------------------------------------------
+
+
+def drafting_core(
+    new_drafter: NewDrafter,
+    num_blocks: int = 64,
+    budget: int = 64,
+    max_drafting_tokens: int = 64,
+    runner: FakeRunner | None = None,
+) -> Core:
+    return Core(
+        runner or FakeRunner(test_engine.BLOCK_SIZE, test_engine.VOCAB_SIZE),
+        test_engine.decode,
+        frozenset([test_engine.EOS]),
+        pool=BlockPool(num_blocks, test_engine.BLOCK_SIZE),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=test_engine.MAX_MODEL_LEN,
+        vocab_size=test_engine.VOCAB_SIZE,
+        new_drafter=new_drafter,
+        max_drafting_tokens=max_drafting_tokens,
+    )
+
+
+def finish(core: Core) -> list[RequestOutput]:
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+        core._pool.check()
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    return outputs
+
+
+def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[list[int]]:
+    return [request.prompt_token_ids + ids for ids, *_ in answers_of(outputs, request)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    test_engine.many, st.integers(6, 15), st.integers(1, 20), st.integers(0, 8), st.integers(0, 99)
+)
+def test_no_draft_changes_an_answer(
+    wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
+) -> None:
+    """The runner verifies what blocks hold, those that were found in the cache among them."""
+    alone = {request.request_id: run_alone(request) for request in wanted}
+    answers = [a for r in wanted for a in whole_answers(r, alone[r.request_id])]
+    core = drafting_core(
+        shaky(answers, test_engine.VOCAB_SIZE, seed), 2 * half_blocks, budget, max_drafting_tokens
+    )
+    for _ in range(2):
+        for request in wanted:
+            core.add(request)
+        outputs = finish(core)
+        for request in wanted:
+            expected = answers_of(alone[request.request_id], request)
+            assert answers_of(outputs, request) == expected
+    stats = core.stats()
+    assert 0 <= stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert stats.num_draft_tokens == 0 or max_drafting_tokens > 0
+    assert 0 <= stats.kv_waste < 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(test_engine.requests, st.integers(0, 99))
+def test_a_resume_from_any_cut_drafts_on(request: EngineRequest, seed: int) -> None:
+    alone = run_alone(request)
+    new_drafter = shaky(whole_answers(request, alone), test_engine.VOCAB_SIZE, seed)
+    core = drafting_core(new_drafter)
+    core.add(request)
+    whole = finish(core)
+    n = request.sampling.n
+    for k in range(len(whole)):
+        before = [d for o in whole[:k] for d in o.choices]
+        logged = [LoggedChoice(ids, end is not None) for ids, _, end, _ in gather(before, n)]
+        resumed = drafting_core(new_drafter)
+        resumed.add(replace(request, logged=logged))
+        after = [d for o in finish(resumed) for d in o.choices]
+        assert gather(before + after, n) == answers_of(alone, request)
+
+
+def test_right_drafts_take_fewer_steps_and_are_found_in_the_cache() -> None:
+    request = test_engine.make_request(max_tokens=12, ignore_eos=True)
+    alone = run_alone(request)
+    core = drafting_core(shaky(whole_answers(request, alone), 8, 0, share=1.0))
+    core.add(request)
+    assert answers_of(finish(core), request) == answers_of(alone, request)
+    stats = core.stats()
+    assert stats.num_steps < 12
+    assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
+    # Fifteen tokens, of which the last was never computed: seven blocks.
+    assert len(core._pool.registered) == 7
+
+
+def test_what_fails_to_run_fails_alone_with_drafts_beside_it() -> None:
+    good = [
+        test_engine.make_request(name, prompt, max_tokens=12, ignore_eos=True)
+        for name, prompt in (("early", [1, 2]), ("late", [3]))
+    ]
+    answers = [a for request in good for a in whole_answers(request, run_alone(request))]
+    runner = FakeRunner(test_engine.BLOCK_SIZE, test_engine.VOCAB_SIZE, fails_to_run=["bad"])
+    core = drafting_core(shaky(answers, 8, 2), runner=runner)
+    for request in (good[0], good[1]):
+        core.add(request)
+    outputs = core.step()
+    core.add(test_engine.make_request("bad", [4, 5, 6]))
+    outputs += core.step()
+    assert core.stats().num_draft_tokens > 0
+    outputs += finish(core)
+    assert [output.request_id for output in outputs if output.error] == ["bad"]
+    for request in good:
+        assert answers_of(outputs, request) == answers_of(run_alone(request), request)
+
+
+def test_what_was_drafted_is_told() -> None:
+    request = test_engine.make_request(max_tokens=12, ignore_eos=True)
+    core = drafting_core(shaky(whole_answers(request, run_alone(request)), 8, 1))
+    metrics = Metrics("engine", "engine-1", "demo")
+    meters = Meters(metrics, core.stats(), lambda s: 1000 * s)
+    core.add(request)
+    finish(core)
+    stats = core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    meters.step([], [], stats, 1.0, 2.0)
+    samples = samples_of(metrics.tell())
+    name = "spec_decode_num_{}_tokens_total"
+    assert total(samples, name.format("draft")) == stats.num_draft_tokens
+    assert total(samples, name.format("accepted")) == stats.num_accepted_tokens
+
+
+def test_what_has_a_mask_has_no_drafter() -> None:
+    class Anything:
+        def allowed(self) -> None:
+            return None
+
+        def advance(self, token_id: int) -> None:
+            pass
+
+    core = drafting_core(shaky([], 8, 0))
+    request = test_engine.make_request(max_tokens=12, ignore_eos=True)
+    core.add(replace(request, new_token_mask=Anything))
+    finish(core)
+    assert core.stats().num_draft_tokens == 0
+
+
+# -- the verifier ---------------------------------------------------------------------------------
+
+
+def rows_for(*best: int) -> Tensor:
+    return 9.0 * torch.eye(8)[list(best)]
+
+
+def drafted(drafts: tuple[int, ...], **params: Any) -> ScheduledSequence:
+    request = EngineRequest("r", [1, 2], [], SamplingParams(temperature=0, **params))
+    sequence = Sequence(request, 0, 0, [1, 2], 20, num_computed_tokens=1)
+    return ScheduledSequence(sequence, 1 + len(drafts), True, draft_token_ids=drafts)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "expected"),
+    [((), [3]), ((5,), [3]), ((3,), [3, 4]), ((3, 5, 5), [3, 4]), ((3, 4, 5), [3, 4, 5, 6])],
+)
+def test_drafts_hold_up_to_the_first_that_does_not(
+    drafts: tuple[int, ...], expected: list[int]
+) -> None:
+    others = [drafted(()), drafted((7, 7))]
+    logits = torch.cat([rows_for(0), rows_for(3, 4, 5, 6)[: 1 + len(drafts)], rows_for(7, 7, 2)])
+    found = sample_batch(logits, [others[0], drafted(drafts), others[1]])
+    assert found == [
+        [SampledToken(0)],
+        [SampledToken(token_id) for token_id in expected],
+        [SampledToken(7), SampledToken(7), SampledToken(2)],
+    ]
+
+
+def test_each_place_is_adjusted_by_the_tokens_before_it() -> None:
+    """The greatest logit three times over; a penalty lets it through once."""
+    logits = rows_for(3, 3, 3) + rows_for(4, 4, 4) / 2
+    (tokens,) = sample_batch(logits, [drafted((3, 4), frequency_penalty=2.0)])
+    assert [token.token_id for token in tokens] == [3, 3]
+    (tokens,) = sample_batch(logits, [drafted((3, 4), presence_penalty=2.0, min_p=0.5)])
+    assert [token.token_id for token in tokens] == [3, 3]
+    (tokens,) = sample_batch(rows_for(3, 3, 3), [drafted((3, 3), repetition_penalty=2.0)])
+    assert [token.token_id for token in tokens] == [3, 3, 3]
+    (tokens,) = sample_batch(logits, [drafted((3, 4), frequency_penalty=5.0)])
+    assert [token.token_id for token in tokens] == [3, 4, 3]
+
+
+def test_a_rejected_draft_behind_which_nothing_may_follow_harms_nobody() -> None:
+    s = drafted((5, 5), allowed_token_ids=[5, 6], logit_bias={6: 100.0})
+    s.sequence.bad_words = ((5, 5), (5, 6))
+    assert sample_batch(rows_for(5, 5, 5), [s]) == [[SampledToken(6)]]
+
+
+def test_logits_of_a_rejected_draft_must_be_numbers_too() -> None:
+    """They tell that its keys and values are, which stay in the cache."""
+    logits = rows_for(3, 4, 5)
+    logits[2, 1] = torch.nan
+    with pytest.raises(ArithmeticError):
+        sample_batch(logits, [drafted((6, 6))])
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A model and how to run it; blocks of 8, which the kernels ask for."""
+
+    def __init__(self, name: str, native: bool, adapter: Path | None = None) -> None:
+        model = build(name).eval().requires_grad_(False)
+        widen(model)
+        family = family_of(copy.deepcopy(model))
+        self.tower = None if family.vision is None else Tower(family.vision, model)
+        self.adapters: Adapters | None = None
+        if adapter is not None:
+            folder = write_adapter(adapter, model, ATTENTION, 4, 8, 1)
+            self.adapters = load_adapters(family, {"a": str(folder)})
+        self.model: DecoderModel = NativeModel(family, 2) if native else FlatModel(family)
+
+    def core(self, new_drafter: NewDrafter, num_blocks: int = 100, budget: int = 64) -> Core:
+        return Core(
+            Runner(self.model, num_blocks, 8, self.tower, adapters=self.adapters),
+            lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
+            frozenset([7]),
+            pool=BlockPool(num_blocks, 8),
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            max_model_len=64,
+            vocab_size=self.model.vocab_size,
+            encode=lambda text: [int(part) for part in text.split()],
+            new_drafter=new_drafter,
+            max_drafting_tokens=64,
+        )
+
+    def requests(self) -> list[EngineRequest]:
+        pictured = make_case("pictured", [(60, 60)] if self.tower else [], 9, 20).request
+        asked: dict[str, dict[str, Any]] = {
+            "greedy": {"temperature": 0},
+            "sampled": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "n": 2},
+            "penalized": {
+                "temperature": 0,
+                "repetition_penalty": 1.3,
+                "frequency_penalty": 0.5,
+                "presence_penalty": 0.5,
+            },
+            "banned": {"temperature": 0.5, "seed": 4, "bad_words": ["5 6"], "logit_bias": {5: 4.0}},
+            "ends": {"temperature": 0, "min_tokens": 6, "stop": ["1"], "logit_bias": {7: 3.0}},
+            "repeating": {"temperature": 0, "logit_bias": {9: 60.0}, "logprobs": 2},
+        }
+        return [
+            replace(
+                pictured,
+                request_id=name,
+                sampling=SamplingParams(**{"max_tokens": 20, "prompt_logprobs": 1, **params}),
+                adapter="a" if self.adapters and name != "penalized" else None,
+            )
+            for name, params in asked.items()
+        ]
+
+
+Told = dict[tuple[str, int], tuple[list[int], str, str | None, str | int | None]]
+
+
+def run(core: Core, requests: list[EngineRequest]) -> tuple[Told, dict[str, list[float]]]:
+    """Answers by request and choice; log probabilities by request, where they were asked for."""
+    outputs: list[RequestOutput] = []
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        outputs += core.step()
+    assert all(output.error is None for output in outputs)
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    told: Told = {}
+    logprobs: dict[str, list[float]] = {}
+    for request in requests:
+        before = [ChoiceDelta(i, 0, log.token_ids, "") for i, log in enumerate(request.logged)]
+        deltas = [d for o in outputs if o.request_id == request.request_id for d in o.choices]
+        for choice, answer in enumerate(gather(before + deltas, request.sampling.n)):
+            told[request.request_id, choice] = answer
+        found = [entry.logprob for delta in deltas for entry in delta.logprobs or []]
+        logprobs[request.request_id] = found
+    return told, logprobs
+
+
+def no_drafter() -> None:
+    return None
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_models_answer_as_they_do_without(name: str, native: bool) -> None:
+    """Greedy and sampled, with a picture where the model sees; preempted, and resumed."""
+    engine = Engine(name, native)
+    requests = engine.requests()
+    plain, plain_logprobs = run(engine.core(no_drafter), requests)
+    answers = [requests[0].prompt_token_ids + ids for ids, *_ in plain.values()]
+    drafters: list[NewDrafter] = [
+        shaky(answers, 199, seed=1, share=0.9),
+        lambda: NgramDrafter(4, 1, 3),
+    ]
+    for new_drafter in drafters:
+        for num_blocks, budget in ((100, 64), (12, 20)):
+            core = engine.core(new_drafter, num_blocks, budget)
+            told, logprobs = run(core, requests)
+            assert told == plain
+            for request_id, found in logprobs.items():
+                assert found == pytest.approx(plain_logprobs[request_id], abs=1e-4)
+            assert core.stats().num_accepted_tokens > 0
+            assert core.stats().num_draft_tokens > core.stats().num_accepted_tokens
+    assert core.stats().num_preemptions > 0
+    resumed = [replace(request, logged=cut(request, plain)) for request in requests]
+    told, _ = run(engine.core(drafters[0]), resumed)
+    for key, (token_ids, _, finish_reason, _) in told.items():
+        assert (token_ids, finish_reason) == (plain[key][0], plain[key][2])
+
+
+def cut(request: EngineRequest, told: Told) -> list[LoggedChoice]:
+    return [
+        LoggedChoice(told[request.request_id, choice][0][: 3 + choice], False)
+        for choice in range(request.sampling.n)
+    ]
+
+
+def test_adapters_answer_as_they_do_without(tmp_path: Path) -> None:
+    engine = Engine("llama", False, adapter=tmp_path)
+    requests = engine.requests()
+    plain, _ = run(engine.core(no_drafter), requests)
+    answers = [requests[0].prompt_token_ids + ids for ids, *_ in plain.values()]
+    core = engine.core(shaky(answers, 199, seed=2))
+    assert run(core, requests)[0] == plain
+    assert core.stats().num_accepted_tokens > 0
+
+
+def test_a_model_that_repeats_itself_is_drafted_right() -> None:
+    engine = Engine("llama", False)
+    request = replace(
+        engine.requests()[0],
+        sampling=SamplingParams(temperature=0, max_tokens=40, logit_bias={9: 60.0}),
+    )
+    core = engine.core(lambda: NgramDrafter(8, 2, 4))
+    run(core, [request])
+    stats = core.stats()
+    assert stats.num_accepted_tokens >= 30
+    assert stats.num_steps <= 10

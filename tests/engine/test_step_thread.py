@@ -1,0 +1,66 @@
+"""The step thread: what goes in, what comes out, and that a cancellation frees its blocks."""
+
+import threading
+import time
+
+from shared.protocol.sampling import SamplingParams
+from tests.fakes import FakeRunner
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import Core, Stats
+from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.step_thread import StepLoop
+
+
+class SlowRunner(FakeRunner):
+    """A step that lasts until it is told to end, so that a test knows where the loop is."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=4, vocab_size=100)
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def run(self, batch):  # type: ignore[no-untyped-def]
+        self.begun.release()
+        self.go_on.acquire()
+        return super().run(batch)
+
+
+def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
+    runner = SlowRunner()
+    core = Core(
+        runner,
+        lambda token_ids: "x" * len(token_ids),
+        frozenset(),
+        pool=BlockPool(64, 4),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        vocab_size=100,
+    )
+    told: list[tuple[list[tuple[str, RequestOutput]], Stats]] = []
+    steps: StepLoop[str] = StepLoop(core, lambda o, s: told.append((o, s)), lambda error: None)
+    sampling = SamplingParams(max_tokens=100, temperature=0.0)
+    steps.add(EngineRequest("keep", [1, 2, 3], [], sampling), "keep")
+    steps.add(EngineRequest("cancel", [4, 5, 6], [], sampling), "cancel")
+    steps.start()
+    runner.begun.acquire()
+    assert steps.step_s > 0
+    steps.cancel("cancel")
+    runner.go_on.release()
+    runner.begun.acquire()
+    # The next step has been scheduled, without it.
+    runner.go_on.release()
+    runner.begun.acquire()
+    outputs, stats = told[1]
+    assert [owner for owner, _ in outputs] == ["keep"]
+    assert stats.num_blocks - stats.num_free_blocks == 1
+    assert stats.num_running == 1
+    steps.cancel("keep")
+    for _ in range(2):
+        runner.go_on.release()
+    deadline = time.monotonic() + 5
+    while told[-1][1].num_free_blocks != 64:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert steps.step_s == 0
+    steps.stop()

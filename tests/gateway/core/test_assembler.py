@@ -1,0 +1,283 @@
+"""What is made of a log: the same in pieces and whole, the same whoever reads it. And events."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
+from starlette.types import Message
+
+from shared.errors import LogTruncated
+from shared.protocol.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from workers.gateway.app import answer_of
+from workers.gateway.backend.merge import merged
+from workers.gateway.http import sse
+from workers.gateway.http.errors import Failed
+from workers.gateway.http.sse import EventStream, event
+from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
+
+SPELLING = {token: bytes([97 + token]) for token in range(26)}
+USAGE = Usage(3, 9, 1)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[TokenChunk]:
+    """Of two choices; every record has something of one or of both."""
+    records = []
+    position = [0, 0]
+    finished: set[int] = set()
+    for index in range(draw(st.integers(1, 8))):
+        deltas = []
+        for choice in draw(st.sets(st.integers(0, 1), min_size=1)) - finished:
+            tokens = draw(st.lists(st.integers(0, 25), max_size=3))
+            text = draw(st.text("abc<", max_size=4))
+            done = draw(st.booleans()) and index > 3
+            logprobs = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in tokens]
+            reason = "stop" if done else None
+            deltas.append(
+                ChoiceDelta(choice, position[choice], tokens, text, reason, logprobs=logprobs)
+            )
+            position[choice] += len(tokens)
+            finished |= {choice} if done else set()
+        if deltas:
+            records.append(TokenChunk(index, 1, deltas))
+    return records
+
+
+def tree(value: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+@given(logs())
+def test_a_streamed_chat_is_the_whole_one_in_pieces(records: list[TokenChunk]) -> None:
+    def assembler() -> ChatAssembler:
+        options = ChatOptions(include_usage=True, logprobs=True)
+        return ChatAssembler("chatcmpl-1", "demo", 5, options, SPELLING)
+
+    first, second = assembler(), assembler()
+    chunks = [first.take(0, record) for record in records] + [first.finish(0, USAGE)]
+    assert chunks == [second.take(0, record) for record in records] + [second.finish(0, USAGE)]
+    told = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
+    for whole in first.answer().choices:
+        own = [tree(choice) for choice in told if choice.index == whole.index]
+        assert [c["delta"].get("role") for c in own] == ["assistant"] + [None] * (len(own) - 1)
+        text = "".join(choice["delta"].get("content", "") for choice in own)
+        assert text == whole.message.content
+        logprobs = [t for c in own if c["logprobs"] for t in c["logprobs"]["content"]]
+        assert logprobs == tree(whole.logprobs)["content"]
+        assert own[-1]["finish_reason"] == whole.finish_reason
+
+
+@given(logs(), logs())
+def test_streamed_completions_are_the_whole_ones(
+    one: list[TokenChunk], other: list[TokenChunk]
+) -> None:
+    echo = [Echo("xy"), Echo("z")]
+    options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, SPELLING)
+    told = []
+    for part, records in enumerate((one, other)):
+        for record in records:
+            chunk = assembler.take(part, record)
+            told += [] if chunk is None else chunk.choices
+        assert assembler.finish(part, USAGE) is None
+    answer = assembler.answer()
+    assert tree(answer.usage)["total_tokens"] == 24
+    for whole in answer.choices:
+        own = [choice for choice in told if choice.index == whole.index]
+        assert "".join(choice.text for choice in own) == whole.text
+        assert whole.text.startswith(echo[whole.index // 2].text)
+        assert whole.logprobs is not None
+        tokens = [token for c in own if c.logprobs for token in c.logprobs.tokens]
+        assert tokens == whole.logprobs.tokens
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    """Though a character may have several tokens."""
+    pieces = [b"a", b"\xf0\x9f", b"\x91\x8d", b"\xc3", b"\xa9", b"z"]
+    spelling = dict(enumerate(pieces))
+    text = b"".join(pieces).decode()
+    options = CompletionOptions(logprobs=True, echo=[Echo(text, list(spelling))])
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, spelling)
+    scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in spelling]
+    delta = ChoiceDelta(0, 0, list(spelling), text, "stop", logprobs=scored)
+    told = assembler.take(0, TokenChunk(0, 1, [delta], scored[1:]))
+    assert told is not None
+    assert told.choices[0].logprobs is not None
+    offsets = told.choices[0].logprobs.text_offset
+    assert offsets == [0, 1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]
+
+
+def test_a_stream_keeps_no_log_probabilities() -> None:
+    spelling = {0: b"a"}
+    assemblers = [
+        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), spelling),
+        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), spelling),
+    ]
+    delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
+    for assembler in assemblers:
+        assembler.keeps = False
+        for index in range(3):
+            chunk = assembler.take(0, TokenChunk(index, 1, [delta]))
+            assert chunk is not None
+            assert chunk.choices[0].logprobs is not None
+        assembler.finish(0, USAGE)
+        whole = tree(assembler.answer())["choices"][0]["logprobs"]
+        assert not whole.get("content", whole.get("tokens"))
+
+
+async def test_several_logs_are_read_as_one() -> None:
+    async def log(*records: str) -> AsyncIterator[str]:
+        for record in records:
+            await asyncio.sleep(0)
+            yield record
+
+    told = [item async for item in merged([log("a", "b"), log(), log("c")])]
+    assert sorted(told) == [(0, "a"), (0, "b"), (2, "c")]
+    assert [text for part, text in told if part == 0] == ["a", "b"]
+
+
+async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() -> None:
+    closed = 0
+
+    async def endless() -> AsyncIterator[str]:
+        nonlocal closed
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield "x"
+        finally:
+            closed += 1
+
+    async def broken() -> AsyncIterator[str]:
+        yield "a"
+        raise LogTruncated("gone")
+
+    with pytest.raises(LogTruncated):
+        async for _ in merged([endless(), broken()]):
+            pass
+    left = merged([endless(), endless(), endless()])
+    async for _ in left:
+        break
+    await left.aclose()
+    await asyncio.sleep(0)
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert closed == 4
+
+
+async def run(
+    events: AsyncIterator[bytes],
+    leave: asyncio.Event | None = None,
+    over: asyncio.Event | None = None,
+    *,
+    numbered: bool = False,
+) -> list[Message]:
+    sent: list[Message] = []
+    left: list[bool] = []
+
+    async def receive() -> Message:
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = {"x-request-id": "r"}
+    stream = EventStream(
+        events,
+        lambda: left.append(True),
+        over or asyncio.Event(),
+        answer_of,
+        headers,
+        numbered=numbered,
+    )
+    await stream({"type": "http"}, receive, send)
+    return sent
+
+
+async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    going = asyncio.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        await going.wait()
+        yield event(b"1", "0")
+        await asyncio.sleep(0.1)
+        yield event(b"2", "1")
+
+    asyncio.get_running_loop().call_later(0.1, going.set)
+    start, *bodies = await run(events())
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert written.startswith(sse.PING)
+    assert written.replace(sse.PING, b"") == b"id: 0\ndata: 1\n\nid: 1\ndata: 2\n\ndata: [DONE]\n\n"
+    assert bodies[-1] == {"type": "http.response.body", "body": sse.DONE, "more_body": False}
+    assert written.count(sse.PING) >= 3
+
+
+async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+
+    async def events(ids: list[str]) -> AsyncIterator[bytes]:
+        for event_id in ids:
+            yield event(b"1", event_id)
+            await asyncio.sleep(0.1)
+
+    for ids in (["0", "1"], ["", ""]):
+        _, *bodies = await run(events(ids), numbered=ids[0] != "")
+        written = [body["body"] for body in bodies]
+        assert any(body.startswith(b": ping") for body in written[1:])
+        assert [told.data for told in SSEDecoder().iter_bytes(iter(written))] == [
+            *("1", "1"),
+            "[DONE]",
+        ]
+
+
+async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:
+    failure = Failed(ErrorInfo("context_length_exceeded", "too long", None, "client", False), "7")
+
+    async def events(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield event(b"1", "0")
+        raise failure
+
+    start, *_ = await run(events(0))
+    assert start["status"] == 400
+    start, *bodies = await run(events(1))
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert b'id: 7\ndata: {"error":{"message":"too long"' in written
+    assert written.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+async def test_what_is_interrupted_says_so_unless_its_client_goes_on_by_itself(
+    *, numbered: bool
+) -> None:
+    over, began = asyncio.Event(), asyncio.Event()
+
+    async def events(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield event(b"1", "0" if numbered else "")
+            over.set()
+        await began.wait()
+
+    asyncio.get_running_loop().call_later(0.05, over.set)
+    start, *_ = await run(events(0), over=over, numbered=numbered)
+    assert start["status"] == 503
+    assert (b"x-request-id", b"r") in start["headers"]
+    over.clear()
+    start, *bodies = await run(events(1), over=over, numbered=numbered)
+    assert start["status"] == 200
+    written = b"".join(body["body"] for body in bodies)
+    assert (b'"code":"interrupted"' in written) == (not numbered)
+    assert written.endswith(b"data: [DONE]\n\n") == (not numbered)
+    assert bodies[-1]["more_body"] == numbered

@@ -1,0 +1,146 @@
+"""Errors name what the client has sent, whatever that is called on the bus."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import ErrorInfo
+from tests.gateway.conftest import Gateway
+from workers.gateway.core.field_names import as_asked, names_of
+from workers.gateway.http.errors import Failed
+
+CONTEXT = 1024
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def told(field: str | None, message: str = "no") -> ErrorInfo:
+    return ErrorInfo("invalid_request", message, field, "client", retryable=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "field", "wanted"),
+    [
+        ("completion", {}, "messages", "prompt"),
+        ("completion", {}, "messages[0].content", "prompt"),
+        ("completion", {}, "prompt_token_ids[3]", "prompt"),
+        ("completion", {}, "sampling_params.prompt_logprobs", "logprobs"),
+        ("completion", {}, "sampling_params.min_tokens", "min_tokens"),
+        ("completion", {}, "messages_of_mine", "messages_of_mine"),
+        ("chat", {}, "messages[1].role", "messages[1].role"),
+        ("chat", {}, "items", "messages"),
+        ("chat", {}, "template_kwargs.x", "chat_template_kwargs.x"),
+        ("chat", {}, "sampling_params", None),
+        ("chat", {"sampling_params.max_tokens": "m"}, "sampling_params.max_tokens", "m"),
+        ("chat", {"sampling_params.stop": "s.t"}, "sampling_params.stop[2]", "s.t"),
+        ("generate", {}, "messages", "token_ids"),
+        ("generate", {}, "sampling_params.stop[2]", "sampling_params.stop[2]"),
+        ("chat", {}, None, None),
+    ],
+)
+def test_a_field_has_the_name_that_its_client_gave_it(
+    kind: str, own: dict[str, str], field: str | None, wanted: str | None
+) -> None:
+    assert as_asked(told(field), kind, {"fields": own}).field == wanted
+
+
+def test_so_it_has_at_the_beginning_of_the_message() -> None:
+    field = "sampling_params.stop[1]"
+    assert as_asked(told(field, f"{field}: too long"), "chat", {}).message == "stop[1]: too long"
+    whole = as_asked(told("sampling_params", "sampling_params: too many"), "chat", {})
+    assert whole.message == "too many"
+    assert as_asked(told("messages", "messages are odd"), "completion", {}).message == (
+        "messages are odd"
+    )
+
+
+def test_what_is_raised_is_told_in_the_same_names() -> None:
+    with pytest.raises(Failed) as caught, names_of("completion", {}):
+        raise InvalidRequest("no", field="messages")
+    assert caught.value.info.field == "prompt"
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": [[]]}, "prompt"),
+    ("completions", {"prompt": ["", ""]}, "prompt"),
+    ("completions", {"prompt": [100_000]}, "prompt"),
+    ("completions", {"prompt": "<|image_pad|>"}, "prompt"),
+    ("completions", {"prompt": "a " * CONTEXT}, "prompt"),
+    ("completions", {"prompt": "a " * 100 * CONTEXT}, "prompt"),
+    ("completions", {"prompt": [5] * CONTEXT}, "prompt"),
+    ("completions", {"prompt": "a", "max_tokens": 2 * CONTEXT}, "max_tokens"),
+    ("completions", {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    ("completions", {"prompt": "a", "guided_regex": "("}, "guided_regex"),
+    ("completions", {"prompt": "a", "logit_bias": {"100000": 1}}, "logit_bias"),
+    ("completions", {"prompt": "a " * 100 * CONTEXT, "echo": True, "logprobs": 1}, "prompt"),
+    ("completions", {"prompt": [100_000], "echo": True}, "prompt"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": HI, "max_completion_tokens": 5000}, "max_completion_tokens"),
+    ("chat/completions", {"messages": HI, "max_tokens": 5000}, "max_tokens"),
+    (
+        "chat/completions",
+        {"messages": HI, "structured_outputs": {"grammar": "start: x"}},
+        "structured_outputs.grammar",
+    ),
+    ("chat/completions", {"messages": HI, "guided_json": {"type": 1}}, "guided_json"),
+    (
+        "chat/completions",
+        {
+            "messages": HI,
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "none"}}}
+            ],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": HI,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "none"}},
+            },
+        },
+        "response_format",
+    ),
+    ("chat/completions", {"messages": HI, "chat_template_kwargs": {"messages": 1}}, None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_client_is_told_of_a_field_that_it_never_sent(
+    gateway: Gateway, *, stream: bool
+) -> None:
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def refuse(path: str, body: dict[str, Any]) -> str | None:
+            body = {"model": "demo", "stream": stream} | body
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post(f"/{path}", body=body, cast_to=object)
+            assert "sampling_params" not in caught.value.message, body
+            return caught.value.param
+
+        found = await asyncio.gather(*(refuse(path, body) for path, body, _ in REFUSED))
+    wanted = [param or "chat_template_kwargs.messages" for _, _, param in REFUSED]
+    assert found == wanted
+
+
+async def test_nor_of_one_that_is_rendered(http: httpx.AsyncClient) -> None:
+    for path, body, wanted in REFUSED:
+        if body.get("echo") or wanted in (None, "tools", "response_format", "min_tokens"):
+            continue
+        answer = await http.post(f"/v1/{path}/render", json={"model": "demo"} | body)
+        if answer.status_code != 200:  # Grammars, and what else only engines look at.
+            param = answer.json()["error"]["param"]
+            assert param.removeprefix("body.") == wanted, (answer.text, body)
+    full = {"token_ids": [5] * CONTEXT, "sampling_params": {}}
+    answer = await http.post("/inference/v1/generate", json=full)
+    assert answer.json()["error"]["param"] == "token_ids"

@@ -1,0 +1,262 @@
+"""What answers that are not streamed may take of a gateway's memory."""
+
+import asyncio
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config import GatewayConfig
+from shared.errors import Overloaded
+from shared.protocol.messages import (
+    ChoiceDelta,
+    GenerateRequest,
+    JobRecord,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+    decode_log_record,
+    to_json,
+)
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import Start, start_gateway_at
+from tests.gateway.http.test_middleware import ask, check_error
+from tests.gateway.routes.test_requests import long
+from workers.gateway.core.assembler import Assembler, Spelling
+from workers.gateway.core.memory_budget import (
+    MAX_LARGEST,
+    Kept,
+    Shelf,
+    kept_in,
+    kept_of,
+    noted,
+)
+from workers.gateway.core.plan import Order
+from workers.gateway.http.errors import AnswerTooLarge
+from workers.gateway.openai.chat import chat_order
+from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.completions import (
+    CompletionAssembler,
+    CompletionOptions,
+    Echo,
+    completion_order,
+)
+from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
+from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+
+PATH = "/v1/chat/completions"
+NUM_TOKENS = 300
+SPELLING = {i: f" t{i:05d}".encode() for i in range(10_000)}
+PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
+
+
+def chat(**fields: Any) -> Order:
+    message = {"role": "user", "content": "Hi"}
+    body = {"model": "demo", "messages": [message]} | fields
+    return chat_order(msgspec.convert(body, ChatRequest))
+
+
+def completion(**fields: Any) -> Order:
+    body = {"model": "demo", "prompt": "Hi"} | fields
+    return completion_order(msgspec.convert(body, CompletionRequest))
+
+
+def test_who_wants_no_log_probabilities_meets_no_limit() -> None:
+    shelf = Shelf(GatewayConfig(max_answer_mib=1))
+    for order in (
+        chat(n=8),
+        completion(prompt=["Hi"] * 64, n=8),
+        Order([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
+    ):
+        kept = kept_of(order, {"logprobs": 20})
+        assert not kept.needs_max_model_len
+        assert kept.at_most(10**6) == 0
+        assert noted(order.options, kept) == order.options
+        shelf.take({}, kept.at_most(10**6), "max_tokens")
+
+
+def test_all_that_makes_it_large_counts() -> None:
+    one = kept_of(chat(logprobs=True, max_tokens=10), {}).at_most()
+    assert one > 0
+    assert kept_of(chat(logprobs=True, max_tokens=10, n=4), {}).at_most() == 4 * one
+    assert kept_of(chat(logprobs=True, max_tokens=20), {}).at_most() == 2 * one
+    assert kept_of(chat(logprobs=True), {"max_tokens": 10}).at_most() == one
+    assert kept_of(chat(logprobs=True), {}).at_most(10) == one
+    assert kept_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).at_most() == 11 * one
+    several = completion(logprobs=0, prompt=["a", "b", "c"], n=2, max_tokens=10)
+    assert kept_of(several, {}).at_most() == 6 * one
+
+    # A prompt that stands at the beginning of each choice is there as often.
+    echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
+    echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
+    assert kept_of(echoed, {}).at_most() == 4 * one
+    asked = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
+    sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
+    scored = kept_of(Order([asked], sampling, {}), {})
+    assert scored.at_most() == one
+    assert scored.field_of(one, "generate") == "prompt_logprobs"
+
+
+@given(
+    st.builds(
+        Kept,
+        per_token=st.integers(1, 22),
+        of_prompt=st.integers(0, 10**6),
+        choices=st.integers(1, 512),
+        max_tokens=st.none() | st.integers(1, 10**6),
+    )
+)
+def test_a_note_of_it_tells_the_same(kept: Kept) -> None:
+    record = JobRecord("chat", "demo", "", 0, False, noted({"logprobs": True}, kept))
+    assert kept_in(msgspec.json.decode(to_json(record), type=JobRecord)) == kept
+
+
+def test_one_answer_and_all_together_have_a_limit() -> None:
+    shelf = Shelf(GatewayConfig(max_answer_mib=1))
+    with pytest.raises(AnswerTooLarge) as refused:
+        shelf.take({}, 2**20 + 1, "max_tokens")
+    assert refused.value.field == "max_tokens"
+    held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
+    for scope in held:
+        shelf.take(scope, 2**20, "max_tokens")
+    shelf.take(held[0], 2**20, "max_tokens")  # in place of what it has
+    with pytest.raises(Overloaded):
+        shelf.take({}, 1, "max_tokens")
+    shelf.release(held[0])
+    shelf.release(held[0])
+    shelf.take({}, 2**20, "max_tokens")
+    with pytest.raises(Overloaded):
+        shelf.take({}, 1, "max_tokens")
+
+
+def assembler(kind: str, spelling: Spelling, num_others: int) -> Assembler:
+    if kind == "chat":
+        return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), spelling)
+    if kind == "completion":
+        return CompletionAssembler("c", "demo", 0, CompletionOptions(logprobs=True), spelling)
+    if kind == "echo":
+        echo = [Echo("x" * 6 * NUM_TOKENS, PROMPT)]
+        options = CompletionOptions(logprobs=True, echo=echo)
+        return CompletionAssembler("c", "demo", 0, options, spelling)
+    shape = GenerateShape(
+        wire_id="g",
+        num_prompt_tokens=1,
+        output_mode="text" if kind == "text" else "tokens",
+        logprobs=num_others,
+        prompt_token_ids=PROMPT if kind == "prompt" else [],
+    )
+    return GenerateAssembler(shape, "demo", 0, spelling)
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 20])
+@pytest.mark.parametrize("kind", ["chat", "completion", "echo", "tokens", "text", "prompt"])
+def test_no_form_of_answer_takes_more_than_is_reckoned(kind: str, num_others: int) -> None:
+    others = list(range(1000, 1000 + num_others))
+    told = [
+        TokenLogprobs(-i / 7, 1, [i + other for other in others], [-i / 9 - j for j in others])
+        for i in range(NUM_TOKENS)
+    ]
+    token_ids = [1000 + i for i in range(NUM_TOKENS)]
+    if kind in ("echo", "prompt"):
+        delta = ChoiceDelta(0, 0, [1], "a", "stop", logprobs=told[:1])
+        logs = [to_json(TokenChunk(0, 1, [delta], prompt_logprobs=told))]
+    else:
+        logs = [
+            to_json(
+                TokenChunk(
+                    i, 1, [ChoiceDelta(0, i, [token_ids[i]], "word ", None, logprobs=[told[i]])]
+                )
+            )
+            for i in range(NUM_TOKENS)
+        ]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        making = assembler(kind, SPELLING, num_others)
+        for data in logs:
+            record = decode_log_record(data)
+            assert isinstance(record, TokenChunk)
+            making.take(0, record)
+        making.finish(0, Usage(1, NUM_TOKENS))
+        msgspec.json.encode(making.answer())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < Kept(per_token=2 + num_others).of_tokens(NUM_TOKENS)
+
+
+async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:
+    gateway = another(max_answer_mib=1)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        large = long(n=8, max_tokens=100, logprobs=True, top_logprobs=20)
+        named = {"x-request-id": f"large-{time.time_ns()}"}
+        refused = await http.post(PATH, json=large | {"stream": False}, headers=named)
+        assert refused.status_code == 400
+        check_error(refused.content, "answer_too_large", "max_tokens")
+        # It was not even noted.
+        url = f"/v1/requests/{named['x-request-id']}"
+        assert (await http.get(url)).status_code == 404
+
+        assert (await http.post(PATH, json=large, headers=named)).status_code == 200
+        # Not even now does it come whole.
+        check_error((await http.get(url)).content, "answer_too_large", "id")
+        again = await http.post(PATH, json=large | {"stream": False}, headers=named)
+        check_error(again.content, "answer_too_large", "max_tokens")
+        small = large | {"stream": False, "max_tokens": 1}
+        other = await http.post(PATH, json=small, headers=named)
+        check_error(other.content, "request_id_reused", "X-Request-Id")
+        assert (await http.get(f"{url}/stream")).status_code == 200
+        assert (await http.post(PATH, json=small)).status_code == 200
+
+        body = {"model": "demo", "prompt": ["Hi"] * 3, "n": 2, "logprobs": 20, "max_tokens": 60}
+        got = await http.post("/v1/completions", json=body)
+        check_error(got.content, "answer_too_large", "max_tokens")
+        echoed = {"prompt": "a b c d e f " * 40, "n": 1, "echo": True, "max_tokens": 1}
+        got = await http.post("/v1/completions", json=body | echoed)
+        check_error(got.content, "answer_too_large", "logprobs")
+        sampling = {"max_tokens": 60, "n": 8, "logprobs": 20}
+        rendered = {"token_ids": [1, 2, 3], "model": "demo", "sampling_params": sampling}
+        got = await http.post("/inference/v1/generate", json=rendered)
+        assert (got.status_code, got.json()["error"]["code"]) == (400, "answer_too_large")
+
+
+async def test_an_open_end_is_as_long_as_the_model_can_take(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(cluster.config.read_text())
+    del tree["models"]["demo"]["sampling_defaults"]
+    gateway = start_gateway_at(
+        cluster.url, tree | {"gateway": {"port": 0, "max_answer_mib": 1}}, tmp_path
+    )
+    try:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+            body = ask(logprobs=True, n=3)
+            check_error(
+                (await http.post(PATH, json=body)).content, "answer_too_large", "max_tokens"
+            )
+            assert (await http.post(PATH, json=body | {"max_tokens": 2})).status_code == 200
+            assert (await http.post(PATH, json=body | {"stream": True})).status_code == 200
+    finally:
+        gateway.stop()
+
+
+async def test_all_large_answers_together_have_a_limit(another: Start) -> None:
+    gateway = another(max_answer_mib=1)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        body = long(stream=False, n=1, max_tokens=99, logprobs=True, top_logprobs=20)
+        got = await asyncio.gather(*(http.post(PATH, json=body) for _ in range(24)))
+        assert {answer.status_code for answer in got} == {200, 503}
+        refused = [answer for answer in got if answer.status_code == 503]
+        assert all("retry-after" in answer.headers for answer in refused)
+        check_error(refused[0].content, "overloaded")
+        # What they had is there again, and what has no log probabilities never had any.
+        for _ in range(MAX_LARGEST + 1):
+            assert (await http.post(PATH, json=body)).status_code == 200

@@ -1,0 +1,323 @@
+"""Connections: how many there may be, and how long they may say nothing."""
+
+import asyncio
+import contextlib
+import json
+import re
+import resource
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from shared.config import GatewayConfig
+from shared.telemetry.metrics import Counter
+from tests.gateway.conftest import Gateway, Start
+from tests.gateway.http.test_middleware import certificate, check_error
+from tests.gateway.openai.test_chat import question
+from workers.gateway.http.connection import MAX_TURNED_AWAY, Entrance, Wire
+from workers.gateway.worker import OTHER_FILES
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+REFUSED = "pagemill_http_connections_refused_total"
+SLOW = "pagemill_http_slow_clients_total"
+IN_FLIGHT = "pagemill_http_requests_in_flight"
+
+
+async def connect(gateway: Gateway, trust: ssl.SSLContext | None = None) -> Connection:
+    host, port = gateway.url.partition("://")[2].split(":")
+    return await asyncio.open_connection(host, int(port), ssl=trust)
+
+
+async def get(connection: Connection, request: bytes = HEALTH) -> tuple[bytes, bytes]:
+    """Head and body of an answer that has a length."""
+    reader, writer = connection
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = [
+        int(line.partition(b":")[2])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length:")
+    ]
+    return head, await reader.readexactly(length)
+
+
+async def leave(*connections: Connection) -> None:
+    for _, writer in connections:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def post(path: str, body: object) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+def num_files(gateway: Gateway) -> int:
+    return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+
+
+async def metric(connection: Connection, name: str) -> float:
+    _, told = await get(connection, HEALTH.replace(b"/health", b"/metrics"))
+    (line,) = [line for line in told.decode().splitlines() if line.startswith(name)]
+    return float(line.rpartition(" ")[2])
+
+
+async def count_refused(connection: Connection) -> float:
+    return await metric(connection, REFUSED)
+
+
+async def test_connections_have_a_limit(another: Start) -> None:
+    gateway = another(max_connections=4)
+    held = [await connect(gateway) for _ in range(4)]
+    for connection in held:
+        assert (await get(connection))[0].startswith(b"HTTP/1.1 200")
+
+    # It is told before it has asked for anything.
+    reader, writer = await connect(gateway)
+    answer = await reader.read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"connection: close" in head
+    assert b"retry-after: 1" in head
+    check_error(body, "overloaded")
+    await leave((reader, writer))
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+        assert (await http.get("/health")).status_code == 503
+
+    assert await count_refused(held[0]) == 2
+    for connection in held:
+        assert (await get(connection))[0].startswith(b"HTTP/1.1 200")
+    _, leaving = held.pop()
+    leaving.close()
+    await leaving.wait_closed()
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+        while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await leave(*held)
+
+
+async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Start) -> None:
+    gateway = another(max_connections=1)
+    held = await connect(gateway)
+    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    before = num_files(gateway)
+    crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_TURNED_AWAY)))
+    answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
+    assert num_files(gateway) <= before + MAX_TURNED_AWAY
+    told = [one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")]
+    assert len(told) >= MAX_TURNED_AWAY
+    assert await count_refused(held) == len(crowd)
+    await leave(held, *crowd)
+
+
+async def test_under_tls_they_are_told_as_well(another: Start, tmp_path: Path) -> None:
+    trust = await certificate(tmp_path)
+    gateway = another(tls_cert="cert.pem", tls_key="key.pem", max_connections=1)
+    held = await connect(gateway, trust)
+    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    refused = await connect(gateway, trust)
+    head, body = await get(refused)
+    assert head.startswith(b"HTTP/1.1 503")
+    check_error(body, "overloaded")
+    assert (await get(held))[0].startswith(b"HTTP/1.1 200")
+    await leave(held, refused)
+
+
+async def test_a_handshake_that_does_not_come_is_not_waited_for(
+    another: Start, tmp_path: Path
+) -> None:
+    await certificate(tmp_path)
+    gateway = another(tls_cert="cert.pem", tls_key="key.pem", header_timeout_s=0.5)
+    reader, writer = await connect(gateway)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+    await leave((reader, writer))
+
+
+async def test_who_only_might_begin_a_handshake_takes_a_place(
+    another: Start, tmp_path: Path
+) -> None:
+    trust = await certificate(tmp_path)
+    gateway = another(
+        tls_cert="cert.pem", tls_key="key.pem", max_connections=1, header_timeout_s=3.0
+    )
+    held = await connect(gateway, trust)
+    await get(held)
+    before = num_files(gateway)
+    crowd = [await connect(gateway) for _ in range(2 * MAX_TURNED_AWAY)]
+    async with asyncio.timeout(20):
+        for reader, _ in crowd[MAX_TURNED_AWAY:]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    assert num_files(gateway) <= before + MAX_TURNED_AWAY
+    assert await count_refused(held) == MAX_TURNED_AWAY
+    # The others had until their time was over.
+    async with asyncio.timeout(20):
+        for reader, _ in crowd[:MAX_TURNED_AWAY]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    late = await connect(gateway, trust)
+    assert (await get(late))[0].startswith(b"HTTP/1.1 503")
+    await leave(held, late, *crowd)
+
+
+ANSWER = question() | {
+    "stream": True,
+    "n": 8,
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [post("/v1/chat/completions", ANSWER), HEALTH.replace(b"/health", b"/openapi.json") * 300],
+    ids=["a stream", "many answers"],
+)
+async def test_who_does_not_read_is_not_waited_for(another: Start, request_: bytes) -> None:
+    gateway = another(send_timeout_s=0.5)
+    host, port = gateway.url.partition("://")[2].split(":")
+    other = await connect(gateway)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(request_)
+        async with asyncio.timeout(30):
+            while await metric(other, SLOW) < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            while await metric(other, IN_FLIGHT) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    await leave(other)
+
+
+class Clock(asyncio.BaseEventLoop):
+    """What is to be done later is done when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: list[asyncio.TimerHandle] = []
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        self.later.append(asyncio.TimerHandle(delay, callback, args, self, context))
+        return self.later[-1]
+
+    def strike(self) -> None:
+        due, self.later = self.later, []
+        for handle in due:
+            if not handle.cancelled():
+                handle._run()
+
+
+class Unread(asyncio.Transport):
+    size = 0
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+
+def test_who_takes_something_is_waited_for() -> None:
+    clock, transport, slow = Clock(), Unread(), Counter()
+    entrance = Entrance(GatewayConfig(), 8, Counter(), slow)
+    config = uvicorn.Config(lambda: None)
+    config.load()
+    wire = Wire(entrance, config, server_state=ServerState(), app_state={}, _loop=clock)
+    wire.connection_made(transport)
+    wire._stop_timer()
+    transport.size = 100_000
+    wire.pause_writing()
+    for size in (99_999, 50_000, 1):
+        transport.size = size
+        clock.strike()
+        assert not transport.aborted
+    # A little that was left makes nobody late who has taken that, and then not the next.
+    transport.size = 70_000
+    wire.pause_writing()
+    clock.strike()
+    assert not transport.aborted
+    wire.resume_writing()
+    transport.size = 0
+    clock.strike()
+    assert not clock.later
+    assert slow.value == 0
+
+    transport.size = 70_000
+    wire.pause_writing()
+    clock.strike()
+    assert transport.aborted
+    assert slow.value == 1
+    clock.close()
+
+
+async def test_who_reads_now_and_then_is_waited_for(another: Start) -> None:
+    gateway = another(send_timeout_s=6.0)
+    connection = await connect(gateway)
+    reader, writer = connection
+    writer.write(HEALTH.replace(b"/health", b"/openapi.json") * 300)
+    for pause_s in (2, 4.5):
+        await asyncio.sleep(pause_s)
+        # More than there is room for on the way.
+        for _ in range(150):
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head)
+            await reader.readexactly(int(length))
+    assert await metric(connection, SLOW) == 0
+    await leave(connection)
+
+
+def test_there_are_files_for_all_connections(gateway: Gateway) -> None:
+    limits = Path(f"/proc/{gateway.process.pid}/limits").read_text().splitlines()
+    (line,) = [line for line in limits if line.startswith("Max open files")]
+    assert int(line.split()[3]) >= 1024 + OTHER_FILES
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 1024 + OTHER_FILES
+
+
+async def test_who_says_nothing_is_not_waited_for(another: Start) -> None:
+    gateway = another(header_timeout_s=0.5)
+    silent = await connect(gateway)
+    # An idle connection has longer, but not for what is no request.
+    idle, blank = await connect(gateway), await connect(gateway)
+    for connection in (idle, blank):
+        await get(connection)
+    blank[1].write(b"\r\n")
+    async with asyncio.timeout(10):
+        for reader, _ in (silent, blank):
+            assert (await reader.read()).startswith(b"HTTP/1.1 408")
+    assert (await get(idle))[0].startswith(b"HTTP/1.1 200")
+    await leave(silent, idle, blank)
+
+
+async def test_blank_lines_without_an_end_are_no_request(another: Start) -> None:
+    gateway = another(header_timeout_s=0.5)
+    reader, writer = await connect(gateway)
+    await get((reader, writer))
+
+    async def trickle() -> None:
+        while not writer.is_closing():
+            writer.write(b"\r\n")
+            await asyncio.sleep(0.1)
+
+    trickling = asyncio.create_task(trickle())
+    async with asyncio.timeout(10):
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+    trickling.cancel()
+    await leave((reader, writer))

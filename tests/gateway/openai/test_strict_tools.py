@@ -1,0 +1,245 @@
+"""Functions that are strict, of a model that may call them or not: what the grammar lets through is
+read as calls, and they are as their schemas have them."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from openai import AsyncOpenAI
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import FunctionDefinition, Tool
+from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.sampling import StructuredOutputs
+from tests.cluster.conftest import start_cluster, stop_cluster
+from tests.gateway.conftest import Gateway, start_gateway
+from tests.gateway.openai.test_chat import ROOT
+from workers.engine.sampling.grammar import define
+from workers.engine.sampling.grammar_sandbox import compile_grammar
+from workers.gateway.http.errors import UnsupportedParameter
+from workers.gateway.openai.chat import chat_order
+from workers.gateway.openai.strict_tools import strict_grammar
+from workers.gateway.openai.tool_parser import ToolParser
+from workers.gateway.openai.tool_scanner import Call
+from workers.gateway.schemas.openai_request import ChatRequest, GivenMessage, Structure
+
+PAINT = {
+    "type": "object",
+    "properties": {
+        "colour": {"$ref": "#/$defs/colour"},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["colour", "size"],
+    "additionalProperties": False,
+    "$defs": {"colour": {"enum": ["red", "blue"]}},
+}
+TOOLS = [
+    Tool(FunctionDefinition("paint", parameters=PAINT, strict=True)),
+    Tool(FunctionDefinition("now", strict=True)),
+    Tool(FunctionDefinition("free", parameters=PAINT)),
+]
+VALID = {
+    "paint": jsonschema_rs.validator_for(PAINT),
+    "now": jsonschema_rs.validator_for({"type": "object"}),
+    "free": jsonschema_rs.validator_for({"type": "object"}),
+}
+CARD = ModelCard("m", 1024, 768, False, True, "hermes", call_signs=[None, None])
+
+
+@pytest.fixture(scope="module")
+def matcher() -> LLMatcher:
+    """Its tokens are bytes."""
+    definition = define(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
+    matcher = compile_grammar(LLTokenizer("byte"), definition)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+WHOLE = [
+    'So.<tool_call>\n{"name": "paint", "arguments": {"colour": "red", "size": 3}}\n</tool_call>',
+    '<tool_call>{"name":"now","arguments":{}}</tool_call>',
+    '\n<tool_call>\n{"name": "free", "arguments": {"a": [1, "<tool_call>"]}}\n</tool_call>\n',
+]
+PIECES = st.sampled_from(
+    [
+        *WHOLE,
+        *("<tool_call>", "</tool_call>", "<tool_", "\n", " ", "<", "é", "x", '"', "{", "}", "[1]"),
+        *('{"name": "', "paint", "free", "now", '", "arguments": {', '"colour": "', "red", "green"),
+        *('"size": ', "12", ", ", "\\", "null"),
+    ]
+)
+
+
+def take(matcher: LLMatcher, piece: bytes) -> bytes:
+    """As much of it as the grammar lets through."""
+    return piece[: matcher.try_consume_tokens(list(piece))]
+
+
+@given(st.lists(st.tuples(PIECES, st.integers(0, 255)), max_size=30))
+def test_what_the_grammar_lets_through_is_read_as_calls_of_the_schemas(
+    matcher: LLMatcher, steps: list[tuple[str, int]]
+) -> None:
+    matcher, said = matcher.deep_copy(), b""
+    for piece, wanted in steps:
+        taken = take(matcher, piece.encode())
+        said += taken
+        if len(taken) < len(piece.encode()):  # It would say something else, then.
+            mask = matcher.compute_bitmask()
+            allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+            if allowed:
+                said += take(matcher, bytes([allowed[wanted % len(allowed)]]))
+    assert not matcher.is_error()
+    text = said.decode(errors="ignore")
+    parser = ToolParser("hermes", [tool.function.name for tool in TOOLS])
+    pieces = parser.feed(text)
+    if not matcher.is_accepting():
+        return
+    pieces += parser.end()
+    calls: list[list[str]] = []
+    for told in pieces:
+        if not isinstance(told, Call):
+            assert "<tool_call>" not in told.text
+        elif told.name is not None:
+            calls.append([told.name, told.arguments])
+        else:
+            calls[told.index][1] += told.arguments
+    for name, arguments in calls:
+        assert VALID[name].is_valid(json.loads(arguments)), (name, arguments)
+    inside = text.count('"<tool_call>"')
+    assert len(calls) == text.count("<tool_call>") - inside or '"' in text
+
+
+@pytest.mark.parametrize("text", ["", "Just <text>, {1}", "<tool_cal", *WHOLE, "".join(WHOLE)])
+def test_what_a_model_should_say_is_let_through(matcher: LLMatcher, text: str) -> None:
+    matcher = matcher.deep_copy()
+    assert take(matcher, text.encode()) == text.encode()
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>x",
+        '<tool_call>{"name": "nobody"',
+        '<tool_call>{"name": "paint", "arguments": {"colour": "green"',
+        '<tool_call>{"name": "paint", "arguments": {"colour": "red"}',
+        '<tool_call>{"name": "now", "arguments": 1',
+        f"{WHOLE[0]} <tool_call> ",
+    ],
+)
+def test_what_it_should_not_say_is_not(matcher: LLMatcher, text: str) -> None:
+    assert len(take(matcher.deep_copy(), text.encode())) < len(text.encode())
+
+
+def asked(**fields: Any) -> ChatRequest:
+    return ChatRequest(model="m", messages=[GivenMessage("user", "x")], tools=TOOLS, **fields)
+
+
+def test_only_calls_that_need_not_be_made_take_a_grammar() -> None:
+    assert "grammar" in chat_order(asked(), CARD).sampling["structured_outputs"]
+    assert (
+        "json_schema"
+        in chat_order(asked(tool_choice="required"), CARD).sampling["structured_outputs"]
+    )
+    assert "structured_outputs" not in chat_order(asked(tool_choice="none"), CARD).sampling
+    assert "structured_outputs" not in chat_order(asked(), CARD, strict=False).sampling
+    free = ChatRequest(model="m", messages=[GivenMessage("user", "x")], tools=TOOLS[2:])
+    assert "structured_outputs" not in chat_order(free, CARD).sampling
+
+
+def test_what_cannot_be_held_to_is_refused() -> None:
+    for form in ("llama3_json", "mistral", "hermes"):
+        with pytest.raises(UnsupportedParameter) as refused:
+            chat_order(asked(), ModelCard("m", 1024, 768, False, True, form))
+        assert refused.value.field == "tools[0].function.strict"
+    with pytest.raises(InvalidRequest) as twice:
+        chat_order(asked(structured_outputs=Structure(regex="a")), CARD)
+    assert twice.value.field == "structured_outputs.regex"
+
+
+# -- a model of this form -------------------------------------------------------------------------
+
+# Of tokens that the demo model has and does not use.
+SIGNS = {759: "<tool_call>", 760: "</tool_call>"}
+
+
+def write_model(folder: Path) -> Path:
+    """The demo model, with a template that tells of tools, and the signs of calls among its tokens,
+    as models of this form have them."""
+    shutil.copytree(ROOT / "ops" / "demo_model", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["id"] in SIGNS:
+            token |= {"content": SIGNS[token["id"]], "special": False}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = folder / "chat_template.jinja"
+    tells = "{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>\n{% endfor -%}"
+    template.write_text(tells + template.read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("calling")
+    path = write_model(folder / "model")
+    cluster = start_cluster(folder, f"models: {{demo: {{path: {path}, max_model_len: 1024}}}}\n")
+    gateway = start_gateway(cluster, tmp_path_factory.mktemp("gateway"))
+    yield gateway
+    gateway.stop()
+    stop_cluster(cluster)
+
+
+def tools(*, strict: bool) -> Any:
+    return [
+        {"type": "function", "function": {"name": "paint", "parameters": PAINT, "strict": strict}}
+    ]
+
+
+async def test_arguments_of_a_strict_function_match_its_schema(calling: Gateway) -> None:
+    common: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 120,
+        "temperature": 1.0,
+        "seed": 1,
+        # The model wants to call.
+        "logit_bias": {"759": 100},
+        "parallel_tool_calls": False,
+    }
+    async with AsyncOpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
+        free = await client.chat.completions.create(**common, tools=tools(strict=False))
+        assert not free.choices[0].message.tool_calls  # It has not learnt how to.
+        strict = await client.chat.completions.create(**common, tools=tools(strict=True))
+        (call,) = strict.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "paint"
+        assert VALID["paint"].is_valid(json.loads(call.function.arguments))
+        chunks = await client.chat.completions.create(
+            **common, tools=tools(strict=True), stream=True
+        )
+        deltas = [c.choices[0].delta async for c in chunks]
+        functions = [told.function for delta in deltas for told in delta.tool_calls or []]
+        arguments = "".join((function and function.arguments) or "" for function in functions)
+        assert arguments == call.function.arguments
+        text = await client.chat.completions.create(
+            **common | {"logit_bias": {"759": -100}, "temperature": 0}, tools=tools(strict=True)
+        )
+        plain = await client.chat.completions.create(
+            **common | {"logit_bias": {"759": -100}, "temperature": 0}
+        )
+        assert text.choices[0].message.content
+        assert not text.choices[0].message.tool_calls
+        assert plain.choices[0].message.content
+        bad: Any = tools(strict=True)
+        bad[0]["function"]["parameters"] = {"type": "nonsense"}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**common, tools=bad)
+        assert (refused.value.code, refused.value.param) == ("invalid_grammar", "tools")

@@ -1,0 +1,90 @@
+"""The OpenAPI document is that of the application, and valid."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+import schemathesis
+
+from shared.bus.bus import Bus
+from shared.config import parse
+from shared.telemetry.metrics import Metrics
+from tests.cluster.conftest import CONFIG, Cluster
+from tests.gateway.conftest import Gateway, start_gateway
+from workers.gateway import worker
+from workers.gateway.app import Door
+from workers.gateway.openapi.document import document
+from workers.gateway.routes import page
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+DOCUMENT = document()
+OPERATIONS = [
+    (method, path, operation)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+]
+
+
+@pytest.fixture
+async def door(bus: Bus) -> Door:
+    return Door(bus, parse(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
+
+
+@pytest.fixture(scope="module")
+def keyed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that wants a key."""
+    keys = [{"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}]
+    running = start_gateway(cluster, tmp_path_factory.mktemp("keyed"), api_keys=keys)
+    yield running
+    running.stop()
+
+
+def test_it_is_valid() -> None:
+    schemathesis.openapi.from_dict(DOCUMENT).validate()
+    for name, schema in DOCUMENT["components"]["schemas"].items():
+        assert jsonschema_rs.meta.is_valid({**schema, "$schema": DIALECT}), name
+
+
+@pytest.mark.parametrize("broken", [{"info": {}}, {"paths": {"/x": {"get": {"responses": 1}}}}])
+def test_the_validation_finds_what_is_wrong(broken: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema_rs.ValidationError):
+        schemathesis.openapi.from_dict(DOCUMENT | broken).validate()
+
+
+def test_all_of_its_references_lead_somewhere() -> None:
+    referred = set(re.findall(r"'\$ref': '#/components/schemas/([^']+)'", repr(DOCUMENT)))
+    assert referred
+    assert referred <= set(DOCUMENT["components"]["schemas"])
+
+
+def test_names_of_operations_are_theirs_alone() -> None:
+    names = [operation["operationId"] for _, _, operation in OPERATIONS]
+    assert len(set(names)) == len(names)
+
+
+async def test_it_has_every_route_and_no_other(door: Door) -> None:
+    of_page = {route.path for route in page.routes(door)}
+    there = {
+        (method.lower(), route.path)
+        for route in worker.every_route(door)
+        for method in (route.methods or set()) - {"HEAD"}
+        if route.path not in of_page
+    }
+    assert {(method, path) for method, path, _ in OPERATIONS} == there
+
+
+async def test_it_is_served(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/openapi.json")
+    assert answer.json() == DOCUMENT
+
+
+@pytest.mark.parametrize("path", [path for method, path, _ in OPERATIONS if method == "get"])
+async def test_a_key_is_wanted_where_it_says(path: str, keyed: Gateway) -> None:
+    wanted = DOCUMENT["paths"][path]["get"].get("security") != []
+    async with httpx.AsyncClient(base_url=keyed.url, trust_env=False) as http:
+        answer = await http.get(re.sub(r"{\w+}", "x", path))
+    assert (answer.status_code == 401) == wanted

@@ -1,0 +1,363 @@
+"""Render and generate through a real gateway, with the demo model."""
+
+import asyncio
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.gateway.conftest import Start
+
+PICTURES = Path(__file__).parents[3] / "ops" / "demo_pictures"
+GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
+
+
+def chat(picture: str | None = None, **changed: Any) -> dict[str, Any]:
+    parts: list[Any] = [{"type": "text", "text": "What color is this image?"}]
+    if picture is not None:
+        data = base64.b64encode((PICTURES / picture).read_bytes()).decode()
+        url = f"data:image/png;base64,{data}"
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    messages = [{"role": "user", "content": parts}]
+    return {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0} | changed
+
+
+async def ok(http: httpx.AsyncClient, path: str, body: Any, **headers: str) -> Any:
+    answer = await http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def refused(http: httpx.AsyncClient, path: str, body: Any) -> tuple[int, Any]:
+    answer = await http.post(path, json=body)
+    assert answer.status_code >= 400, answer.text
+    return answer.status_code, answer.json()["error"]
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """Ids and data; each event is one line of each."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = lines["data"]
+        found.append((lines.get("id", ""), data if data == "[DONE]" else msgspec.json.decode(data)))
+    return found
+
+
+def token_ids(generated: Any) -> list[int]:
+    ids: list[int] = generated["choices"][0]["token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("picture", [None, "red.png"])
+async def test_what_is_rendered_is_generated_as_the_chat_answers(
+    http: httpx.AsyncClient, picture: str | None
+) -> None:
+    asked = chat(picture)
+    answer = await ok(http, "/v1/chat/completions", asked)
+    rendered = await ok(http, RENDER, asked)
+    assert (rendered["features"] is None) == (picture is None)
+    generated = await ok(http, GENERATE, rendered)
+    derendered = await ok(
+        http,
+        "/v1/chat/completions/derender",
+        {
+            "model": "demo",
+            "generate_response": generated,
+            "prompt_tokens": len(rendered["token_ids"]),
+            "prompt_token_ids": rendered["token_ids"],
+        },
+    )
+    choice, same = answer["choices"][0], derendered["choices"][0]
+    assert same["message"]["content"] == choice["message"]["content"]
+    assert same["finish_reason"] == choice["finish_reason"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert derendered["usage"][name] == answer["usage"][name] == generated["usage"][name]
+    text = await ok(http, GENERATE, rendered | {"output_mode": "text"})
+    assert text["choices"][0]["text"] == choice["message"]["content"]
+    assert token_ids(text) == token_ids(generated)
+
+
+async def test_the_answer_has_the_protocols_fields_in_its_order(http: httpx.AsyncClient) -> None:
+    rendered = await ok(http, RENDER, chat("red.png"))
+    assert list(rendered) == [
+        *("request_id", "token_ids", "token_offsets", "features", "content_parts"),
+        *("sampling_params", "model", "reasoning_ended", "reasoning_parser_kwargs"),
+        *("return_token_ids", "output_mode", "stream", "stream_options", "cache_salt", "priority"),
+        *("kv_transfer_params", "ec_transfer_params"),
+    ]
+    asked = rendered | {"return_token_ids": True}
+    generated = await ok(http, GENERATE, asked)
+    assert generated["request_id"] == f"generate-tokens-{rendered['request_id']}"
+    assert generated["prompt_token_ids"] == rendered["token_ids"]
+    assert generated["mm_placeholders"] == rendered["features"]["mm_placeholders"]
+    (choice,) = generated["choices"]
+    num_tokens = len(choice["token_ids"])
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": num_tokens}]
+
+
+async def test_a_picture_that_was_sent_before_is_known_by_its_hash(
+    http: httpx.AsyncClient,
+) -> None:
+    rendered = await ok(http, RENDER, chat("triangle_left.png"))
+    first = await ok(http, GENERATE, rendered)
+    for data in ({"image": [None]}, None):
+        features = rendered["features"] | {"kwargs_data": data, "mm_metadata": None}
+        again = await ok(http, GENERATE, rendered | {"features": features})
+        assert token_ids(again) == token_ids(first)
+    without = await ok(http, RENDER, chat("triangle_left.png", mm_payload="none"))
+    assert without["features"] == rendered["features"] | {"kwargs_data": None, "mm_metadata": None}
+    assert token_ids(await ok(http, GENERATE, without)) == token_ids(first)
+
+
+async def test_an_unknown_hash_is_a_cache_miss_and_the_connection_lives(
+    http: httpx.AsyncClient,
+) -> None:
+    rendered = await ok(http, RENDER, chat("red.png", mm_payload="none"))
+    features = rendered["features"] | {"mm_hashes": {"image": ["0" * 64]}}
+    for stream in (False, True):
+        body = rendered | {"features": features, "stream": stream}
+        status, error = await refused(http, GENERATE, body)
+        assert (status, error["code"]) == (422, "mm_cache_miss")
+        assert error["param"] == "features.kwargs_data.image[0]"
+    async with httpx.AsyncClient(
+        base_url=http.base_url, limits=httpx.Limits(max_connections=1), trust_env=False, timeout=60
+    ) as one:
+        streams = []
+        for _ in range(2):
+            answer = await one.post(GENERATE, json=rendered | {"features": features})
+            assert answer.status_code == 422
+            streams.append(answer.extensions["network_stream"].get_extra_info("client_addr"))
+        assert streams[0] == streams[1]
+
+
+async def test_pictures_may_come_unprocessed(http: httpx.AsyncClient) -> None:
+    asked = chat("five_hearts.png")
+    rendered = await ok(http, RENDER, asked)
+    (place,) = rendered["features"]["mm_placeholders"]["image"]
+    start, end = place["offset"], place["offset"] + place["length"]
+    short = rendered["token_ids"][: start + 1] + rendered["token_ids"][end:]
+    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    raw = rendered | {
+        "token_ids": short,
+        "features": None,
+        "content_parts": [{"type": "image_url", "url": url}],
+        "return_token_ids": True,
+    }
+    answer = await ok(http, GENERATE, raw)
+    assert answer["prompt_token_ids"] == rendered["token_ids"]
+    assert answer["mm_placeholders"] == {"image": [place]}
+    assert token_ids(answer) == token_ids(await ok(http, GENERATE, rendered))
+    for parts in (2 * raw["content_parts"], [{"type": "image_url"}], [{"type": "audio_url"}]):
+        status, error = await refused(http, GENERATE, raw | {"content_parts": parts})
+        assert (status, error["param"][:18]) == (400, "body.content_parts")
+
+
+async def test_streams_tell_what_the_answer_tells(http: httpx.AsyncClient) -> None:
+    rendered = await ok(http, RENDER, chat("red.png"))
+    sampling = rendered["sampling_params"] | {"logprobs": 2}
+    asked = rendered | {"sampling_params": sampling, "return_token_ids": True}
+    whole = await ok(http, GENERATE, asked)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await http.post(GENERATE, json=asked | {"stream": True, "stream_options": options})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *told, (usage_id, usage), (_, done) = events(answer.text)
+    assert done == "[DONE]"
+    assert "prompt_token_ids" in told[0][1]
+    assert all("prompt_token_ids" not in event for _, event in told[1:])
+    ids, contents = [], []
+    for _, event in told:
+        (choice,) = event["choices"]
+        ids += choice["token_ids"]
+        contents += choice["logprobs"]["content"]
+        assert event["usage"]["completion_tokens"] == len(ids)
+    assert ids == token_ids(whole)
+    assert contents == whole["choices"][0]["logprobs"]["content"]
+    assert [int(event_id) for event_id, _ in told] == list(range(len(told)))
+    assert int(usage_id) == len(told)
+    assert usage["choices"] == []
+    assert list(usage["usage"]) == ["prompt_tokens", "total_tokens", "completion_tokens"]
+
+
+async def test_a_stream_of_several_choices_goes_on_at_any_event(http: httpx.AsyncClient) -> None:
+    sampling = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    asked = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
+    whole = await ok(http, GENERATE, asked | {"stream": False})
+    answer = await http.post(GENERATE, json=asked)
+    told = events(answer.text)[:-1]
+    for index in range(3):
+        mine = [event["choices"][0] for _, event in told if event["choices"][0]["index"] == index]
+        ids = [token_id for choice in mine for token_id in choice["token_ids"]]
+        assert ids == whole["choices"][index]["token_ids"]
+    request_id = answer.headers["x-request-id"]
+    for i, (event_id, _) in enumerate(told):
+        rest = await http.get(
+            f"/v1/requests/{request_id}/stream", headers={"last-event-id": event_id}
+        )
+        assert events(rest.text)[:-1] == told[i + 1 :]
+
+
+async def test_log_probabilities_of_the_prompt_and_in_text(http: httpx.AsyncClient) -> None:
+    rendered = await ok(http, RENDER, chat())
+    sampling = rendered["sampling_params"] | {"logprobs": 1, "prompt_logprobs": 0}
+    asked = rendered | {"sampling_params": sampling, "output_mode": "text"}
+    answer = await ok(http, GENERATE, asked)
+    first, *told = answer["prompt_logprobs"]
+    assert first is None
+    assert [list(entry) for entry in told] == [[str(t)] for t in rendered["token_ids"][1:]]
+    (choice,) = answer["choices"]
+    assert "".join(told["token"] for told in choice["logprobs"]["content"]).startswith(
+        choice["text"]
+    )
+
+
+async def test_aborting_ends_a_request_with_what_it_had(http: httpx.AsyncClient) -> None:
+    asked = {
+        "request_id": "to-be-aborted",
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 900, "ignore_eos": True},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text = ""
+    async with http.stream("POST", GENERATE, json=asked) as answer:
+        async for part in answer.aiter_text():
+            if not text:
+                body = {"request_ids": ["generate-tokens-to-be-aborted", "never-heard-of"]}
+                aborted = await http.post("/inference/v1/abort_requests", json=body)
+                assert (aborted.status_code, aborted.content) == (200, b"")
+            text += part
+    *told, (_, last), (_, usage), (_, done) = events(text)
+    assert done == "[DONE]"
+    assert last["choices"][0]["finish_reason"] == "abort"
+    num_tokens = sum(len(event["choices"][0]["token_ids"]) for _, event in told)
+    assert usage["usage"]["completion_tokens"] == num_tokens < 900
+
+
+async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
+    http: httpx.AsyncClient,
+) -> None:
+    asked = {"request_id": "mine", "token_ids": [5], "sampling_params": {"max_tokens": 2}}
+    other = asked | {"token_ids": [9, 9], "return_token_ids": True}
+    await ok(http, GENERATE, asked)
+    assert (await ok(http, GENERATE, other))["prompt_token_ids"] == [9, 9]
+    named = {"X-Request-Id": "its-name"}
+    first = await ok(http, GENERATE, asked, **named)
+    assert first["request_id"] == "generate-tokens-its-name"
+    assert await ok(http, GENERATE, asked, **named) == first
+    reused = await http.post(GENERATE, json=other, headers=named)
+    assert (reused.status_code, reused.json()["error"]["code"]) == (422, "request_id_reused")
+
+
+async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Start) -> None:
+    names = ("one", "two")
+    keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in names]
+    gateway = another(api_keys=keys)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        mine, theirs = ({"authorization": f"Bearer {name}"} for name in names)
+        rendered = await ok(http, RENDER, chat("letter_k.png"), **mine)
+        await ok(http, GENERATE, rendered, **mine)
+        features = rendered["features"] | {"kwargs_data": None, "mm_metadata": None}
+        bare = rendered | {"features": features}
+        await ok(http, GENERATE, bare, **mine)
+        answer = await http.post(GENERATE, json=bare, headers=theirs)
+        assert answer.json()["error"]["code"] == "mm_cache_miss"
+
+
+async def test_each_fault_has_its_status_and_is_named(http: httpx.AsyncClient) -> None:
+    base: dict[str, Any] = {"model": "demo", "token_ids": [5, 6], "sampling_params": {}}
+    few = {"max_tokens": 2}
+    picture = await ok(http, RENDER, chat("red.png"))
+
+    def with_item(text: str) -> dict[str, Any]:
+        features = picture["features"] | {"kwargs_data": {"image": [text]}, "mm_metadata": None}
+        return picture | {"features": features}
+
+    cases: list[tuple[dict[str, Any], int, str, str | None]] = [
+        (base | {"token_ids": []}, 400, "invalid_request", "body.token_ids"),
+        (base | {"sampling_params": {"temperature": -1}}, 400, "invalid_request", "temperature"),
+        (base | {"sampling_params": {"max_tokens": 0}}, 400, "invalid_request", "max_tokens"),
+        (base | {"token_ids": [1, 999_999]}, 400, "invalid_request", None),
+        (base | {"token_ids": [5] * 3000}, 400, "context_length_exceeded", None),
+        (
+            base | {"sampling_params": {"max_tokens": 5000}},
+            400,
+            "context_length_exceeded",
+            "max_tokens",
+        ),
+        (base | {"model": "zzz"}, 404, "unknown_model", "model"),
+        (base | {"nonsense": 3}, 400, "unknown_parameter", "body.nonsense"),
+        (base | {"sampling_params": few | {"foo": 1}}, 400, "unknown_parameter", "foo"),
+        (with_item("AQI="), 400, "invalid_request", "features.kwargs_data.image[0]"),
+        (with_item("!"), 400, "invalid_request", "body.features.kwargs_data.image.0"),
+    ]
+    for body, status, code, param in cases:
+        told, error = await refused(http, GENERATE, body)
+        assert (told, error["code"], error["param"]) == (status, code, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_what_is_no_json_is_refused_with_400(http: httpx.AsyncClient) -> None:
+    for path in (GENERATE, RENDER, "/tokenize", "/v1/chat/completions/derender"):
+        answer = await http.post(path, content=b"{}", headers={"content-type": "text/plain"})
+        assert answer.status_code == 400, path
+        headers = {"content-type": "application/json"}
+        answer = await http.post(path, content=b"{", headers=headers)
+        assert answer.status_code == 400, path
+
+
+async def test_a_picture_that_is_none_is_refused_where_it_is_rendered(
+    http: httpx.AsyncClient,
+) -> None:
+    asked = chat()
+    url = {"url": "data:image/png;base64,AAAA"}
+    asked["messages"][0]["content"] = [{"type": "image_url", "image_url": url}]
+    status, error = await refused(http, RENDER, asked)
+    assert (status, error["code"], error["type"]) == (400, "invalid_media", "BadRequestError")
+
+
+async def test_more_than_there_is_room_for_is_refused_where_it_is_rendered(
+    http: httpx.AsyncClient,
+) -> None:
+    status, error = await refused(http, RENDER, chat(max_tokens=5000))
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    asked = chat()
+    del asked["max_tokens"]
+    assert (await ok(http, RENDER, asked))["sampling_params"]["max_tokens"] == 64
+
+
+async def test_what_generate_would_refuse_is_refused_where_it_is_rendered(
+    http: httpx.AsyncClient,
+) -> None:
+    status, error = await refused(http, RENDER, chat(n=2, temperature=0))
+    assert (status, error["code"], error["param"]) == (400, "invalid_request", "n")
+    await ok(http, GENERATE, await ok(http, RENDER, chat(n=2, temperature=1)))
+
+
+async def test_a_completion_is_rendered_with_the_tokens_that_it_would_have(
+    http: httpx.AsyncClient,
+) -> None:
+    for asked, wanted in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
+        body = {"model": "demo", "prompt": "a cat"} | asked
+        (rendered,) = await ok(http, "/v1/completions/render", body)
+        assert rendered["sampling_params"]["max_tokens"] == wanted
+
+
+async def test_prompts_are_rendered_each_for_itself(http: httpx.AsyncClient) -> None:
+    asked = {"model": "demo", "prompt": ["a cat", "a dog and"], "max_tokens": 3, "temperature": 0}
+    rendered = await ok(http, "/v1/completions/render", asked)
+    whole = await ok(http, "/v1/completions", asked)
+    generated = await asyncio.gather(*(ok(http, GENERATE, one) for one in rendered))
+    derendered = await ok(
+        http,
+        "/v1/completions/derender",
+        {"model": "demo", "generate_responses": generated, "prompt_tokens": [3, 4]},
+    )
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["text"] for choice in derendered["choices"]] == texts
+    assert [one["request_id"].rsplit("-", 1)[1] for one in rendered] == ["0", "1"]
+    assert derendered["usage"]["prompt_tokens"] == 7

@@ -1,0 +1,42 @@
+"""What an operator, a load balancer and Prometheus ask a gateway."""
+
+import httpx
+import pytest
+
+from shared.stage.runtime import VERSION
+from tests.gateway.conftest import Start, free_port
+
+
+async def test_it_lives_is_ready_and_says_what_it_is(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).json() == {"status": "ok"}
+    ready = await http.get("/ready")
+    assert ready.status_code == 200
+    assert ready.json() == {"status": "ok", "models": {"demo": "ok"}}
+    assert (await http.get("/version")).json() == {"version": VERSION}
+
+
+async def test_it_lists_its_models(http: httpx.AsyncClient) -> None:
+    listed = (await http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"]) == ("demo", "model")
+    assert (await http.get("/v1/models/demo")).json() == model
+    unknown = await http.get("/v1/models/other")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "unknown_model"
+
+
+async def test_it_counts_what_it_has_answered(http: httpx.AsyncClient) -> None:
+    await http.get("/nowhere")
+    told = (await http.get("/metrics")).text
+    assert 'pagemill_http_requests_total{endpoint="none"' in told
+    assert 'status="404"' in told
+    assert "pagemill_http_requests_in_flight" in told
+    assert "nowhere" not in told
+
+
+async def test_a_port_that_is_taken_is_a_plain_error(another: Start) -> None:
+    port = free_port()
+    another(port)
+    with pytest.raises(AssertionError, match=r"gateway\.port: cannot listen at 127\.0\.0\.1"):
+        another(port)

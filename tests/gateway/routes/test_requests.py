@@ -1,0 +1,386 @@
+"""Streams that go on: after a broken connection, a dead gateway, a dead engine. And their ends."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+from openai import AsyncOpenAI
+
+from shared.bus.bus import Bus
+from shared.config import DeliveryConfig, NatsConfig
+from shared.protocol import subjects
+from shared.protocol.messages import JobRecord
+from shared.state import request_registry
+from shared.state.token_log import last_record
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import WITH_IDS, Gateway, Start, free_port, start_gateway_at
+from tests.gateway.openai.test_chat import events, question
+
+PATH = "/v1/chat/completions"
+LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}
+
+
+def long(**fields: Any) -> dict[str, Any]:
+    return question("Describe it.") | LONG | {"ignore_eos": True} | fields
+
+
+def texts(chunks: list[tuple[str, Any]]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for _, chunk in chunks:
+        if chunk != "[DONE]":
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content", "")
+                found[choice["index"]] = found.get(choice["index"], "") + text
+    return found
+
+
+async def begin(
+    http: httpx.AsyncClient, headers: dict[str, str], count: int, **fields: Any
+) -> tuple[str, list[tuple[str, Any]]]:
+    """The first events of a stream, whose connection is then closed; and the request's id."""
+    got: list[tuple[str, Any]] = []
+    async with http.stream("POST", PATH, json=long(**fields), headers=headers) as stream:
+        assert stream.status_code == 200
+        text = ""
+        async for line in stream.aiter_lines():
+            text += line + "\n"
+            if line == "" and len(got := events(text)) >= count:
+                break
+        return stream.headers["x-request-id"], got
+
+
+async def state_of(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    return dict((await http.get(f"/v1/requests/{request_id}")).json())
+
+
+async def ended(http: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while (seen := await state_of(http, request_id))["state"] in ("queued", "running"):
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.1)
+    return seen
+
+
+async def test_a_closed_connection_cancels(http: httpx.AsyncClient) -> None:
+    request_id, _ = await begin(http, {}, 2, max_tokens=900)
+    seen = await ended(http, request_id)
+    assert seen["state"] == "cancelled"
+    assert seen["error"]["code"] == "cancelled"
+
+
+async def test_a_closed_connection_cancels_also_what_is_not_streamed(
+    http: httpx.AsyncClient,
+) -> None:
+    named = {"x-request-id": f"left-{time.time_ns()}"}
+    body = long(stream=False, max_tokens=900, n=8)
+    asking = asyncio.create_task(http.post(PATH, json=body, headers=named))
+    while (await http.get(f"/v1/requests/{named['x-request-id']}")).status_code == 404:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
+    again = await http.post(PATH, json=body, headers=named)
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "cancelled")
+
+
+async def test_an_id_is_that_of_what_was_asked_first(http: httpx.AsyncClient) -> None:
+    """A trace's id that a proxy passes on comes with several questions."""
+    named = {"x-request-id": f"trace-{time.time_ns()}"}
+    body = question("Describe it.") | {"max_tokens": 4}
+    first = await http.post(PATH, json=body, headers=named)
+    again = await http.post(PATH, json=body, headers=named)
+    assert (again.status_code, again.json()) == (200, first.json())
+    for other in (body | question("What colour is it?"), body | {"max_tokens": 5}):
+        refused = await http.post(PATH, json=other | {"stream": True}, headers=named)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "request_id_reused")
+    prompts = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 2}
+    assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 200
+    prompts["prompt"] = ["a", "c"]
+    assert (await http.post("/v1/completions", json=prompts, headers=named)).status_code == 422
+
+
+async def test_who_is_refused_an_id_keeps_nobodys_request_alive(http: httpx.AsyncClient) -> None:
+    named = {"x-request-id": f"trace-{time.time_ns()}"}
+    body = long(max_tokens=900, n=8)
+    async with http.stream("POST", PATH, json=body, headers=named) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        refused = await http.post(PATH, json=body | {"seed": 6}, headers=named)
+        assert refused.json()["error"]["code"] == "request_id_reused"
+        assert (await state_of(http, named["x-request-id"]))["state"] == "running"
+    assert (await ended(http, named["x-request-id"]))["state"] == "cancelled"
+
+
+async def test_a_durable_request_goes_on_without_its_client(http: httpx.AsyncClient) -> None:
+    request_id, begun = await begin(http, {}, 2, durable=True)
+    url = f"/v1/requests/{request_id}/stream"
+    rest = events((await http.get(url, headers={"last-event-id": begun[-1][0]})).text)
+    seen = await ended(http, request_id)
+    assert (seen["state"], seen["durable"], seen["object"]) == ("finished", True, "request")
+    whole = {c["index"]: c["message"]["content"] for c in seen["result"]["choices"]}
+    assert texts(begun + rest) == whole
+    # From the beginning, and from any record.
+    replayed = events((await http.get(url)).text)
+    assert replayed == begun + rest
+    middle = int(replayed[len(replayed) // 2][0])
+    assert events((await http.get(url, params={"from": middle})).text) == [
+        event for event in replayed if event[1] == "[DONE]" or int(event[0]) >= middle
+    ]
+
+
+async def test_ids_of_events_come_to_those_who_can_use_them(http: httpx.AsyncClient) -> None:
+    async def ids(body: dict[str, Any], **headers: str) -> set[str]:
+        answer = await http.post(PATH, json=body, headers={"accept": "*/*"} | headers)
+        *shown, _ = events(answer.text)
+        return {event_id for event_id, _ in shown}
+
+    short = question() | {"stream": True, "max_tokens": 2, "temperature": 0.0}
+    assert await ids(short) == {""}
+    assert "" not in await ids(short, accept="text/event-stream")
+    assert "" not in await ids(short | {"durable": True})
+    assert "" not in await ids(short, **{"last-event-id": "-1"})
+
+
+async def test_the_same_id_is_the_same_request(http: httpx.AsyncClient) -> None:
+    named = {"idempotency-key": f"once-{time.time_ns()}"}
+    first_id, begun = await begin(http, named, 2, durable=True)
+    answer = await http.post(PATH, json=long(), headers=named | {"last-event-id": begun[-1][0]})
+    assert answer.headers["x-request-id"] == first_id
+    replayed = await http.get(f"/v1/requests/{first_id}/stream")
+    assert events(replayed.text) == begun + events(answer.text)
+
+
+async def test_delete_cancels(http: httpx.AsyncClient) -> None:
+    request_id, _ = await begin(http, {}, 1, durable=True, max_tokens=900)
+    assert (await state_of(http, request_id))["state"] == "running"
+    assert (await http.delete(f"/v1/requests/{request_id}")).status_code == 202
+    assert (await ended(http, request_id))["state"] == "cancelled"
+    told = events((await http.get(f"/v1/requests/{request_id}/stream?from=0")).text)
+    assert told[-1][1] == "[DONE]"
+    assert told[-2][1]["error"]["code"] == "cancelled"
+
+
+async def test_an_id_that_is_none_is_refused(http: httpx.AsyncClient) -> None:
+    for bad in ("x", "1,2", "-5", "9" * 40):
+        got = await http.post(PATH, json=long(), headers={"last-event-id": bad})
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "Last-Event-ID")
+    assert (await http.get("/v1/requests/a.b*")).status_code == 404
+
+
+async def test_another_gateway_goes_on_where_one_was_killed(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    port = free_port()
+    named = WITH_IDS | {"x-request-id": f"survivor-{time.time_ns()}"}
+    doomed = another(port)
+    text = ""
+    async with httpx.AsyncClient(base_url=doomed.url, timeout=60, trust_env=False) as client:
+        try:
+            async with client.stream("POST", PATH, json=long(), headers=named) as stream:
+                async for line in stream.aiter_lines():
+                    text += line + "\n"
+                    if line == "" and len(events(text)) == 3:
+                        doomed.stop(signal.SIGKILL)
+        except httpx.HTTPError:
+            pass
+    begun = events(text)
+    assert begun[-1][1] != "[DONE]"
+    answer = await http.post(PATH, json=long(), headers=named | {"last-event-id": begun[-1][0]})
+    rest = events(answer.text)
+    assert rest[-1][1] == "[DONE]"
+    whole = events((await http.get(f"/v1/requests/{answer.headers['x-request-id']}/stream")).text)
+    assert whole == begun + rest
+
+
+async def test_a_stream_goes_on_when_its_engine_is_killed(
+    http: httpx.AsyncClient, cluster: Cluster, bus: Bus
+) -> None:
+    text, killed = "", False
+    async with http.stream("POST", PATH, json=long()) as stream:
+        async for line in stream.aiter_lines():
+            text += line + "\n"
+            if not killed and line == "" and len(events(text)) == 3:
+                os.kill(await cluster.pid(bus, "engine"), signal.SIGKILL)
+                killed = True
+        request_id = stream.headers["x-request-id"]
+    assert killed
+    told = events(text)
+    assert told[-1][1] == "[DONE]", told[-2:]
+    ids = [int(event_id) for event_id, _ in told[:-1]]
+    assert ids == sorted(set(ids))
+    seen = await ended(http, request_id)
+    assert seen["attempt"] > 1
+    undisturbed = await http.post(PATH, json=long(stream=False))
+    whole = {c["index"]: c["message"]["content"] for c in undisturbed.json()["choices"]}
+    # The seed is given, so nothing shows that it has been in two hands.
+    assert texts(told) == whole
+
+
+async def test_a_drain_lets_streams_end(another: Start) -> None:
+    gateway = another()
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        text = ""
+        async with client.stream("POST", PATH, json=long(max_tokens=100)) as stream:
+            async for line in stream.aiter_lines():
+                if not text:
+                    gateway.process.send_signal(signal.SIGTERM)
+                text += line + "\n"
+        assert events(text)[-1][1] == "[DONE]"
+    assert gateway.process.wait(30) == 0
+
+
+async def test_a_log_without_its_beginning_is_told_as_that(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    body = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 40}
+    request_id = (await http.post("/v1/completions", json=body)).headers["x-request-id"]
+    first = await last_record(bus, f"{request_id}-0")
+    assert first is not None
+    assert first.index > 0
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(f"{request_id}-0"), 1)
+    await bus.forget(subjects.TOKENS_STREAM, stored[0].sequence)
+    told = await http.get(f"/v1/requests/{request_id}/stream")
+    assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")
+
+
+async def test_a_request_whose_log_is_gone_is_not_waited_for(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    request_id = f"chatcmpl-{time.time_ns()}"
+    await request_registry.hold(
+        bus, request_id, JobRecord("chat", "demo", "", 1, True), "gateway-dead:a"
+    )
+    for path in ("", "/stream"):
+        told = await http.get(f"/v1/requests/{request_id}{path}")
+        assert (told.status_code, told.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_who_went_on_elsewhere_is_not_cancelled_by_a_connection_found_broken_later(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    named = WITH_IDS | {"x-request-id": f"thawed-{time.time_ns()}"}
+    frozen = another()
+    body = long(max_tokens=900, n=8)
+    async with httpx.AsyncClient(base_url=frozen.url, timeout=60, trust_env=False) as client:
+        text = ""
+        async with client.stream("POST", PATH, json=body, headers=named) as stream:
+            async for line in stream.aiter_lines():
+                text += line + "\n"
+                if line == "" and len(events(text)) == 3:
+                    break
+            frozen.process.send_signal(signal.SIGSTOP)
+            begun = events(text)
+            resume = named | {"last-event-id": begun[-1][0]}
+            rest = ""
+            async with http.stream("POST", PATH, json=body, headers=resume) as other:
+                async for line in other.aiter_lines():
+                    if not rest:
+                        await stream.aclose()
+                        frozen.process.send_signal(signal.SIGCONT)
+                    rest += line + "\n"
+                request_id = other.headers["x-request-id"]
+    told = events(rest)
+    assert told[-1][1] == "[DONE]"
+    assert "error" not in told[-2][1], told[-2]
+    assert events((await http.get(f"/v1/requests/{request_id}/stream")).text) == begun + told
+
+
+async def test_a_drain_without_time_leaves_its_requests_to_others(
+    another: Start, http: httpx.AsyncClient
+) -> None:
+    named = WITH_IDS | {"x-request-id": f"drained-{time.time_ns()}"}
+    body = long(max_tokens=900, n=8)
+    gateway = another()
+    text = ""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+        try:
+            async with client.stream("POST", PATH, json=body, headers=named) as stream:
+                async for line in stream.aiter_lines():
+                    if not text:
+                        gateway.process.send_signal(signal.SIGTERM)
+                        await asyncio.sleep(0.2)
+                        gateway.process.send_signal(signal.SIGTERM)
+                    text += line + "\n"
+        except httpx.HTTPError:
+            pass
+    begun = [event for event in events(text) if event[0]]
+    assert begun[-1][1] != "[DONE]"
+    assert gateway.process.wait(30) == 0
+    answer = await http.post(PATH, json=body, headers=named | {"last-event-id": begun[-1][0]})
+    rest = events(answer.text)
+    assert rest[-1][1] == "[DONE]"
+    assert "error" not in rest[-2][1], rest[-2]
+
+
+async def test_who_waits_when_the_drain_is_over_is_told_where_to_go_on(
+    cluster: Cluster, tmp_path: Path, gateway: Gateway
+) -> None:
+    """By the official client, which has chosen no id, and to which nothing has been told yet."""
+    tree = yaml.safe_load(cluster.config.read_text())
+    tree["delivery"] |= {"drain_s": 0.5}
+    ending = start_gateway_at(cluster.url, tree | {"gateway": {"port": 0}}, tmp_path)
+    asked: Any = question() | {"max_tokens": 900, "n": 8, "extra_body": {"ignore_eos": True}}
+    begun = asyncio.Event()
+    last = AsyncOpenAI(base_url=f"{ending.url}/v1", api_key="none", max_retries=0)
+    other = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+
+    async def stream() -> openai.APIError:
+        try:
+            async for _ in await last.chat.completions.create(**asked, stream=True):
+                begun.set()
+        except openai.APIError as told:
+            return told
+        raise AssertionError("it came to its end")
+
+    async with last, other:
+        streaming = asyncio.create_task(stream())
+        waiting = asyncio.create_task(last.chat.completions.create(**asked))
+        await begun.wait()
+        ending.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.InternalServerError) as told:
+            await waiting
+        assert (told.value.status_code, told.value.code) == (503, "interrupted")
+        request_id = told.value.request_id
+        assert request_id is not None
+        assert (await streaming).code == "interrupted"
+        assert ending.process.wait(30) == 0
+        found: Any = {"state": ""}
+        while found["state"] not in ("finished", "cancelled", "failed"):
+            found = await other.get(f"/requests/{request_id}", cast_to=object)
+    assert found["state"] == "finished"
+    assert len(found["result"]["choices"]) == 8
+
+
+async def test_what_could_not_be_noted_is_not_done(http: httpx.AsyncClient, bus: Bus) -> None:
+    """The client is told to ask again: what it has asked first is nobody's."""
+    cancels: list[str] = []
+    await bus.watch(subjects.CANCELS_FILTER, cancels.append)
+    await bus._js.delete_stream(subjects.JOBS_STREAM)
+    try:
+        answer = await http.post(PATH, json=long(max_tokens=900))
+    finally:
+        await bus.prepare(NatsConfig(), DeliveryConfig())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    deadline = time.monotonic() + 10
+    while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert [subjects.last_token(subject)[:9] for subject in cancels] == ["chatcmpl-"]
+
+
+async def test_a_note_of_what_was_never_asked_is_not_waited_for(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    """Its gateway has died between the two."""
+    request_id = f"chatcmpl-{time.time_ns()}"
+    now_s = int(bus.now_ms() / 1000)
+    note = JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
+    await request_registry.hold(bus, request_id, note, "gateway-dead:a")
+    for path in ("", "/stream"):
+        assert (await http.get(f"/v1/requests/{request_id}{path}")).status_code == 404

@@ -1,0 +1,180 @@
+"""The events and the answer of generate, against what another server was recorded to write."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.protocol.messages import (
+    ChoiceDelta,
+    ErrorInfo,
+    Failure,
+    Finish,
+    LogRecord,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
+from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, PlaceholderInfo
+from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
+
+RECORDED = Path(__file__).parent / "recorded"
+PROMPT_TOKENS = 40
+
+
+def recorded(name: str) -> Any:
+    return msgspec.json.decode((RECORDED / f"{name}.json").read_bytes())
+
+
+def shape(name: str, **changed: Any) -> GenerateShape:
+    whole = recorded(name)
+    fields = {
+        "wire_id": whole["request_id"],
+        "num_prompt_tokens": PROMPT_TOKENS,
+        "output_mode": whole["output_mode"],
+        "logprobs": 2,
+        "prompt_token_ids": whole["prompt_token_ids"],
+        "return_token_ids": True,
+        "placeholders": [PlaceholderInfo(**p) for p in whole["mm_placeholders"]["image"]],
+        "include_usage": True,
+    }
+    return GenerateShape(**fields | changed)
+
+
+def log_of(name: str) -> list[LogRecord]:
+    """The recorded answer as a log with a token in each record; texts come as in the stream."""
+    choice = recorded("generate_image_sp")["choices"][0]
+    texts = [event["choices"][0]["text"] for event in events("stream_text")[:8]]
+    records: list[LogRecord] = []
+    for i, (token_id, told) in enumerate(
+        zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+    ):
+        top = told["top_logprobs"]
+        logprobs = TokenLogprobs(
+            told["logprob"], told["rank"], [t["token_id"] for t in top], [t["logprob"] for t in top]
+        )
+        reason = "length" if i == 7 else None
+        delta = ChoiceDelta(0, i, [token_id], texts[i], reason, None, [logprobs])
+        records.append(TokenChunk(i, 1, [delta]))
+    return [*records, Finish(8, 1, Usage(PROMPT_TOKENS, 8), 1, [])]
+
+
+def events(name: str) -> list[Any]:
+    lines = (RECORDED / f"{name}.txt").read_text().splitlines()
+    return [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def token_bytes() -> dict[int, bytes]:
+    """What the tokens of the recorded answer spell; 113 begins a character that never ends."""
+    tokens = recorded("generate_image_sp")["choices"][0]["logprobs"]["content"]
+    texts = recorded("generate_image_text")["choices"][0]["logprobs"]["content"]
+    spelt = {
+        top["token_id"]: text["token"].encode()
+        for token, told in zip(tokens, texts, strict=True)
+        for top, text in zip(token["top_logprobs"], told["top_logprobs"], strict=True)
+    }
+    return spelt | {113: b"\xe4"}
+
+
+def assembled(
+    asked: GenerateShape, log: list[LogRecord], created_s: int = 0
+) -> tuple[list[GenerateChunk], GenerateResponse]:
+    assembler = GenerateAssembler(asked, "m", created_s, token_bytes())
+    chunks: list[GenerateChunk] = []
+    for record in log:
+        if isinstance(record, TokenChunk):
+            chunks += assembler.take(0, record)
+        elif isinstance(record, Finish):
+            chunks += assembler.finish(0, record.usage)
+        else:
+            chunks += assembler.abort()
+    return chunks, assembler.answer()
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [("generate_image_sp", "stream_tokens"), ("generate_image_text", "stream_text")],
+)
+def test_the_events_are_those_recorded_to_the_byte(name: str, stream: str) -> None:
+    chunks, _ = assembled(shape(name), log_of(name))
+    written = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+    assert (written + b"data: [DONE]\n\n").decode() == (RECORDED / f"{stream}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["generate_image_sp", "generate_image_text"])
+def test_the_answer_is_the_one_recorded_to_the_byte(name: str) -> None:
+    whole = recorded(name)
+    _, answer = assembled(shape(name), log_of(name), whole["created"])
+    assert msgspec.json.encode(answer) == msgspec.json.encode(whole)
+
+
+def test_usage_in_every_event_counts_what_was_told_so_far() -> None:
+    asked = shape("generate_image_sp", continuous_usage=True)
+    chunks, _ = assembled(asked, log_of("generate_image_sp"))
+    told = [msgspec.to_builtins(chunk.usage) for chunk in chunks]
+    assert told[2] == {
+        "prompt_tokens": 40,
+        "total_tokens": 43,
+        "completion_tokens": 3,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+    assert told[-1] == {"prompt_tokens": 40, "total_tokens": 48, "completion_tokens": 8}
+
+
+def test_choices_have_events_of_their_own() -> None:
+    """A derenderer carries one state for each choice, and takes one choice at a time."""
+    plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2)
+    both = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2, 3], "b", "stop", 3)]
+    chunks, _ = assembled(plain, [TokenChunk(0, 1, both)])
+    assert [[c.index for c in chunk.choices] for chunk in chunks] == [[0], [1]]
+    (ended,) = chunks[1].choices
+    assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", 3, [2, 3])
+
+
+def test_text_that_was_held_back_is_no_event_of_token_ids() -> None:
+    late = TokenChunk(0, 1, [ChoiceDelta(0, 4, [], "late")])
+    plain = GenerateShape(wire_id="w", num_prompt_tokens=3)
+    assert assembled(plain, [late])[0] == []
+    text = msgspec.structs.replace(plain, output_mode="text")
+    (chunk,), _ = assembled(text, [late])
+    assert chunk.choices[0].text == "late"
+
+
+def test_a_request_that_was_aborted_ends_with_what_it_had() -> None:
+    plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2, include_usage=True)
+    first = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2], "b", "stop")]
+    gone = ErrorInfo("cancelled", "somebody asked for it", None, "client", False)
+    log: list[LogRecord] = [TokenChunk(0, 1, first), Failure(1, 1, gone, [])]
+    (_, _, aborted, usage), whole = assembled(plain, log)
+    assert [(c.index, c.finish_reason, c.token_ids) for c in aborted.choices] == [(0, "abort", [])]
+    assert msgspec.to_builtins(usage.usage) == {
+        "prompt_tokens": 3,
+        "total_tokens": 5,
+        "completion_tokens": 2,
+    }
+    assert [(c.finish_reason, c.token_ids) for c in whole.choices] == [
+        ("abort", [1]),
+        ("stop", [2]),
+    ]
+
+
+def test_log_probabilities_of_the_prompt_begin_with_its_own_token() -> None:
+    asked = GenerateShape(wire_id="w", num_prompt_tokens=3, prompt_token_ids=[5, 6, 7])
+    told = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
+    record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)
+    spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
+    assembler = GenerateAssembler(asked, "m", 0, spelling)
+    assembler.take(0, record)
+    assembler.finish(0, Usage(3, 1))
+    whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))
+    assert whole["prompt_logprobs"] == [
+        None,
+        {
+            "6": {"logprob": -3.0, "rank": 9, "decoded_token": "f"},
+            "1": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+        {"7": {"logprob": -0.5, "rank": 1, "decoded_token": "g"}},
+    ]
+    assert whole["prompt_token_ids"] is None

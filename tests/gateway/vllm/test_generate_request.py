@@ -1,0 +1,212 @@
+"""Each row of the protocol's table of errors, and what a renderer writes, which must be taken."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import RequestError
+from shared.protocol.sampling import SamplingParams
+from workers.gateway.schemas.generate import PlaceholderInfo
+from workers.gateway.vllm.generate_request import parse, shape_of
+from workers.gateway.vllm.sampling import write_sampling
+
+RECORDED = Path(__file__).parent / "recorded"
+GRID = {"data": ["int64", [3], msgspec.msgpack.Ext(3, bytes(24))], "field": ["batched", {}]}
+ITEM = msgspec.msgpack.encode({"image_grid_thw": GRID, "pixel_values": 1})
+
+
+def recorded(name: str) -> Any:
+    return msgspec.json.decode((RECORDED / f"{name}.json").read_bytes())
+
+
+def packed(item: bytes = ITEM) -> str:
+    return base64.b64encode(item).decode()
+
+
+def with_picture(**changed: Any) -> dict[str, Any]:
+    features = {
+        "mm_hashes": {"image": ["h"]},
+        "mm_placeholders": {"image": [{"offset": 1, "length": 2}]},
+        "kwargs_data": {"image": [packed()]},
+        "mm_metadata": None,
+    }
+    return {"token_ids": [1, 2, 2, 3], "features": features | changed, "sampling_params": {}}
+
+
+def refused(body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(body if isinstance(body, bytes) else msgspec.json.encode(body))
+    return caught.value
+
+
+@pytest.mark.parametrize("rendered", [recorded("render_text"), recorded("render_completion")])
+def test_what_another_renderer_writes_is_taken_verbatim(rendered: dict[str, Any]) -> None:
+    for body in msgspec.json.decode(msgspec.json.encode(rendered["response"]), type=Any) or []:
+        if isinstance(body, str):
+            body = rendered["response"]
+        parsed = parse(msgspec.json.encode(body))
+        asked = rendered["request"]
+        assert parsed.body.token_ids == body["token_ids"]
+        assert parsed.sampling["max_tokens"] == asked["max_tokens"]
+        assert parsed.sampling["temperature"] == asked.get("temperature", 1.0)
+        assert parsed.items == []
+
+
+def test_what_is_left_out_has_its_default_but_for_max_tokens() -> None:
+    sampling = parse(b'{"token_ids":[1],"sampling_params":{"top_k":-1}}').sampling
+    assert "max_tokens" not in sampling
+    assert (sampling["temperature"], sampling["top_k"], sampling["n"]) == (1.0, 0, 1)
+    unlimited = parse(b'{"token_ids":[1],"sampling_params":{"max_tokens":null}}').sampling
+    assert unlimited["max_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"stop": "a", "output_text_buffer_length": 0, "output_kind": 1, "skip_clone": True},
+        {"stop_token_ids": [5], "_all_stop_token_ids": [5], "bad_words": None, "seed": -1},
+        {"logit_bias": {"7": 1.5}, "allowed_token_ids": [7], "skip_reading_prefix_cache": None},
+        {"structured_outputs": {"json": '{"type":"object"}', "disable_any_whitespace": False}},
+        {"spaces_between_special_tokens": True, "extra_args": None, "stream_interval": 1},
+    ],
+)
+def test_parameters_at_the_values_that_renderers_write_are_taken(wire: dict[str, Any]) -> None:
+    sampling = parse(msgspec.json.encode({"token_ids": [1], "sampling_params": wire})).sampling
+    msgspec.convert(sampling, SamplingParams, str_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{", "invalid_request", "body"),
+        (b"[1]", "invalid_request", "body"),
+        ({"token_ids": [], "sampling_params": {}}, "invalid_request", "body.token_ids"),
+        ({"token_ids": [1, -5], "sampling_params": {}}, "invalid_request", "body.token_ids"),
+        ({"token_ids": ["a"], "sampling_params": {}}, "invalid_request", "body.token_ids"),
+        ({"token_ids": [1]}, "invalid_request", "body.sampling_params"),
+        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, None, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 0}}, None, "max_tokens"),
+        ({"token_ids": [1], "sampling_params": {"n": 100}}, None, "n"),
+        ({"token_ids": [1], "sampling_params": {"n": 2, "temperature": 0}}, None, "n"),
+        ({"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, None, "stop_token_ids"),
+        (
+            {"token_ids": [1], "sampling_params": {"structured_outputs": {"json": "[" * 5000}}},
+            None,
+            "structured_outputs",
+        ),
+        (
+            {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": 0}}},
+            None,
+            "structured_outputs",
+        ),
+        (
+            {"token_ids": [1], "sampling_params": {}, "request_id": "x" * 257},
+            None,
+            "body.request_id",
+        ),
+        ({"token_ids": [1], "sampling_params": {"foo": 1}}, "unknown_parameter", "foo"),
+        ({"token_ids": [1], "sampling_params": {}, "x": 3}, "unknown_parameter", "body.x"),
+        ({"token_ids": [1], "sampling_params": {}, "cache_salt": ""}, None, "cache_salt"),
+        ({"token_ids": [1], "sampling_params": {}, "cache_salt": "a@b"}, None, "cache_salt"),
+        (
+            {"token_ids": [1], "sampling_params": {"detokenize": False}, "output_mode": "text"},
+            None,
+            "body",
+        ),
+        (
+            {"token_ids": [1], "sampling_params": {}, "ec_transfer_params": {"a": 1}},
+            "unsupported_parameter",
+            "body.ec_transfer_params",
+        ),
+        (
+            {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}, "stream": True},
+            "unsupported_parameter",
+            "prompt_logprobs",
+        ),
+        (with_picture(mm_hashes={"image": []}), None, "body.features"),
+        (with_picture(mm_hashes={"audio": ["h"]}), None, "body.features"),
+        (with_picture(kwargs_data={"image": []}), None, "body.features"),
+        (
+            with_picture(mm_placeholders={"image": [{"offset": 1, "length": 0}]}),
+            None,
+            "body.features.mm_placeholders.image.0.length",
+        ),
+        (with_picture(mm_placeholders={"image": [{"offset": 3, "length": 2}]}), None, "body"),
+        (
+            with_picture(
+                mm_hashes={"image": ["a", "b"]},
+                mm_placeholders={"image": [{"offset": 1, "length": 2}, {"offset": 2, "length": 1}]},
+                kwargs_data=None,
+            ),
+            None,
+            "body.features",
+        ),
+        (
+            with_picture(kwargs_data={"image": [None]}, mm_metadata={"image": ["gA=="]}),
+            None,
+            "body",
+        ),
+        (with_picture() | {"content_parts": [{"type": "image_url", "url": "x"}]}, None, "body"),
+        (
+            with_picture(kwargs_data={"image": ["!!!!notb64"]}),
+            None,
+            "body.features.kwargs_data.image.0",
+        ),
+        (
+            with_picture(kwargs_data={"image": ["AQI="]}, mm_metadata={"image": [packed()]}),
+            None,
+            "body.features.kwargs_data.image.0",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(body: Any, code: str | None, param: str) -> None:
+    error = refused(body)
+    assert (error.code, error.field) == (code or "invalid_request", param)
+
+
+def test_pictures_come_in_the_order_of_the_prompt() -> None:
+    body = with_picture(
+        mm_hashes={"image": ["late", "early"]},
+        mm_placeholders={"image": [{"offset": 2, "length": 2}, {"offset": 0, "length": 1}]},
+        kwargs_data={"image": [packed(), None]},
+    )
+    items = parse(msgspec.json.encode(body)).items
+    assert [(item.mm_hash, item.data) for item in items] == [("early", None), ("late", ITEM)]
+
+
+def test_metadata_that_say_the_same_leave_the_item_as_it_is_and_others_count() -> None:
+    same = packed(msgspec.msgpack.encode({"image_grid_thw": GRID}))
+    (item,) = parse(msgspec.json.encode(with_picture(mm_metadata={"image": [same]}))).items
+    assert item.data == ITEM
+    other = packed(msgspec.msgpack.encode({"pixel_values": 2}))
+    (item,) = parse(msgspec.json.encode(with_picture(mm_metadata={"image": [other]}))).items
+    assert item.data is not None
+    assert msgspec.msgpack.decode(item.data)["pixel_values"] == 2
+
+
+def test_the_shape_has_what_the_answer_needs_and_no_more() -> None:
+    plain = shape_of(parse(msgspec.json.encode(with_picture())), "w")
+    assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], [])
+    asked = with_picture() | {
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+    }
+    shown = shape_of(parse(msgspec.json.encode(asked)), "w")
+    assert shown.prompt_token_ids == [1, 2, 2, 3]
+    assert shown.placeholders == [PlaceholderInfo(1, 2)]
+    # As there: without the one, the other has no effect.
+    assert (shown.include_usage, shown.continuous_usage) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["render_text", "render_completion"])
+def test_sampling_is_written_as_recorded(name: str) -> None:
+    exchange = recorded(name)
+    asked, answers = exchange["request"], exchange["response"]
+    params = SamplingParams(temperature=float(asked.get("temperature", 1.0)))
+    written = write_sampling(params, asked["max_tokens"], stream=False)
+    for answer in answers if isinstance(answers, list) else [answers]:
+        assert msgspec.json.encode(written) == msgspec.json.encode(answer["sampling_params"])

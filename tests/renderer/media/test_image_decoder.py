@@ -1,0 +1,305 @@
+import base64
+import io
+import random
+import re
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shared.config import RendererConfig
+from shared.errors import InvalidMedia, MediaTooLarge
+from workers.renderer.media.image_decoder import decode_data_url, decode_image
+from workers.renderer.media.loader import MediaLoader
+
+LIMITS = RendererConfig()
+
+
+def peak_kib():
+    """Of this process's resident memory, since the last `reset_peak_kib`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+def reset_peak_kib():
+    """The peak of a whole life would hide all but the worst test's memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_kib()
+
+
+FIELD = "messages[0].content[1].image_url.url"
+
+
+def picture(mode="RGB", size=(40, 30)):
+    rng = np.random.default_rng(7)
+    pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def saved(image, fmt="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def data_url(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def load(url):
+    return MediaLoader(LIMITS).load(url, FIELD)
+
+
+def refusal(data, kind=InvalidMedia, limits=LIMITS):
+    """The error's text, after checking that it tells nothing about our insides."""
+    with pytest.raises(kind) as caught:
+        decode_image(data, limits, FIELD)
+    message = str(caught.value)
+    assert caught.value.field == FIELD
+    assert not re.search(r"0x[0-9a-f]{6,}|site-packages|Traceback|/tests/|BytesIO", message)
+    return message
+
+
+def png_header(width, height, extra=b""):
+    """A PNG that claims a size; its data are a few bytes of zeros."""
+
+    def chunk(kind, data):
+        crc = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+    ihdr = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", ihdr) + extra + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
+
+
+# ---------------------------------------------------------------------------------------------
+# what is read
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])
+def test_the_three_formats_become_rgb(fmt):
+    loaded = decode_image(saved(picture(), fmt), LIMITS, FIELD)
+    assert loaded.image.mode == "RGB"
+    assert loaded.image.size == (40, 30)
+
+
+def test_content_decides_and_not_the_declared_type():
+    url = "data:text/plain;charset=utf-8;base64," + base64.b64encode(saved(picture())).decode()
+    assert load(url).image.size == (40, 30)
+    assert load("DATA:;BASE64" + url[url.index(",") :]).source_hash == load(url).source_hash
+
+
+@pytest.mark.parametrize(
+    ("mode", "fmt"),
+    [("L", "PNG"), ("1", "PNG"), ("P", "PNG"), ("LA", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")],
+)
+def test_other_modes_become_rgb(mode, fmt):
+    source = picture(mode)
+    loaded = decode_image(saved(source, fmt), LIMITS, FIELD)
+    assert loaded.image.mode == "RGB"
+    if fmt == "PNG":
+        assert np.array_equal(loaded.image, source.convert("RGB"))
+
+
+def test_transparency_is_laid_over_white():
+    source = Image.new("RGBA", (3, 1))
+    source.putdata([(255, 0, 0, 255), (255, 0, 0, 0), (0, 0, 0, 127)])
+    pixels = np.asarray(decode_image(saved(source), LIMITS, FIELD).image)[0].tolist()
+    assert pixels == [[255, 0, 0], [255, 255, 255], [128, 128, 128]]
+
+
+def test_a_transparent_palette_or_colour_is_laid_over_white():
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putdata([0, 1])
+    for source, transparency in ((palette, 1), (palette.convert("RGB"), (40, 50, 60))):
+        loaded = decode_image(saved(source, transparency=transparency), LIMITS, FIELD)
+        assert np.asarray(loaded.image)[0].tolist() == [[10, 20, 30], [255, 255, 255]]
+
+
+def test_16_bit_grey_is_scaled_and_not_clipped():
+    source = Image.fromarray(np.array([[0, 0x1234, 0xFFFF]], np.uint16))
+    loaded = decode_image(saved(source), LIMITS, FIELD)
+    assert np.asarray(loaded.image)[0, :, 0].tolist() == [0, 0x12, 0xFF]
+
+
+def test_exif_orientation_is_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    loaded = decode_image(saved(picture(), exif=exif.tobytes()), LIMITS, FIELD)
+    assert np.array_equal(loaded.image, np.rot90(np.asarray(picture()), -1))
+
+
+def test_a_camera_jpeg_with_a_preview_is_its_first_picture():
+    data = saved(picture(), "MPO", save_all=True, append_images=[picture(size=(8, 6))])
+    assert decode_image(data, LIMITS, FIELD).image.size == (40, 30)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 27), (400, 1), (28, 29)])
+def test_very_small_pictures_are_read(size):
+    assert decode_image(saved(picture(size=size)), LIMITS, FIELD).image.size == size
+
+
+# ---------------------------------------------------------------------------------------------
+# what is refused
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "BMP", "TIFF", "PDF", "ICO", "EPS"])
+def test_other_formats_are_named(fmt):
+    message = refusal(saved(picture(size=(32, 32)), fmt))
+    assert ("PostScript" if fmt == "EPS" else fmt) in message
+    assert "JPEG, PNG or WEBP" in message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0",
+        b"8BPS\0\1",
+        b"SIMPLE  = T",
+        b"icns\0\0\0\0",
+        b"\0\0\0 ftypheic",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"import os",
+        b"\xff\xd8\xff",
+        b"RIFF\4\0\0\0WEBP",
+        b"\x89PNG\r\n\x1a\n",
+    ],
+    ids=repr,
+)
+def test_bytes_that_are_no_picture_are_refused(data):
+    refusal(data)
+
+
+def test_every_other_reader_of_pillow_stays_shut():
+    Image.init()
+    num_refused = 0
+    for fmt in sorted(set(Image.SAVE) - {"JPEG", "PNG", "WEBP", "MPO", "JPEG2000"}):
+        try:
+            data = saved(picture(size=(32, 32)), fmt)
+        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, Warning):
+            continue  # needs a mode or a tool that is not here, or is on its way out
+        refusal(data)
+        num_refused += 1
+    assert num_refused >= 10
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "WEBP"])
+def test_animations_are_refused(fmt):
+    frames = [picture(), picture().rotate(90)]
+    data = saved(frames[0], fmt, save_all=True, append_images=frames[1:], duration=100)
+    assert "animated" in refusal(data)
+
+
+def test_the_byte_limit_holds_before_base64_is_decoded():
+    limits = RendererConfig(max_image_bytes=1000)
+    assert "1000 bytes" in refusal(bytes(1001), MediaTooLarge, limits)
+    with pytest.raises(MediaTooLarge, match="1000 bytes"):
+        decode_data_url("data:;base64," + "!" * 2000, limits, FIELD)
+    exact = base64.b64encode(bytes(1000)).decode()
+    assert decode_data_url("data:;base64," + exact, limits, FIELD) == bytes(1000)
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"),
+    [
+        ((13_000, 13_000), "33554432"),
+        ((40_000, 40_000), "16384"),
+        ((1, 2**31 - 1), "16384"),
+        ((16_385, 1), "16384"),
+    ],
+)
+def test_bombs_are_refused_by_their_header(size, limit):
+    before = reset_peak_kib()
+    start = time.process_time()
+    message = refusal(png_header(*size), MediaTooLarge)
+    assert time.process_time() - start < 0.5
+    assert peak_kib() - before < 16 * 1024
+    assert limit in message
+    assert f"{size[0]} x {size[1]}" in message
+
+
+def test_a_webp_bomb_allocates_nothing():
+    data = bytearray(saved(Image.new("RGB", (16, 16)), "WEBP", lossless=True))
+    position = data.index(b"VP8L") + 9
+    bits = struct.unpack_from("<I", data, position)[0] >> 28 << 28
+    struct.pack_into("<I", data, position, bits | 16_382 << 14 | 16_382)
+    before = reset_peak_kib()
+    assert "16383 x 16383" in refusal(bytes(data), MediaTooLarge)
+    assert peak_kib() - before < 16 * 1024
+
+
+def test_an_empty_side_is_refused():
+    refusal(png_header(0, 5))
+    refusal(png_header(5, 0))
+
+
+def test_a_compressed_text_bomb_in_a_png_is_refused():
+    data = b"key\0\0" + zlib.compress(bytes(50_000_000))
+    chunk = struct.pack(">I", len(data)) + b"zTXt" + data
+    chunk += struct.pack(">I", zlib.crc32(b"zTXt" + data))
+    refusal(png_header(4, 4, chunk))
+
+
+def test_a_damaged_exif_block_is_refused_without_a_warning():
+    exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + bytes(range(40))
+    refusal(saved(picture(), "JPEG", exif=exif))
+
+
+def test_truncations_and_bit_flips_end_in_a_picture_or_a_refusal():
+    rng = random.Random(3)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    seeds = [saved(picture(), fmt) for fmt in ("JPEG", "PNG", "WEBP")]
+    seeds += [saved(picture(mode), "PNG") for mode in ("P", "1", "LA", "I;16")]
+    seeds += [saved(picture("CMYK"), "JPEG", progressive=True), saved(picture(), "JPEG", exif=exif)]
+    seeds += [saved(picture("RGBA"), "WEBP", lossless=True)]
+    assert len(seeds) == 10
+    outcomes = set()
+    for i in range(1000):
+        data = bytearray(seeds[i % len(seeds)])
+        if i % 20 < 10:
+            del data[rng.randrange(len(data)) :]
+        else:
+            for _ in range(rng.randint(1, 8)):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        try:
+            mode = decode_image(bytes(data), LIMITS, FIELD).image.mode
+        except (InvalidMedia, MediaTooLarge) as refused:
+            outcomes.add("0x" in str(refused))
+        else:
+            outcomes.add(mode)
+    assert outcomes == {"RGB", False}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64,====",
+        "data:image/png;base64,QUJD\nQUJD",
+        "data:image/png;base64,QUJ",
+        "data:image/png;base64,QUJD%3D",
+        "data:image/png;base64,\uff21",
+        "data:image/png,QUJD",
+        "data:image/png;base64",
+        "data:",
+    ],
+)
+def test_malformed_data_urls_are_refused(url):
+    with pytest.raises(InvalidMedia) as caught:
+        load(url)
+    assert caught.value.field == FIELD
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/passwd", "ftp://host/a.png", "/etc/passwd", "a.png", "", " data:,", "gopher://a"],
+)
+def test_other_schemes_are_refused(url):
+    with pytest.raises(InvalidMedia, match="must begin with"):
+        load(url)

@@ -1,0 +1,486 @@
+import io
+import json
+import random
+import shutil
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+from shared.codec.envelope import decode, encode
+from shared.codec.tensors import to_torch
+from shared.config import ModelConfig, RendererConfig
+from shared.errors import (
+    ConfigError,
+    ContextTooLong,
+    InvalidMedia,
+    InvalidRequest,
+    MediaTooLarge,
+    UnsupportedContent,
+)
+from shared.protocol.messages import (
+    Acceptance,
+    EngineTask,
+    ImagePart,
+    ImageURL,
+    Message,
+    SamplingParams,
+    TextPart,
+)
+from workers.renderer.media.image_decoder import LoadedImage, decode_image, hash_source
+from workers.renderer.processing.processor import Processor
+
+SPECIALS = ["<|end|>", "<|start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+CONTENT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+)
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and loop.index0 > 0 %}"
+    "{{ raise_exception('The system speaks first.') }}{% endif %}"
+    "{{ '<|start|>' + m.role + '\\n' }}" + CONTENT + "{{ '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+TEXT_TEMPLATE = TEMPLATE.replace(CONTENT, "{{ '' + m.content }}")
+VISION = {"model_type": "qwen2_vl", "text_config": {"max_position_embeddings": 4096}}
+TEXT = {"model_type": "qwen2", "max_position_embeddings": 256}
+MAX_PIXELS = 28 * 28 * 100
+
+
+def write_model(folder, config, template, normalizer=None):
+    """A model folder without weights; the tokenizer knows single bytes and the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    normalized = normalizer is not None
+    tokenizer.add_special_tokens([AddedToken(s, normalized=normalized) for s in SPECIALS])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    wrapped.chat_template = template
+    wrapped.save_pretrained(folder)
+    if config is VISION:
+        config = VISION | {"image_token_id": tokenizer.token_to_id("<|image_pad|>")}
+        pictures = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": MAX_PIXELS},
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("vision"), VISION, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return Processor(ModelConfig(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def text_processor(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("text"), TEXT, TEXT_TEMPLATE)
+    return Processor(ModelConfig(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """transformers' own picture processor, in its ordinary use."""
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def loaded(size=(60, 40), seed=0, mode="RGB"):
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return LoadedImage(Image.fromarray(pixels), f"{size} {seed} {mode}")
+
+
+def image():
+    return ImagePart(ImageURL("data:,"))
+
+
+def user(*parts):
+    return Message("user", [TextPart(p) if isinstance(p, str) else p for p in parts])
+
+
+def text_of(processor, token_ids):
+    return processor._tokenizer.decode(token_ids)
+
+
+# ---------------------------------------------------------------------------------------------
+# text
+
+
+def test_the_prompt_is_what_transformers_makes_of_the_template(processor):
+    messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
+    rendered = processor.render(messages, [])
+    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    tokenizer = processor._tokenizer
+    expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+    assert rendered.prompt_token_ids == expected["input_ids"]
+    assert (rendered.items, rendered.tensors) == ([], [])
+    text = text_of(processor, rendered.prompt_token_ids)
+    assert text.endswith("x<|end|>\n<|start|>assistant\n")
+
+
+def test_a_text_model_takes_parts_and_refuses_pictures(text_processor):
+    ids = text_processor.render([user("a", "b")], []).prompt_token_ids
+    assert "user\na\nb<|end|>" in text_of(text_processor, ids)
+    with pytest.raises(UnsupportedContent) as caught:
+        text_processor.render([user("a", image())], [loaded()])
+    assert caught.value.field == "messages[0].content[1].image_url.url"
+
+
+@pytest.mark.parametrize("token", SPECIALS)
+@pytest.mark.parametrize("place", ["{}", "see {}?", "{}{}"])
+def test_control_tokens_in_text_are_refused(processor, token, place):
+    text = place.format(token, token)
+    for message in (Message("user", text), user(text), user(image(), text)):
+        with pytest.raises(InvalidRequest, match="control token") as caught:
+            processor.render([Message("system", "s"), message], [loaded()])
+        assert caught.value.field == "messages[1].content"
+        assert token in str(caught.value)
+
+
+def test_a_control_token_split_over_two_parts_is_refused(processor):
+    with pytest.raises(InvalidRequest, match=r"<\|image_pad\|>"):
+        processor.render([user("<|image_", "pad|>")], [])
+
+
+def test_a_typed_placeholder_cannot_take_a_pictures_place(processor):
+    with pytest.raises(InvalidRequest, match="control token"):
+        processor.render([user("<|image_pad|>", image())], [loaded()])
+
+
+@pytest.mark.parametrize(
+    "text", ["\uff1c|image_pad|\uff1e", "<|image\u200b_pad|>", "<|Image_Pad|>", "<|"]
+)
+def test_lookalikes_are_plain_text(processor, text):
+    plain = processor.render([user(text)], []).prompt_token_ids
+    assert text in text_of(processor, plain)
+
+
+def test_lookalikes_that_the_normaliser_resolves_are_refused(tmp_path):
+    folder = write_model(tmp_path, VISION, TEMPLATE, normalizers.NFKC())
+    strict = Processor(ModelConfig(str(folder)))
+    with pytest.raises(InvalidRequest, match="control token"):
+        strict.render([user("\uff1c|image_pad|\uff1e")], [])
+
+
+def test_tokens_that_only_the_template_joins_are_refused(tmp_path):
+    joining = TEMPLATE.replace("{{ m.content }}", "{{ m.content | replace('-', '') }}")
+    processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, joining))))
+    with pytest.raises(InvalidRequest, match="control token"):
+        processor.render([Message("user", "<|image-_pad|>")], [])
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\n"])
+def test_empty_and_blank_texts_are_rendered(processor, text):
+    assert processor.render([Message("user", text)], []).prompt_token_ids
+
+
+def test_what_the_template_refuses_is_the_clients_fault(processor):
+    with pytest.raises(InvalidRequest, match="The system speaks first"):
+        processor.render([Message("user", "a"), Message("system", "b")], [])
+
+
+def test_a_prompt_leaves_room_for_one_token(folder):
+    fits = Processor(ModelConfig(str(folder))).render([Message("user", "abc")], [])
+    length = len(fits.prompt_token_ids)
+    Processor(ModelConfig(str(folder), max_model_len=length + 1)).render(
+        [Message("user", "abc")], []
+    )
+    with pytest.raises(ContextTooLong, match=f"{length} tokens .* {length}$") as caught:
+        Processor(ModelConfig(str(folder), max_model_len=length)).render(
+            [Message("user", "abc")], []
+        )
+    assert caught.value.field == "messages"
+
+
+def test_endless_text_is_refused_without_tokenizing(text_processor):
+    start = time.process_time()
+    with pytest.raises(ContextTooLong, match=r"50000000 bytes .* 256 tokens"):
+        text_processor.render([Message("user", "a" * 50_000_000)], [])
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "@", "e\u0301", "世", "a"], ids=ascii)
+def test_tokenizing_takes_linear_time(folder, tmp_path, unit):
+    shutil.copytree(folder, tmp_path / "model")
+    config = VISION | {"text_config": {"max_position_embeddings": 1_000_000}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    processor = Processor(ModelConfig(str(tmp_path / "model")))
+
+    def best_of_three(num_bytes):
+        messages = [Message("user", unit * (num_bytes // len(unit.encode())))]
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            processor.render(messages, [])
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best_of_three(200_000) / best_of_three(100_000) < 3.5
+
+
+# ---------------------------------------------------------------------------------------------
+# pictures
+
+SIZES = [(1, 1), (1, 27), (27, 1), (28, 28), (27, 29), (56, 56), (200, 1), (61, 437), (640, 480)]
+
+
+def restored(task, tensors):
+    """What the engine does: look up every pixel, then repeat the frame; [patches, values]."""
+    for item in task.items:
+        patches, table, grid = (
+            to_torch(tensors[item.fields[name]])
+            for name in ("pixel_patches", "pixel_table", "image_grid_thw")
+        )
+        values = np.stack([table.numpy()[c][patches.numpy()[:, c]] for c in range(3)], axis=1)
+        frames = np.repeat(values[:, :, None], 2, axis=2)
+        yield frames.reshape(len(values), -1), grid.numpy()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_engine_can_restore_the_processors_output_bit_for_bit(processor, reference, size):
+    picture = loaded(size)
+    rendered = processor.render([user(image())], [picture])
+    expected = reference(images=[picture.image], return_tensors="np")
+    [(values, grid)] = restored(rendered, rendered.tensors)
+    assert values.dtype == np.float32
+    assert np.array_equal(values.view(np.uint32), expected["pixel_values"].view(np.uint32))
+    assert np.array_equal(grid, expected["image_grid_thw"][0])
+    assert rendered.items[0].placeholder.length == grid.prod() // 4
+
+
+def test_every_picture_fills_its_own_placeholder(processor):
+    pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
+    messages = [user("one", image(), "two", image()), user(image(), "three")]
+    rendered = processor.render(messages, pictures)
+    pad = processor._image_token_id
+    ids = rendered.prompt_token_ids
+    for picture, item in zip(pictures, rendered.items, strict=True):
+        alone = processor.render([user(image())], [picture])
+        assert item.mm_hash == alone.items[0].mm_hash
+        assert item.placeholder.length == alone.items[0].placeholder.length
+        start, end = item.placeholder.offset, item.placeholder.offset + item.placeholder.length
+        assert set(ids[start:end]) == {pad}
+        assert pad not in (ids[start - 1], ids[end])
+        for name, index in item.fields.items():
+            assert rendered.tensors[index] == alone.tensors[alone.items[0].fields[name]]
+    assert ids.count(pad) == sum(item.placeholder.length for item in rendered.items)
+    assert sorted(i for item in rendered.items for i in item.fields.values()) == list(range(9))
+
+
+def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
+    rendered = processor.render([user(image())], [loaded((56, 84))])
+    ids, accepted = rendered.prompt_token_ids, Acceptance(0.0, 1.0, 1, "receipt")
+    task = EngineTask("r", "m", "batch", ids, rendered.items, SamplingParams(), accepted, [])
+    received, tensors = decode(encode(task, rendered.tensors), EngineTask)
+    assert received == task
+    assert tensors == rendered.tensors
+    fields = {name: tensors[index] for name, index in task.items[0].fields.items()}
+    assert {name: (t.dtype, t.shape) for name, t in fields.items()} == {
+        "pixel_patches": ("uint8", (24, 3, 196)),
+        "pixel_table": ("float32", (3, 256)),
+        "image_grid_thw": ("int64", (3,)),
+    }
+
+
+def test_settings_of_the_processor_are_honoured(tmp_path):
+    write_model(tmp_path, VISION, TEMPLATE)
+    path = tmp_path / "preprocessor_config.json"
+    settings = json.loads(path.read_text()) | {"do_normalize": False, "image_mean": [0.1, 0.2, 0.3]}
+    path.write_text(json.dumps(settings))
+    reference = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    rendered = Processor(ModelConfig(str(tmp_path))).render([user(image())], [loaded()])
+    expected = reference(images=[loaded().image], return_tensors="np")["pixel_values"]
+    assert np.array_equal(next(restored(rendered, rendered.tensors))[0], expected)
+
+
+def file_of(image, fmt="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def upside_down():
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    return exif
+
+
+def other_palette(image):
+    image = image.copy()
+    image.putpalette([255 - value for value in image.getpalette()])
+    return image
+
+
+def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
+    stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
+    picture, paletted = loaded().image, loaded().image.quantize(16)
+    files = [
+        file_of(picture),
+        file_of(loaded(seed=1).image),
+        file_of(picture.convert("L")),
+        file_of(picture, "JPEG"),
+        file_of(picture, "JPEG", exif=upside_down()),
+        file_of(picture.convert("CMYK"), "JPEG"),
+        file_of(Image.fromarray(stripes.reshape(30, 150, 3))),
+        file_of(Image.fromarray(stripes.reshape(150, 30, 3))),
+        file_of(picture.transpose(Image.Transpose.ROTATE_90)),
+        file_of(paletted),
+        file_of(other_palette(paletted)),
+        file_of(paletted, transparency=0),
+    ]
+    images = [decode_image(data, RendererConfig(), "field") for data in files]
+    hashes = [processor.process(image, "field", "").mm_hash for image in images]
+    assert len(set(hashes)) == len(files)
+    assert all(len(h) == 64 for h in hashes)
+    again = decode_image(files[0], RendererConfig(), "field")
+    assert processor.process(again, "field", "").mm_hash == hashes[0]
+    source_hash = hash_source(files[0])
+    assert processor.hash_picture(source_hash, "") == hashes[0], "known before it is decoded"
+    write_model(tmp_path, VISION, TEMPLATE)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(path.read_text().replace(str(MAX_PIXELS), str(MAX_PIXELS * 2)))
+    other = Processor(ModelConfig(str(tmp_path)))
+    assert other.hash_picture(source_hash, "") != hashes[0]
+
+
+@pytest.mark.parametrize("size", [(201, 1), (2, 500)])
+def test_pictures_too_narrow_for_the_model_are_refused(processor, size):
+    with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
+        processor.render([user("a", image())], [loaded(size)])
+    assert caught.value.field == "messages[0].content[1].image_url.url"
+
+
+def test_too_many_pictures_are_refused_before_any_is_loaded(folder):
+    processor = Processor(ModelConfig(str(folder), max_images=1))
+    with pytest.raises(MediaTooLarge, match="limit of 1 ") as caught:
+        processor.check([user(image()), user(image())])
+    assert caught.value.field == "messages[1].content[0].image_url.url"
+    with pytest.raises(MediaTooLarge):
+        Processor(ModelConfig(str(folder), max_images=0)).check([user(image())])
+
+
+def test_pictures_count_towards_the_context(folder):
+    processor = Processor(ModelConfig(str(folder), max_model_len=100))
+    with pytest.raises(ContextTooLong, match=r"in the model's 100$"):
+        processor.render([user(image())], [loaded((280, 280))])
+
+
+def test_a_template_that_drops_a_picture_is_an_error(tmp_path):
+    silent = TEMPLATE.replace("<|image_pad|>", "")
+    processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, silent))))
+    with pytest.raises(InvalidRequest, match="0 places for pictures"):
+        processor.render([user(image())], [loaded()])
+
+
+def test_many_threads_render_as_one_does(processor):
+    rng = random.Random(0)
+    requests = [
+        ([user("q" * rng.randint(1, 300), image())], [loaded((rng.randint(20, 90), 50), seed=i)])
+        for i in range(40)
+    ]
+    alone = [processor.render(*request) for request in requests]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda request: processor.render(*request), requests)) == alone
+
+
+# ---------------------------------------------------------------------------------------------
+# loading
+
+
+def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path):
+    with pytest.raises(ConfigError, match="no model can be read"):
+        Processor(ModelConfig(str(tmp_path / "nothing")))
+    write_model(tmp_path, VISION, TEMPLATE)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    with pytest.raises(ConfigError, match="CLIPImageProcessor"):
+        Processor(ModelConfig(str(tmp_path)))
+    path.unlink()
+    with pytest.raises(ConfigError, match="no picture processor"):
+        Processor(ModelConfig(str(tmp_path)))
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        Processor(ModelConfig(str(tmp_path)))
+
+
+class OwnProcessor(Qwen2VLProcessor):
+    """transformers' own, without the video processor that needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return type(argument)
+
+
+def test_prompt_and_pictures_are_those_of_transformers_own_processor():
+    folder = Path(__file__).parents[3] / "ops" / "demo_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    own = OwnProcessor(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
+        tokenizer=tokenizer,
+        video_processor=None,
+        chat_template=tokenizer.chat_template,
+    )
+    ours = Processor(ModelConfig(str(folder)))
+    rng = random.Random(5)
+    for num_pictures in (0, 1, 2, 3):
+        pictures = [
+            loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_pictures)
+        ]
+        parts = [TextPart("Look:"), *[image() for _ in pictures], TextPart("What is it?")]
+        rendered = ours.render([Message("user", parts)], pictures)
+        kinds = [{"type": "text", "text": "Look:"}, *[{"type": "image"} for _ in pictures]]
+        conversation = [
+            {"role": "user", "content": [*kinds, {"type": "text", "text": "What is it?"}]}
+        ]
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+        expected = own(text=[text], images=[p.image for p in pictures] or None)
+        assert rendered.prompt_token_ids == list(expected["input_ids"][0])
+        if not pictures:
+            continue
+        tensors = [to_torch(tensor) for tensor in rendered.tensors]
+        grids = [tensors[item.fields["image_grid_thw"]].tolist() for item in rendered.items]
+        assert grids == expected["image_grid_thw"].tolist()
+        for item in rendered.items:
+            start, length = item.placeholder.offset, item.placeholder.length
+            ids = rendered.prompt_token_ids
+            assert set(ids[start : start + length]) == {own.image_token_id}
+            assert own.image_token_id not in (ids[start - 1], ids[start + length])
+
+
+def test_one_raster_at_a_time_is_held(processor):
+    """Pictures are taken when their turn comes, and the one before the last is let go."""
+    held: list[int] = []
+    most = 0
+
+    def pictures():
+        nonlocal most
+        for number in range(6):
+            picture = Image.new("RGB", (200, 200))
+            held.append(number)
+            weakref.finalize(picture, held.remove, number)
+            most = max(most, len(held))
+            yield LoadedImage(picture, "RGB")
+            del picture
+
+    processor.render([user(*[image() for _ in range(6)])], pictures())
+    assert most <= 2

@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.multimodal import PlaceholderRange
+from workers.renderer.processing.prompt import expand, image_parts, template_messages
+
+PAD = 9
+
+prompts = st.lists(st.integers(0, 12), max_size=50)
+
+
+@settings(deadline=None)
+@given(prompts, st.data())
+def test_the_ith_placeholder_takes_the_ith_count(token_ids, data):
+    num = token_ids.count(PAD)
+    counts = data.draw(st.lists(st.integers(1, 20), min_size=num, max_size=num))
+    expanded, ranges = expand(token_ids, PAD, counts)
+    assert [r.length for r in ranges] == counts
+    for r in ranges:
+        assert expanded[r.offset : r.offset + r.length] == [PAD] * r.length
+    # Folding every run back into one placeholder, from the last on, gives the prompt again.
+    for r in reversed(ranges):
+        expanded[r.offset : r.offset + r.length] = [PAD]
+    assert expanded == token_ids
+
+
+def test_a_small_example():
+    assert expand([1, PAD, 2, PAD], PAD, [3, 2]) == (
+        [1, PAD, PAD, PAD, 2, PAD, PAD],
+        [PlaceholderRange(1, 3), PlaceholderRange(5, 2)],
+    )
+
+
+def test_adjacent_placeholders_stay_apart():
+    assert expand([PAD, PAD], PAD, [2, 3])[1] == [PlaceholderRange(0, 2), PlaceholderRange(2, 3)]
+
+
+@settings(deadline=None)
+@given(prompts.filter(lambda ids: PAD not in ids))
+def test_without_placeholders_the_prompt_is_unchanged(token_ids):
+    assert expand(token_ids, PAD, []) == (token_ids, [])
+
+
+@settings(deadline=None)
+@given(prompts, st.integers(-2, 2).filter(bool))
+def test_another_number_of_pictures_is_refused(token_ids, difference):
+    num = token_ids.count(PAD) + difference
+    if num >= 0:
+        with pytest.raises(InvalidRequest, match=f"{num} pictures"):
+            expand(token_ids, PAD, [1] * num)
+
+
+class Counted(list):
+    """Counts the items that are looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.looks += 1
+            yield item
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.looks += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_expansion_takes_linear_time():
+    def num_looks(num):
+        token_ids = Counted([PAD, 1] * num)
+        expand(token_ids, PAD, [4] * num)
+        return token_ids.looks
+
+    assert num_looks(50_000) <= 3 * 100_000
+    assert num_looks(100_000) == 2 * num_looks(50_000)
+
+
+def image():
+    return ImagePart(ImageURL("data:,"))
+
+
+def test_pictures_are_found_in_the_order_of_the_template():
+    messages = [
+        Message("system", "text"),
+        Message("user", [TextPart("a"), image(), image()]),
+        Message("user", [image()]),
+    ]
+    assert [field for field, _ in image_parts(messages)] == [
+        "messages[1].content[1].image_url.url",
+        "messages[1].content[2].image_url.url",
+        "messages[2].content[0].image_url.url",
+    ]
+
+
+def test_messages_take_the_shape_of_the_template():
+    messages = [Message("system", "s"), Message("user", [TextPart("a"), image(), TextPart("b")])]
+    assert template_messages(messages, parts=True, text=str.upper) == [
+        {"role": "system", "content": "S"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "A"},
+                {"type": "image"},
+                {"type": "text", "text": "B"},
+            ],
+        },
+    ]
+    assert template_messages(messages, parts=False)[1] == {"role": "user", "content": "a\nb"}
+    assert template_messages(messages[:1], parts=True, strings=False, text=str.upper) == [
+        {"role": "system", "content": [{"type": "text", "text": "S"}]}
+    ]

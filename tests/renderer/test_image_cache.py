@@ -1,0 +1,144 @@
+"""A picture is decoded and processed once on a machine, and the same to everybody."""
+
+import asyncio
+import io
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shared.blobs import mm_items
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.config import BlobsConfig, ModelConfig, RendererConfig
+from shared.errors import InvalidMedia
+from shared.protocol.messages import Heartbeat, to_json
+from workers.cli.settings import DEMO_MODEL
+from workers.renderer.image_cache import Pictures, Prepared
+from workers.renderer.processing.processor import Processor
+
+FIELD = "messages[0].content[0].image_url.url"
+
+
+def file_of(seed: int = 0, size: tuple[int, int] = (112, 84)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    return Processor(ModelConfig(str(Path(DEMO_MODEL))))
+
+
+@pytest.fixture
+async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Callable]:
+    """Pictures of a renderer of its own."""
+    role, started = f"renderer-{secrets.token_hex(4)}", []
+
+    async def start(arena_mib: int = 16) -> tuple[Pictures, Blobs]:
+        worker = f"{role}-{len(started)}"
+        blobs = Blobs(bus, role, worker, BlobsConfig(arena_mib=arena_mib))
+        await blobs.start()
+        started.append(blobs)
+        beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
+        await bus.put_heartbeat(worker, to_json(beat))
+        return Pictures(blobs, RendererConfig(), asyncio.to_thread), blobs
+
+    yield start
+    for blobs in started:
+        await blobs.close()
+
+
+async def contents(blobs: Blobs, prepared: Prepared) -> dict[str, bytes]:
+    assert prepared.ref is not None
+    with await blobs.get(prepared.ref) as blob:
+        fields, num_tokens = mm_items.read(blob)
+        assert num_tokens == prepared.num_tokens
+        return {name: bytes(tensor.data) for name, tensor in fields.items()}
+
+
+async def test_a_picture_that_comes_again_is_not_made_again(
+    renderer: Callable, processor: Processor
+) -> None:
+    pictures, blobs = await renderer()
+    first = await pictures.prepare(processor, file_of(), FIELD, "", 60)
+    second = await pictures.prepare(processor, file_of(), FIELD, "", 60)
+    other = await pictures.prepare(processor, file_of(1), FIELD, "", 60)
+    assert (pictures.counters.processed, pictures.counters.hits) == (2, 1)
+    assert first.mm_hash == second.mm_hash != other.mm_hash
+    assert await contents(blobs, first) == await contents(blobs, second)
+    assert await contents(blobs, first) != await contents(blobs, other)
+
+
+async def test_another_renderer_of_the_machine_has_it_too(
+    renderer: Callable, processor: Processor
+) -> None:
+    (ours, our_blobs), (theirs, their_blobs) = await renderer(), await renderer()
+    made = await ours.prepare(processor, file_of(), FIELD, "", 60)
+    found = await theirs.prepare(processor, file_of(), FIELD, "", 60)
+    assert (theirs.counters.processed, theirs.counters.hits) == (0, 1)
+    assert found.ref is not None
+    assert found.ref.worker == made.ref.worker
+    assert await contents(their_blobs, found) == await contents(our_blobs, made)
+    await our_blobs.close()
+    assert (await theirs.prepare(processor, file_of(), FIELD, "", 60)).ref is not None
+    assert theirs.counters.processed == 1, "it is made again when nobody has it any more"
+
+
+async def test_those_who_come_together_wait_for_the_first(
+    renderer: Callable, processor: Processor
+) -> None:
+    pictures, blobs = await renderer()
+    waiting = [
+        asyncio.create_task(pictures.prepare(processor, file_of(), FIELD, "", 60)) for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    prepared = await asyncio.gather(*waiting, return_exceptions=True)
+    assert pictures.counters.processed == 1
+    assert isinstance(prepared[0], asyncio.CancelledError)
+    found = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, Prepared)]
+    assert len(found) == 7
+    assert all(one == found[0] for one in found)
+
+
+async def test_a_bad_picture_fails_for_each_by_its_own_field(
+    renderer: Callable, processor: Processor
+) -> None:
+    pictures, _ = await renderer()
+    bad = b"\x89PNG broken"
+    failed = await asyncio.gather(
+        *(pictures.prepare(processor, bad, f"field {i}", "", 60) for i in range(3)),
+        return_exceptions=True,
+    )
+    assert [type(error) for error in failed] == [InvalidMedia] * 3
+    assert [error.field for error in failed] == ["field 0", "field 1", "field 2"]
+
+
+async def test_without_room_it_goes_into_the_message(
+    renderer: Callable, processor: Processor
+) -> None:
+    pictures, blobs = await renderer(arena_mib=1)
+    filling = blobs.put("ab" * 32, [bytes(2**20)], 60)
+    prepared = await pictures.prepare(processor, file_of(), FIELD, "", 60)
+    assert prepared.ref is None
+    assert set(prepared.fields) == {"pixel_patches", "pixel_table", "image_grid_thw"}
+    await blobs.release(filling)
+    assert (await pictures.prepare(processor, file_of(), FIELD, "", 60)).ref is not None
+
+
+async def test_what_was_made_for_one_tenant_is_not_found_for_another(
+    renderer: Callable, processor: Processor
+) -> None:
+    (ours, _), (theirs, _) = await renderer(), await renderer()
+    a = await ours.prepare(processor, file_of(), FIELD, "a", 60)
+    b = await theirs.prepare(processor, file_of(), FIELD, "b", 60)
+    assert a.mm_hash != b.mm_hash
+    assert (theirs.counters.processed, theirs.counters.hits) == (1, 0)
+    assert (await theirs.prepare(processor, file_of(), FIELD, "a", 60)).mm_hash == a.mm_hash
+    assert (theirs.counters.processed, theirs.counters.hits) == (1, 1)

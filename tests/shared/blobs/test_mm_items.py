@@ -1,0 +1,86 @@
+"""What an item may be: any fields, of several levels, and a placeholder with text in it."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.blobs import mm_items
+from shared.blobs.transports import Blob
+from shared.codec import envelope
+from shared.codec.tensors import from_torch, to_torch
+from shared.errors import DecodeError
+from shared.protocol.messages import Acceptance, EngineTask
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, pack_mask
+from shared.protocol.sampling import SamplingParams
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_a_mask_says_of_each_token_whether_it_is_replaced(is_embed: list[bool]):
+    placeholder = PlaceholderRange(5, len(is_embed), pack_mask(is_embed))
+    assert placeholder.embed_indexes() == [i for i, embeds in enumerate(is_embed) if embeds]
+    assert placeholder.num_embeds == sum(is_embed)
+
+
+def test_without_a_mask_all_are_replaced():
+    assert PlaceholderRange(5, 11).embed_indexes() == list(range(11))
+    assert PlaceholderRange(5, 11).num_embeds == 11
+
+
+async def test_levels_and_masks_fit_the_envelope():
+    """Embeddings of several layers of a tower, as DeepStack feeds them, beside their grid."""
+    fields = {
+        "image_grid_thw": torch.tensor([1, 6, 4]),
+        "embedding": torch.randn(6, 32).to(torch.bfloat16),
+        **{f"deepstack.{level}": torch.randn(6, 32).to(torch.bfloat16) for level in range(3)},
+    }
+    mask = pack_mask([True, True, True, False] * 2)
+    item = MultiModalKwargsItem(
+        "image", "ab" * 32, PlaceholderRange(3, 8, mask), {n: i for i, n in enumerate(fields)}
+    )
+    task = EngineTask(
+        "r", "m", "batch", list(range(20)), [item], SamplingParams(), Acceptance(0, 1, 1, ""), []
+    )
+    data = envelope.encode(task, [from_torch(tensor) for tensor in fields.values()])
+    received, tensors = envelope.decode(data, EngineTask)
+    assert received == task
+    nobody: Any = None
+    found, blob = await mm_items.open_item(nobody, received.items[0], tensors)
+    assert blob is None
+    assert {name: to_torch(t).shape for name, t in found.items()} == {
+        name: t.shape for name, t in fields.items()
+    }
+    assert all(torch.equal(to_torch(found[name]), tensor) for name, tensor in fields.items())
+
+
+class OneBlob:
+    """Of an item with six embeddings."""
+
+    async def get(self, ref: object) -> Blob:
+        contents = mm_items.Contents({"embedding": 0}, 6)
+        data = envelope.encode(contents, [from_torch(torch.zeros(6, 4))])
+        return Blob(memoryview(data), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "fits"),
+    [
+        (PlaceholderRange(3, 6), True),
+        (PlaceholderRange(3, 8, pack_mask([True, True, True, False] * 2)), True),
+        (PlaceholderRange(3, 8), False),
+        (PlaceholderRange(3, 6, pack_mask([True] * 5 + [False])), False),
+    ],
+)
+async def test_a_blob_fills_its_placeholder_or_is_refused(
+    placeholder: PlaceholderRange, fits: bool
+):
+    blobs, ref = OneBlob(), object()
+    item: Any = MultiModalKwargsItem("image", "ab" * 32, placeholder, blob=ref)  # type: ignore[arg-type]
+    if fits:
+        found, _ = await mm_items.open_item(blobs, item, [])  # type: ignore[arg-type]
+        assert set(found) == {"embedding"}
+    else:
+        with pytest.raises(DecodeError):
+            await mm_items.open_item(blobs, item, [])  # type: ignore[arg-type]

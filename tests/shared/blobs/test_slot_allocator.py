@@ -1,0 +1,114 @@
+"""The pool of slots against a model of it: nothing overlaps, nothing that is pinned moves."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from shared.blobs.slot_allocator import ALIGNMENT, Slot, SlotPool
+
+CAPACITY = 8 * ALIGNMENT
+NAMES = st.sampled_from("abcdef")
+HOLDERS = st.sampled_from("xyz")
+SIZES = st.integers(0, CAPACITY + 1)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(CAPACITY + 5)
+        self.pins: dict[str, set[str]] = {}
+        self.offsets: dict[str, int] = {}
+
+    @rule(name=NAMES, num_bytes=SIZES, holder=HOLDERS)
+    def add(self, name: str, num_bytes: int, holder: str) -> None:
+        if name in self.pool:
+            return
+        slot = self.pool.add(name, num_bytes, holder)
+        if slot is not None:
+            self.pins[name] = {holder}
+            self.offsets[name] = slot.offset
+
+    @rule(name=NAMES, holder=HOLDERS)
+    def pin(self, name: str, holder: str) -> None:
+        slot = self.pool.pin(name, holder)
+        assert (slot is not None) == (name in self.pool)
+        if slot is not None:
+            self.pins[name].add(holder)
+
+    @rule(name=NAMES, holder=HOLDERS)
+    def unpin(self, name: str, holder: str) -> None:
+        self.pool.unpin(name, holder)
+        self.pins.get(name, set()).discard(holder)
+
+    @rule(holder=HOLDERS)
+    def unpin_all(self, holder: str) -> None:
+        self.pool.unpin_all(holder)
+        for holders in self.pins.values():
+            holders.discard(holder)
+
+    @invariant()
+    def what_is_pinned_is_where_it_was(self) -> None:
+        self.pool.check()
+        for name, holders in self.pins.items():
+            if holders:
+                slot = self.pool.pin(name, next(iter(holders)))
+                assert slot is not None
+                assert (slot.pins, slot.offset) == (holders, self.offsets[name])
+        self.pins = {name: holders for name, holders in self.pins.items() if name in self.pool}
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(deadline=None, max_examples=100)
+
+
+def put(pool: SlotPool, name: str, num_pages: int) -> Slot | None:
+    """A slot that nobody keeps."""
+    slot = pool.add(name, num_pages * ALIGNMENT, "writer")
+    pool.unpin(name, "writer")
+    return slot
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    pool = SlotPool(CAPACITY)
+    for name in "abcd":
+        put(pool, name, 2)
+    pool.pin("a", "reader")
+    pool.unpin("a", "reader")
+    put(pool, "e", 2)
+    assert [name for name in "abcde" if name in pool] == ["a", "c", "d", "e"]
+
+
+def test_what_is_pinned_is_not_evicted_and_the_newcomer_refused() -> None:
+    pool = SlotPool(CAPACITY)
+    put(pool, "a", 4)
+    pool.pin("a", "reader")
+    assert pool.add("b", 5 * ALIGNMENT, "writer") is None
+    assert "a" in pool
+    pool.unpin_all("reader")
+    assert pool.add("b", 5 * ALIGNMENT, "writer") is not None
+    assert "a" not in pool
+
+
+def test_more_than_there_is_evicts_nothing() -> None:
+    pool = SlotPool(CAPACITY)
+    put(pool, "a", 1)
+    assert pool.add("b", CAPACITY + 1, "writer") is None
+    assert "a" in pool
+
+
+def test_freed_neighbours_become_one() -> None:
+    pool = SlotPool(CAPACITY)
+    for name in "abcd":
+        put(pool, name, 2)
+    for name in "bdca":
+        pool.remove(name)
+        pool.check()
+    assert put(pool, "e", 8) is not None
+
+
+def test_a_pinned_slot_is_not_removed() -> None:
+    pool = SlotPool(CAPACITY)
+    pool.add("a", 1, "writer")
+    with pytest.raises(AssertionError, match="pinned"):
+        pool.remove("a")

@@ -1,0 +1,337 @@
+"""Every road brings the same bytes, and says so when there are none."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from shared.blobs import protocol as wire
+from shared.blobs.store import Blobs
+from shared.bus.embedded_server import Broker
+from shared.config import BlobsConfig
+from shared.errors import BlobLost
+from shared.protocol import subjects
+from shared.protocol.messages import BlobAddress
+from shared.protocol.multimodal import BlobRef
+
+MIB = 2**20
+NAME = "ab" * 32
+
+
+def put(blobs: Blobs, data: bytes, name: str = NAME, ttl_s: float = 60) -> BlobRef:
+    ref = blobs.put(name, [data], ttl_s)
+    assert ref is not None
+    return ref
+
+
+async def until_there_is_room(owner: Blobs, data: bytes) -> None:
+    for _ in range(200):
+        if owner.put("cd" * 32, [data], 60) is not None:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("there is no room")
+
+
+def run(script: str, *args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script, *args], stdout=subprocess.PIPE)
+
+
+def elsewhere(address: BlobAddress) -> BlobAddress:
+    return msgspec.structs.replace(address, host="another machine")
+
+
+def no_tcp(address: BlobAddress) -> BlobAddress:
+    return msgspec.structs.replace(elsewhere(address), tcp=None)
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def dead_ends(address: BlobAddress) -> BlobAddress:
+    """Both faster roads lead nowhere."""
+    return msgspec.structs.replace(address, local="nobody", tcp=("127.0.0.1", closed_port()))
+
+
+ROADS = {
+    "its memory": lambda address: address,
+    "a socket": elsewhere,
+    "the broker": no_tcp,
+    "the broker, when the others fail": dead_ends,
+}
+
+
+@pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("num_bytes", [0, 1, 64 * 1024, 3 * MIB + 5])
+async def test_every_road_brings_the_same_bytes(
+    start: Callable, told: Callable, num_bytes: int
+) -> None:
+    owner, reader = await start(told=told), await start()
+    data = secrets.token_bytes(num_bytes)
+    ref = put(owner, data)
+    for _ in range(2):
+        with await reader.get(ref) as blob:
+            assert bytes(blob.data) == data
+            assert blob.data.readonly
+
+
+async def test_the_owner_reads_its_own(start: Callable) -> None:
+    owner = await start()
+    with await owner.get(put(owner, b"abc")) as blob:
+        assert bytes(blob.data) == b"abc"
+
+
+@pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
+async def test_what_was_released_or_has_expired_is_lost(start: Callable, told: Callable) -> None:
+    owner, reader = await start(told=told), await start()
+    released, expired = put(owner, b"abc"), put(owner, b"abc", ttl_s=0.05)
+    await reader.release(released)
+    await asyncio.sleep(0.1)
+    for ref in (released, expired, BlobRef(released.worker, bytes(32), 3)):
+        with pytest.raises(BlobLost):
+            await reader.get(ref)
+    with await reader.get(put(owner, b"abc")) as blob:
+        assert bytes(blob.data) == b"abc"
+
+
+async def test_an_owner_that_nobody_knows_is_lost_at_once(start: Callable) -> None:
+    reader = await start()
+    async with asyncio.timeout(1):
+        with pytest.raises(BlobLost):
+            await reader.get(BlobRef("nobody", bytes(32), 3))
+
+
+async def test_nothing_changes_under_the_eyes_of_a_reader(start: Callable) -> None:
+    owner = await start(BlobsConfig(arena_mib=1))
+    reader = await start()
+    ref = put(owner, b"a" * MIB)
+    blob = await reader.get(ref)
+    await reader.release(ref)
+    assert owner.put("cd" * 32, [b"b" * MIB], 60) is None
+    assert bytes(blob.data) == b"a" * MIB
+    blob.close()
+    await until_there_is_room(owner, b"b" * MIB)
+
+
+async def test_two_references_to_one_content_keep_it_once(start: Callable) -> None:
+    owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
+    first, second = put(owner, b"a" * MIB), put(owner, b"a" * MIB)
+    await reader.release(first)
+    with await reader.get(second) as blob:
+        assert blob.data.nbytes == MIB
+    await reader.release(second)
+    found = await owner.find(NAME, 60)
+    assert found is not None, "it is kept until its room is needed"
+    await reader.release(found)
+    put(owner, b"b", name="cd" * 32)
+    assert await owner.find(NAME, 60) is None
+
+
+async def test_many_readers_at_once(start: Callable) -> None:
+    owner = await start(told=elsewhere)
+    readers = [await start() for _ in range(3)]
+    contents = [secrets.token_bytes(100_000 + i) for i in range(8)]
+    refs = [put(owner, data, name=f"{i:02}" * 32) for i, data in enumerate(contents)]
+
+    async def read(reader: Blobs, index: int) -> None:
+        with await reader.get(refs[index]) as blob:
+            assert bytes(blob.data) == contents[index]
+
+    await asyncio.gather(*(read(r, i) for r in readers for i in range(8) for _ in range(3)))
+
+
+async def test_a_cancelled_reader_does_not_confuse_the_next(start: Callable) -> None:
+    owner, reader = await start(told=elsewhere), await start()
+    large, small = put(owner, bytes(32 * MIB)), put(owner, b"abc", name="cd" * 32)
+    for pause_s in (0.0, 0.001, 0.005, 0.02):
+        reading = asyncio.create_task(reader.get(large))
+        await asyncio.sleep(pause_s)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        with await reader.get(small) as blob:
+            assert bytes(blob.data) == b"abc"
+
+
+OWNER = """
+import asyncio, sys
+from shared.blobs import Blobs
+from shared.bus import Bus
+from shared.config import BlobsConfig
+from shared.messages import Heartbeat, to_json, to_msgpack
+
+async def main():
+    bus = await Bus.connect(sys.argv[1], "owner")
+    blobs = Blobs(bus, "test", "owner", BlobsConfig(arena_mib=16))
+    await blobs.start()
+    beat = Heartbeat("test", "owner", "0", 0, [], {}, blobs.address)
+    await bus.put_heartbeat("owner", to_json(beat))
+    print(to_msgpack(blobs.put("ab" * 32, [b"x" * 2**20], 60)).hex(), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_owner_is_lost_and_what_is_being_read_stays(
+    broker: Broker, start: Callable
+) -> None:
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        blob = await reader.get(ref)
+        os.kill(owner.pid, signal.SIGKILL)
+    assert bytes(blob.data) == b"x" * 2**20
+    blob.close()
+    async with asyncio.timeout(3):
+        with pytest.raises(BlobLost):
+            await reader.get(ref)
+
+
+async def test_a_killed_reader_frees_what_it_was_reading(start: Callable, broker: Broker) -> None:
+    owner = await start(BlobsConfig(arena_mib=1))
+    ref = put(owner, b"a" * MIB)
+    script = f"""
+import asyncio, sys, msgspec
+from shared.roads import LocalRoad
+from shared.multimodal import BlobRef
+async def main():
+    blob = await LocalRoad({owner.address.local!r}).get(BlobRef("", {ref.key!r}, {ref.num_bytes}))
+    print(blob.data.nbytes, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with run(script) as reader:
+        assert reader.stdout is not None
+        assert int(await asyncio.to_thread(reader.stdout.readline)) == MIB
+        await owner.release(ref)
+        assert owner.put("cd" * 32, [b"b"], 60) is None
+        reader.kill()
+    await until_there_is_room(owner, b"b")
+
+
+async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Callable) -> None:
+    """The connection is not used again, but its end would free what is read."""
+    owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
+    ref = put(owner, b"a" * MIB)
+    blob = await reader.get(ref)
+    await owner.acknowledge(ref)
+    asking = asyncio.create_task(reader.acknowledge(ref))
+    while not reader._roads[ref.worker][0]._turn.locked():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    with await reader.get(ref) as again:
+        assert bytes(again.data) == b"a" * MIB
+    await asyncio.sleep(0.1)
+    assert owner.put("cd" * 32, [b"b" * MIB], 60) is None
+    assert bytes(blob.data) == b"a" * MIB
+    blob.close()
+    await until_there_is_room(owner, b"b" * MIB)
+
+
+async def test_nonsense_on_the_socket_harms_nobody(start: Callable) -> None:
+    owner = await start()
+    ref = put(owner, b"abc")
+    assert owner.address.tcp is not None
+    for nonsense in (b"", b"G", b"\xff" * 37, secrets.token_bytes(10_000)):
+        stream, writer = await asyncio.open_connection(*owner.address.tcp)
+        writer.write(nonsense)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionResetError):
+            await stream.read()
+        writer.close()
+    reader = await start()
+    with await reader.get(ref) as blob:
+        assert bytes(blob.data) == b"abc"
+    assert await reader._bus.ask(subjects.blob(ref.worker), b"nonsense", 1) == b""
+
+
+def num_mapped_arenas() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:pagemill" in line for line in maps)
+
+
+async def test_the_memory_of_a_dead_owner_is_let_go(broker: Broker, start: Callable) -> None:
+    reader = await start()
+    num_at_first, fds_at_first = num_mapped_arenas(), len(os.listdir("/proc/self/fd"))
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        owner.stdout.close()
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        with await reader.get(ref):
+            assert num_mapped_arenas() == num_at_first + 1
+        os.kill(owner.pid, signal.SIGKILL)
+    for _ in range(100):
+        if num_mapped_arenas() == num_at_first and len(os.listdir("/proc/self/fd")) == fds_at_first:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail("it is still mapped, or its connection open")
+
+
+async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
+    broker: Broker, start: Callable
+) -> None:
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        (await reader.get(ref)).close()
+        os.kill(owner.pid, signal.SIGSTOP)
+        try:
+            # One after the other they would take half a minute.
+            async with asyncio.timeout(12):
+                found = await asyncio.gather(
+                    *(reader.get(ref) for _ in range(24)), return_exceptions=True
+                )
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    assert all(isinstance(error, BlobLost) for error in found), found
+
+
+async def test_a_release_reaches_an_owner_that_was_frozen(broker: Broker, start: Callable) -> None:
+    reader = await start()
+    with run(OWNER, broker.url) as owner:
+        assert owner.stdout is not None
+        line = await asyncio.to_thread(owner.stdout.readline)
+        ref = msgspec.msgpack.decode(bytes.fromhex(line.decode()), type=BlobRef)
+        (await reader.get(ref)).close()
+        os.kill(owner.pid, signal.SIGSTOP)
+        try:
+            await reader.release(ref)
+            os.kill(owner.pid, signal.SIGCONT)
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        (await reader.get(ref)).close()
+                    except BlobLost:
+                        break
+                    await asyncio.sleep(0.1)
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+
+
+async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> None:
+    owner = await start()
+    ref = put(owner, b"abc")
+    owner.forget(ref)
+    assert owner.load()["arena_pinned"] == 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect("\0" + owner.address.local)
+        await asyncio.to_thread(sock.recv, len(wire.HELLO))
+        sock.sendall(wire._question.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
+        # And ends, before it can be told the key.
+    await asyncio.sleep(0.2)
+    assert owner.load()["arena_pinned"] == 0

@@ -1,0 +1,206 @@
+"""Publish, consume, settle: the hand-over rules on a real server."""
+
+import asyncio
+import secrets
+import time
+
+import pytest
+from nats.aio.msg import Msg
+
+from shared.bus.bus import Bus
+from shared.bus.connection import next_of
+from shared.bus.consumer import Consumer
+from shared.bus.embedded_server import Broker
+from shared.config import DeliveryConfig, NatsConfig
+from shared.errors import PayloadTooLarge, Unavailable
+from shared.protocol import subjects
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+async def consume(bus: Bus, model: str, capacity: int = 4, ack_wait_s: float = 1.0) -> Consumer:
+    return await bus.consume(
+        subjects.STAGES_STREAM,
+        subjects.stage_consumer("renderer", model, "batch"),
+        subjects.stage_filter("renderer", model, "batch"),
+        capacity,
+        ack_wait_s,
+    )
+
+
+async def put(bus: Bus, model: str, text: str) -> bool:
+    return await bus.publish(
+        subjects.stage("renderer", model, "batch", text), text.encode(), f"{model}:{text}"
+    )
+
+
+async def test_a_message_published_twice_is_delivered_once(bus: Bus, model: str) -> None:
+    assert await put(bus, model, "a") is False
+    assert await put(bus, model, "a") is True
+    consumer = await consume(bus, model)
+    delivery = await consumer.next()
+    assert (delivery.data, delivery.attempt) == (b"a", 1)
+    await delivery.ack()
+    assert await put(bus, model, "a") is True
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(consumer.next(), 0.3)
+
+
+async def test_what_is_not_settled_comes_again(bus: Bus, model: str) -> None:
+    await put(bus, model, "a")
+    consumer = await consume(bus, model, ack_wait_s=0.5)
+    first = await consumer.next()
+    second = await asyncio.wait_for(consumer.next(), 5)
+    assert (first.attempt, second.attempt) == (1, 2)
+    await second.ack()
+
+
+async def test_progress_keeps_a_message_in_hand(bus: Bus, model: str) -> None:
+    await put(bus, model, "a")
+    consumer = await consume(bus, model, ack_wait_s=0.6)
+    delivery = await consumer.next()
+    for _ in range(6):
+        await delivery.progress()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(consumer.next(), 0.2)
+    await delivery.ack()
+
+
+async def test_a_retry_waits_as_long_as_it_is_told(bus: Bus, model: str) -> None:
+    await put(bus, model, "a")
+    consumer = await consume(bus, model, ack_wait_s=10)
+    began = time.monotonic()
+    await (await consumer.next()).retry(0.5)
+    again = await asyncio.wait_for(consumer.next(), 5)
+    assert time.monotonic() - began >= 0.5
+    assert again.attempt == 2
+    await again.ack()
+
+
+async def test_no_more_is_taken_than_the_capacity(bus: Bus, model: str) -> None:
+    for number in range(10):
+        await put(bus, model, str(number))
+    consumer = await consume(bus, model, capacity=3, ack_wait_s=30)
+    held = [await consumer.next() for _ in range(3)]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(consumer.next(), 0.3)
+    assert consumer.held == 3
+    for delivery in held:
+        await delivery.ack()
+    rest = []
+    for _ in range(7):
+        delivery = await asyncio.wait_for(consumer.next(), 5)
+        await delivery.ack()
+        rest.append(delivery.data)
+    assert rest == [str(number).encode() for number in range(3, 10)]
+
+
+async def test_two_workers_share_the_work(bus: Bus, model: str) -> None:
+    one, two = await consume(bus, model, capacity=1), await consume(bus, model, capacity=1)
+    await put(bus, model, "a")
+    await put(bus, model, "b")
+    first = await asyncio.wait_for(one.next(), 5)
+    second = await asyncio.wait_for(two.next(), 5)
+    assert {first.data, second.data} == {b"a", b"b"}
+    await first.ack()
+    await second.ack()
+
+
+async def test_a_stopped_consumer_takes_nothing_more(bus: Bus, model: str) -> None:
+    consumer = await consume(bus, model)
+    await consumer.stop()
+    await put(bus, model, "a")
+    other = await consume(bus, model)
+    assert (await asyncio.wait_for(other.next(), 5)).data == b"a"
+
+
+async def test_a_message_over_the_limit_is_refused_by_name(bus: Bus, model: str) -> None:
+    with pytest.raises(PayloadTooLarge, match=str(bus.max_payload - 1024)):
+        await bus.publish(subjects.request(model), bytes(bus.max_payload), "too-large")
+
+
+async def test_no_server_is_said_plainly() -> None:
+    with pytest.raises(Unavailable, match=r"nats://127\.0\.0\.1:1"):
+        await Bus.connect("nats://127.0.0.1:1", "test", timeout_s=0.5)
+
+
+async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Broker) -> None:
+    """The library writes by itself where its writer has ended, and its reader has not seen why."""
+    bus = await Bus.connect(broker.url, "test-lost")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus._nc
+    await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
+    held = len(nc._subs)
+    for _ in range(3):
+        nc._flusher_task.cancel()
+        await asyncio.sleep(0)
+        nc._transport.close()
+        assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    listener = await bus.listen(subjects.tokens("nobody"))
+    nc._flusher_task.cancel()
+    await asyncio.sleep(0)
+    nc._transport.close()
+    await bus.publish(subjects.cancel("nobody"), b"", f"lost-{secrets.token_hex(4)}")
+    await bus.unlisten(listener)
+    assert len(nc._subs) == held
+    await bus.close()
+
+
+async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker) -> None:
+    """The library's reader dies of an answer that nobody waits for any more."""
+    bus = await Bus.connect(broker.url, "test-deaf")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    nc = bus._nc
+    for _ in range(3):
+        listening = asyncio.create_task(bus.listen(subjects.tokens("nobody")))
+        while not nc._pongs:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    assert nc.stats["reconnects"] == 0
+    await bus.close()
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("waits_for", ["an answer", "the server", "a message"])
+async def test_who_is_cancelled_just_when_it_comes_is_cancelled(
+    broker: Broker, waits_for: str, steps: int
+) -> None:
+    """The library forgets it in one of the steps between what comes and who waits for it."""
+    bus = await Bus.connect(broker.url, "test-cancelled")
+    nc = bus._nc
+    subscription = await nc.subscribe("test.cancelled")
+
+    async def wait() -> None:
+        match waits_for:
+            case "an answer":
+                await nc.request("test.cancelled", b"", timeout=5)
+            case "the server":
+                await nc.flush(timeout=5)
+            case _:
+                await next_of(subscription, 5.0)
+
+    def come() -> None:
+        match waits_for:
+            case "an answer":
+                (answer,) = nc._resp_map.values()
+                answer.set_result(Msg(nc))
+            case "the server":
+                nc._pongs[-1].set_result(True)
+            case _:
+                subscription._pending_queue.put_nowait(Msg(nc))
+
+    waiting = asyncio.create_task(wait())
+    while not (nc._resp_map or nc._pongs or subscription._pending_next_msgs_calls):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    come()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    in_time = waiting.cancel()
+    (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert in_time == isinstance(outcome, asyncio.CancelledError)
+    await bus.close()

@@ -1,0 +1,171 @@
+"""What a server must have, and how it is told when it has not."""
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.bus import bus as bus_module
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker, find_binary, free_port
+from shared.bus.streams import ANSWER_TIMEOUT_S
+from shared.client import ask
+from shared.config import DeliveryConfig, NatsConfig
+from shared.errors import ConfigError, Overloaded
+from shared.protocol import subjects
+from shared.protocol.messages import GenerateRequest, Message
+
+SETTINGS_EXPORT = """
+system_account: SYS
+accounts {
+  SYS { exports: [{ service: "$SYS.REQ.SERVER.PING.JSZ", response_type: stream }] }
+  PM {
+    jetstream: enabled
+    users: [{ user: pm, password: pm }]
+    imports: [{ service: { account: SYS, subject: "$SYS.REQ.SERVER.PING.JSZ" } }]
+  }
+}
+no_auth_user: pm
+"""
+
+
+def start_server(folder: Path, settings: str) -> tuple[subprocess.Popen[bytes], str]:
+    port, config = free_port(), folder / "nats.conf"
+    config.write_text(f"host: 127.0.0.1\nport: {port}\n{settings}")
+    process = subprocess.Popen([find_binary(), "-c", str(config)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 10
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process, f"nats://127.0.0.1:{port}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("", "JetStream"),
+        ('jetstream { store_dir: "STORE" }', "does not tell"),
+        ('jetstream { store_dir: "STORE" }' + SETTINGS_EXPORT, "sync_interval"),
+        ('max_payload: 4KB\njetstream { store_dir: "STORE" }', "max_payload"),
+        (
+            'jetstream { store_dir: "STORE", sync_interval: always, max_file_store: 1GB }'
+            + SETTINGS_EXPORT,
+            "max_file_store",
+        ),
+    ],
+    ids=["no JetStream", "silent", "no sync", "small messages", "small store"],
+)
+async def test_a_server_that_cannot_keep_the_promises_is_refused(
+    tmp_path: Path, settings: str, named: str
+) -> None:
+    process, url = start_server(tmp_path, settings.replace("STORE", str(tmp_path / "js")))
+    bus = await Bus.connect(url, "test")
+    try:
+        with pytest.raises(ConfigError, match=named):
+            await bus.prepare(NatsConfig(), DeliveryConfig())
+    finally:
+        await bus.close()
+        process.kill()
+        process.wait()
+
+
+async def test_an_operator_may_vouch_for_a_silent_server(tmp_path: Path) -> None:
+    process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
+    bus = await Bus.connect(url, "test")
+    try:
+        await bus.prepare(NatsConfig(unchecked=True), DeliveryConfig())
+    finally:
+        await bus.close()
+        process.kill()
+        process.wait()
+
+
+async def test_more_replicas_than_servers_are_refused(broker: Broker) -> None:
+    bus = await Bus.connect(broker.url, "test")
+    with pytest.raises(ConfigError, match="replicas"):
+        await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
+    await bus.close()
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[Broker]:
+    server = Broker(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(own_broker: Broker) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
+    request = GenerateRequest("demo", [Message("user", "hello")])
+    for number in range(2):
+        await bus.publish("pm.request.demo", b"x", str(number))
+    began = time.monotonic()
+    with pytest.raises(Overloaded, match="try again in 1 s") as caught:
+        await anext(ask(bus, request, "third"))
+    assert time.monotonic() - began < 5
+    assert caught.value.retry_after_s == 1.0
+    await bus.close()
+
+
+async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
+    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others who wait for it would have given up by now.
+    monkeypatch.setattr(bus_module, "PUBLISH_DEADLINE_S", 0.5)
+    pid = int(own_broker.pid_file.read_text())
+    bus = await Bus.connect(own_broker.url, "test")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        preparing = asyncio.create_task(bus.prepare(NatsConfig(unchecked=True), DeliveryConfig()))
+        await asyncio.sleep(ANSWER_TIMEOUT_S + 0.5)
+        assert not preparing.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await preparing
+    await bus.close()
+
+
+async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Broker) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    await bus.put_heartbeat("engine-1", b"{}")
+    own_broker.kill()
+    own_broker.start()
+    await bus.put_heartbeat("engine-1", b"{}")
+    assert await bus.silence_s("engine-1", witness="engine-1") == 0
+    assert await bus.silence_s("engine-2", witness="engine-1") == math.inf
+    assert await bus.heartbeats() == [b"{}"]
+    await bus.close()
+
+
+async def test_acknowledgements_in_groups_reach_a_server_that_was_away(own_broker: Broker) -> None:
+    bus = await Bus.connect(own_broker.url, "test")
+    await bus.prepare(NatsConfig(), DeliveryConfig())
+    queue = subjects.stage_filter("renderer", "m", "batch")
+    consumer = await bus.consume(subjects.STAGES_STREAM, "test", queue, 64, 30.0)
+    names = [str(number) for number in range(64)]
+    await asyncio.gather(
+        *(bus.publish(subjects.stage("renderer", "m", "batch", n), b"", n) for n in names)
+    )
+    deliveries = [await consumer.next() for _ in names]
+    await asyncio.sleep(0.5)  # until the server has on disk what it has delivered
+    first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]
+    await asyncio.sleep(0.001)  # some have left, some wait for their turn
+    own_broker.kill()
+    second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
+    own_broker.start()
+    await asyncio.gather(*first, *second)
+    backlog = await bus.backlog(subjects.STAGES_STREAM, "test")
+    assert (backlog.waiting, backlog.in_hand) == (0, 0)
+    await bus.close()

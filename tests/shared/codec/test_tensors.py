@@ -1,0 +1,77 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.codec.envelope import ITEM_BYTES, TensorData, decode, encode
+from shared.codec.tensors import from_numpy, from_torch, to_torch
+from shared.protocol.messages import Hop
+
+shapes = st.lists(st.integers(0, 5), max_size=4)
+
+
+def some_tensor(dtype, shape):
+    torch.manual_seed(0)
+    return (torch.randn(shape) * 50).to(getattr(torch, dtype))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(ITEM_BYTES)), shapes)
+def test_every_dtype_and_shape_crosses_the_envelope(dtype, shape):
+    sent = some_tensor(dtype, shape)
+    data = encode(Hop("r", "w", 1, 0.0, 0.0), [from_torch(sent)])
+    received = to_torch(decode(data, Hop)[1][0])
+    assert received.dtype == sent.dtype
+    assert received.shape == sent.shape
+    assert torch.equal(received, sent)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(set(ITEM_BYTES) - {"bfloat16"})), shapes)
+def test_numpy_and_torch_give_the_same_bytes(dtype, shape):
+    tensor = some_tensor(dtype, shape)
+    assert from_numpy(tensor.numpy()) == from_torch(tensor)
+
+
+def test_contiguous_tensors_are_not_copied():
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    array = np.zeros((2, 2), np.float32)
+    from_torch(tensor).data[0] = 1
+    from_numpy(array).data[0] = 1
+    assert tensor[0] != 0
+    assert array[0, 0] != 0
+    data = from_numpy(array)
+    assert to_torch(data).data_ptr() == array.ctypes.data
+
+
+def test_other_memory_orders_give_equal_values():
+    rows = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    for tensor in (rows.T, rows[:, 0], rows[:, ::2], rows.float()[0, ::2]):
+        assert torch.equal(to_torch(from_torch(tensor)), tensor)
+    array = np.arange(6, dtype=">i4").reshape(2, 3)
+    for other in (array, np.asfortranarray(array), array[:, ::2], array[0, ::-1]):
+        assert to_torch(from_numpy(other)).tolist() == other.tolist()
+
+
+def test_read_only_buffers_raise_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert to_torch(TensorData("uint8", (3,), memoryview(b"abc"))).tolist() == [97, 98, 99]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()],
+    ids=["complex", "sparse", "mkldnn"],
+)
+def test_what_cannot_be_sent_is_refused(tensor):
+    with pytest.raises(ValueError, match="cannot be sent"):
+        from_torch(tensor)
+
+
+def test_numpy_objects_are_refused():
+    with pytest.raises(ValueError, match="cannot be sent"):
+        from_numpy(np.array([object()]))

@@ -1,0 +1,169 @@
+"""The C++ kernels of towers against the same in torch, in float32 from the same rounded numbers."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.native import library, tower_kernels
+from shared.native.tower_kernels import TowerKernels
+from shared.vision.layers import rotate
+
+FOUND = tower_kernels.find(torch.empty(0, dtype=torch.bfloat16))
+needs_kernels = pytest.mark.skipif(
+    FOUND is None, reason="no AVX-512 for bfloat16, no compiler, or a matrix extension"
+)
+# Those of the towers there are, one that fills no register, and one of an odd number of units.
+HEAD_DIMS = [8, 16, 54, 64, 72, 80, 128]
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def kernels(request: pytest.FixtureRequest) -> TowerKernels:
+    loaded = library.load()
+    assert loaded is not None
+    return TowerKernels(loaded, request.param)
+
+
+def attend(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, lengths: list[int], scale: float):
+    """[num_rows, 3, num_heads, head_dim] -> [num_rows, num_heads, head_dim], one segment a time."""
+    query, key, value = qkv.unbind(1)
+    if angles is not None:
+        query, key = rotate(query, *angles), rotate(key, *angles)
+    parts = (t.float().transpose(0, 1).split(lengths, 1) for t in (query, key, value))
+    segments = zip(*parts, strict=True)
+    attended = [(q @ k.transpose(1, 2) * scale).softmax(-1) @ v for q, k, v in segments]
+    return torch.cat(attended, 1).transpose(0, 1)
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Row for row: what is rounded to bfloat16 on the way is off by its 2**-9 at most."""
+    assert actual.dtype == torch.bfloat16
+    assert actual.shape == expected.shape
+    off = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert off.max() < 0.01
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 7, 12, 31, 32, 33, 64, 100]), min_size=1, max_size=9),
+    num_heads=st.integers(1, 3),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    turning=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@example(lengths=[1], num_heads=1, head_dim=64, turning=True, seed=0)
+@example(lengths=[1001, 0, 200], num_heads=2, head_dim=80, turning=True, seed=0)
+@example(lengths=[3] * 300, num_heads=2, head_dim=72, turning=False, seed=0)
+def test_attention(
+    kernels: TowerKernels,
+    lengths: list[int],
+    num_heads: int,
+    head_dim: int,
+    turning: bool,
+    seed: int,
+):
+    torch.manual_seed(seed)
+    num_rows = sum(lengths)
+    qkv = torch.randn(num_rows, 3, num_heads, head_dim).bfloat16()
+    radians = torch.randn(num_rows, head_dim // 2).repeat(1, 2) * 3
+    angles = (radians.cos(), radians.sin()) if turning else None
+    # Sharp enough for a row to look at few others.
+    scale = 2 * head_dim**-0.5
+    actual = kernels.attend(*qkv.unbind(1), angles, starts(lengths), scale)
+    assert_near(actual, attend(qkv, angles, lengths, scale))
+
+
+EXACTLY = {
+    "none": lambda x: x,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    num_rows=st.sampled_from([0, 1, 11, 12, 13, 50, 700]),
+    num_inputs=st.sampled_from([2, 30, 64, 1000]),
+    num_outputs=st.sampled_from([1, 31, 32, 33, 90, 160]),
+    activation=st.sampled_from(tower_kernels.ACTIVATIONS),
+    seed=st.integers(0, 2**16),
+)
+def test_products(
+    kernels: TowerKernels,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    activation: str,
+    seed: int,
+):
+    torch.manual_seed(seed)
+    x = torch.randn(num_rows, num_inputs).bfloat16()
+    weight = (3 * num_inputs**-0.5 * torch.randn(num_outputs, num_inputs)).bfloat16()
+    bias = F.pad(torch.randn(num_outputs), (0, -num_outputs % tower_kernels.PANEL))
+    actual = kernels.multiply(x, tower_kernels.pack(weight), bias, num_outputs, activation)
+    products = x.double() @ weight.double().T + bias[:num_outputs]
+    assert actual.dtype == torch.bfloat16
+    # Nothing is rounded before the end, where 2**-9 is lost.
+    expected = EXACTLY[activation](products).float()
+    torch.testing.assert_close(actual.float(), expected, rtol=4e-3, atol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", tower_kernels.ACTIVATIONS)
+def test_activations_of_any_number(kernels: TowerKernels, activation: str):
+    x = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([1e30, torch.nan])]).bfloat16()
+    same = tower_kernels.pack(torch.eye(2).bfloat16())
+    pairs = torch.stack([x, torch.zeros_like(x)], 1)
+    actual = kernels.multiply(pairs, same, torch.zeros(32), 2, activation)
+    expected = EXACTLY[activation](x.double()).float()
+    torch.testing.assert_close(actual[:, 0].float(), expected, rtol=4e-3, atol=1e-5, equal_nan=True)
+
+
+@needs_kernels
+def test_a_segment_keeps_what_is_no_number_to_itself(kernels: TowerKernels):
+    qkv = torch.randn(90, 3, 2, 64).bfloat16()
+    expected = attend(qkv, None, [40, 45, 5], 0.1)
+    qkv[50, 1:] = torch.nan
+    actual = kernels.attend(*qkv.unbind(1), None, starts([40, 45, 5]), 0.1)
+    assert_near(actual[:40], expected[:40])
+    assert_near(actual[85:], expected[85:])
+    assert actual[40:85].isnan().all()
+
+
+@needs_kernels
+def test_scores_beyond_what_e_can_be_raised_to(kernels: TowerKernels):
+    qkv = 30 * torch.randn(50, 3, 1, 32).bfloat16()
+    actual = kernels.attend(*qkv.unbind(1), None, starts([50]), 1.0)
+    assert_near(actual, attend(qkv, None, [50], 1.0))
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [[1, 10], [0, 9], [0, 7, 5, 10], [0, 11]])
+def test_segments_are_those_of_the_rows(kernels: TowerKernels, wrong: list[int]):
+    qkv = torch.randn(10, 3, 1, 8).bfloat16()
+    with pytest.raises(AssertionError):
+        kernels.attend(*qkv.unbind(1), None, torch.tensor(wrong), 1.0)
+
+
+def test_what_stays_with_torch(monkeypatch: pytest.MonkeyPatch):
+    rough = torch.empty(0, dtype=torch.bfloat16)
+    assert tower_kernels.find(rough.float()) is None
+    assert tower_kernels.find(rough.to("meta")) is None
+    flags = library.processor_flags()
+    monkeypatch.setattr(library, "processor_flags", lambda: flags | {"amx_tile"})
+    assert tower_kernels.find(rough) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "load", lambda: None)
+    assert tower_kernels.find(rough) is None

@@ -1,0 +1,129 @@
+"""The retry policy: what was written down of earlier attempts decides, never the deliveries."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config import DeliveryConfig
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DecodeError,
+    InvalidRequest,
+    Overloaded,
+    Poisoned,
+    Unavailable,
+    UnknownModel,
+    WorkerFailure,
+)
+from shared.protocol.messages import Attempt
+from shared.stage.retry import (
+    MAX_DELAY_S,
+    Answer,
+    DeadLetter,
+    History,
+    Retry,
+    decide,
+    recount,
+    verdict,
+)
+
+POLICY = DeliveryConfig(max_deliver=5, max_deaths=2, retry_delay_s=0.5)
+failures = st.integers(min_value=0, max_value=10_000)
+jitters = st.floats(min_value=0, max_value=1, exclude_max=True)
+
+
+def attempt(worker: str, log_len: int = 0, outcome: str = "open", role: str = "engine") -> Attempt:
+    return Attempt(role, worker, 1, float(ord(worker)), log_len, outcome)  # type: ignore[arg-type]
+
+
+@given(failures)
+def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
+    for error in (InvalidRequest("x"), UnknownModel("x"), Cancelled("x"), DeadlineExceeded("x")):
+        assert decide(error, before, POLICY) == Answer()
+
+
+@given(failures)
+def test_what_nobody_can_read_or_survive_goes_to_the_dead_letters(before: int) -> None:
+    for error in (DecodeError("x"), Poisoned("x")):
+        assert decide(error, before, POLICY) == DeadLetter()
+
+
+@given(failures, jitters)
+def test_our_own_errors_are_retried_until_the_last_attempt(before: int, jitter: float) -> None:
+    decision = decide(WorkerFailure("x"), before, POLICY, jitter)
+    if before + 1 < POLICY.max_deliver:
+        assert isinstance(decision, Retry)
+        assert decision.failed
+        assert POLICY.retry_delay_s / 2 <= decision.after_s <= MAX_DELAY_S
+    else:
+        assert decision == DeadLetter()
+
+
+@given(failures, jitters)
+def test_a_broker_that_is_full_or_away_never_counts(before: int, jitter: float) -> None:
+    for error in (Unavailable("x"), Overloaded("x")):
+        decision = decide(error, before, POLICY, jitter)
+        assert isinstance(decision, Retry)
+        assert not decision.failed
+
+
+def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
+    pauses = [decide(WorkerFailure("x"), before, POLICY) for before in (0, 1, 2)]
+    assert pauses == [Retry(0.5, True), Retry(1.0, True), Retry(2.0, True)]
+    assert decide(WorkerFailure("x"), 2, POLICY, 0.5) == Retry(1.5, True)
+
+
+@pytest.mark.parametrize(
+    ("records", "log_len", "dead", "wanted"),
+    [
+        ([], 0, set(), History(0, 0)),
+        ([attempt("a")], 0, set(), History(1, 0)),
+        ([attempt("a")], 0, {"a"}, History(1, 1)),
+        ([attempt("a"), attempt("b")], 0, {"a", "b"}, History(2, 2)),
+        # The same attempt, handed back or failed later: one attempt.
+        ([attempt("a"), attempt("a", outcome="handed_back")], 0, {"a"}, History(0, 0)),
+        ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
+        # Twice in the hands of the same worker, which has died once.
+        (
+            [attempt("a"), Attempt("engine", "a", 2, 0.0, 0)],
+            0,
+            {"a"},
+            History(2, 1),
+        ),
+        # It got further before it died.
+        ([attempt("a")], 3, {"a"}, History(0, 0)),
+        ([attempt("a", 0), attempt("b", 3)], 3, {"a", "b"}, History(1, 1)),
+        # Another stage's.
+        ([attempt("r", role="renderer")], 0, {"r"}, History(0, 0)),
+    ],
+)
+def test_recounting(records: list[Attempt], log_len: int, dead: set[str], wanted: History) -> None:
+    assert recount(records, "engine", log_len, dead) == wanted
+
+
+attempts = st.builds(
+    attempt,
+    worker=st.sampled_from("abcdef"),
+    log_len=st.integers(0, 5),
+    outcome=st.sampled_from(["open", "failed", "handed_back"]),
+)
+
+
+@given(st.lists(attempts, max_size=12), st.integers(0, 5), st.sets(st.sampled_from("abcdef")))
+def test_a_request_is_never_given_up_for_being_handed_back(
+    records: list[Attempt], log_len: int, dead: set[str]
+) -> None:
+    history = recount(records, "engine", log_len, dead)
+    assert 0 <= history.deaths <= history.failures <= len(records)
+    returned = [
+        Attempt(a.role, a.worker, a.number, a.began_ms, a.log_len, "handed_back") for a in records
+    ]
+    assert recount([*records, *returned], "engine", log_len, dead) == History(0, 0)
+
+
+def test_two_deaths_are_poison_and_too_many_failures_a_failure() -> None:
+    assert verdict(History(1, 1), POLICY) is None
+    assert isinstance(verdict(History(2, 2), POLICY), Poisoned)
+    assert verdict(History(4, 0), POLICY) is None
+    assert isinstance(verdict(History(5, 0), POLICY), WorkerFailure)

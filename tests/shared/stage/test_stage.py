@@ -1,0 +1,607 @@
+"""Settling: hand over once, retry what is ours, keep what is given up, always tell the client."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer, Delivery
+from shared.bus.stored import Stored
+from shared.config import BlobsConfig, DeliveryConfig
+from shared.errors import (
+    BlobLost,
+    Cancelled,
+    DecodeError,
+    Fenced,
+    InvalidMedia,
+    Poisoned,
+    Unavailable,
+)
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    TENANT_HEADER,
+    Acceptance,
+    Attempt,
+    DeadLetter,
+    EngineTask,
+    Failure,
+    GenerateRequest,
+    Message,
+    RenderTask,
+    decode_attempt,
+    decode_request,
+    to_json,
+)
+from shared.protocol.multimodal import BlobRef
+from shared.protocol.sampling import SamplingParams
+from shared.stage.loop import Shutdown, serve
+from shared.stage.stage import Job, Stage
+from shared.state import dead_letters
+from shared.state.token_log import end_request, read_log
+from shared.telemetry.deltas import samples_of, total
+
+POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)
+
+
+@dataclass
+class Task:
+    accepted: Acceptance
+    path: list  # type: ignore[type-arg]
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def request_id() -> str:
+    return f"t-{secrets.token_hex(6)}"
+
+
+def make_stage(bus: Bus, worker: str = "renderer-test") -> Stage:
+    return Stage(bus, "renderer", worker, "0", POLICY)
+
+
+async def consume(
+    bus: Bus, role: str, model: str, ack_wait_s: float = POLICY.ack_wait_s
+) -> Consumer:
+    return await bus.consume(
+        subjects.STAGES_STREAM,
+        subjects.stage_consumer(role, model, "interactive"),
+        subjects.stage_filter(role, model, "interactive"),
+        4,
+        ack_wait_s,
+    )
+
+
+async def put(bus: Bus, model: str, request_id: str, data: bytes = b"task") -> None:
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    await bus.publish(subject, data, f"{request_id}:{secrets.token_hex(4)}")
+
+
+async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = None) -> Job:
+    job = stage.receive(await asyncio.wait_for(inbox.next(), 5))
+    assert job is not None
+    if accepted is not None:
+        job.identify(Task(accepted, []))
+    return job
+
+
+async def accept(
+    bus: Bus, model: str, request_id: str, headers: dict[str, str] | None = None
+) -> tuple[Acceptance, bytes]:
+    """A client's request, taken by a coordinator and put off for long."""
+    request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
+    subject = subjects.request(model)
+    inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    await bus.publish_unnamed(subject, request, headers)
+    delivery = await asyncio.wait_for(inbox.next(), 5)
+    await delivery.retry(600)
+    await inbox.stop()
+    return Acceptance(0.0, 0.0, delivery.sequence, delivery.receipt), request
+
+
+async def assert_nothing_more(consumer: Consumer, within_s: float = 1.0) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(consumer.next(), within_s)
+
+
+async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
+    stored = await bus.last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+    return None if stored is None else msgspec.msgpack.decode(stored.data, type=DeadLetter)
+
+
+async def attempts(bus: Bus, request_id: str) -> list[Attempt]:
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
+    return [decode_attempt(message.data) for message in stored]
+
+
+async def test_what_comes_again_during_its_acknowledgement_is_let_go(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    assert await stage.take(job) is not None
+    again = await asyncio.wait_for(inbox.next(), 5)
+    acknowledging = asyncio.Event()
+    ack = job.delivery.ack
+
+    async def slow_ack() -> None:
+        acknowledging.set()
+        await asyncio.sleep(0.05)
+        await ack()
+
+    job.delivery.ack = slow_ack  # type: ignore[method-assign]
+    handing_over = asyncio.create_task(
+        stage.hand_over(job, "engine", model, "interactive", b"engine task")
+    )
+    await acknowledging.wait()
+    assert stage.receive(again) is None
+    await handing_over
+    assert inbox.held == 0
+
+
+async def test_a_crash_between_publish_and_ack_hands_over_once(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    accepted = Acceptance(0.0, 0.0, 1, "")
+    first = await next_job(stage, inbox, accepted)
+    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    first.delivery.abandon()
+    again = await next_job(stage, inbox, accepted)
+    assert again.delivery.attempt == 2
+    await stage.hand_over(again, "engine", model, "interactive", b"rendered")
+    outbox = await consume(bus, "engine", model)
+    await (await outbox.next()).ack()
+    await assert_nothing_more(outbox)
+    await assert_nothing_more(inbox)
+
+
+async def test_work_is_queued_once_even_under_another_message_id(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """The window in which the server remembers message ids is over sooner than a long request."""
+    await put(bus, model, request_id)
+    await put(bus, model, request_id)
+    inbox = await consume(bus, "renderer", model)
+    await (await inbox.next()).ack()
+    await assert_nothing_more(inbox)
+
+
+async def test_a_clients_error_is_answered_and_settled(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    error = InvalidMedia("no picture", field="messages[0]")
+    await stage.fail(await next_job(stage, inbox), error)
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert (record.error.code, record.error.field) == ("invalid_media", "messages[0]")
+    await assert_nothing_more(inbox)
+    assert await dead_letter(bus, request_id) is None
+
+
+async def test_our_own_error_is_retried_then_kept_and_told(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    accepted, request = await accept(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    for attempt in (1, 2):
+        job = await next_job(stage, inbox, accepted)
+        assert job.delivery.attempt == attempt
+        assert await stage.take(job) is not None
+        await stage.fail(job, RuntimeError("secret at 0x7f00"))
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert record.error.code == "worker_failure"
+    assert "secret" not in record.error.message
+    letter = await dead_letter(bus, request_id)
+    assert letter is not None
+    assert (letter.attempts, letter.input, letter.worker) == (2, b"task", "renderer-test")
+    assert letter.request == request
+    assert [attempt.outcome for attempt in letter.history] == ["open", "failed", "open"]
+    assert "secret" in letter.traceback
+    await assert_nothing_more(inbox)
+    # Whoever ends a request acknowledges it where it was accepted.
+    assert await bus.queued_request(accepted.sequence) is None
+
+
+async def test_what_cannot_be_read_ends_its_request_at_once(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Without a word of the request in it, and so without its receipt."""
+    accepted, request = await accept(bus, model, request_id, {TENANT_HEADER: "somebody"})
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    msg_id = subjects.stage_msg_id("renderer", request_id, accepted.sequence, 0)
+    await bus.publish(subject, b"garbage", msg_id)
+    await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert record.error.code == "undecodable_message"
+    assert await bus.queued_request(accepted.sequence) is None
+    letter = await dead_letter(bus, request_id)
+    assert letter is not None
+    assert (letter.request, letter.tenant, letter.input) == (request, "somebody", b"garbage")
+    await assert_nothing_more(inbox)
+
+
+async def test_what_cannot_be_read_ends_no_other_request(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    accepted, _ = await accept(bus, model, f"{request_id}-other")
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    subject = subjects.stage("renderer", model, "interactive", request_id)
+    msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.sequence, 0)
+    await bus.publish(subject, b"garbage", msg_id)
+    await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
+    assert await bus.queued_request(accepted.sequence) is not None
+    assert await bus.acknowledge(accepted.receipt)
+
+
+async def test_a_stage_counts_what_becomes_of_its_work(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    for _ in range(2):
+        job = await next_job(stage, inbox)
+        await stage.take(job)
+        await stage.fail(job, RuntimeError("twice"))
+    await put(bus, model, f"{request_id}-2")
+    await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
+    told = samples_of(stage.metrics.tell())
+    counts = {
+        name: total(told, name, model=model)
+        for name in ("stage_redeliveries_total", "stage_retries_total", "stage_dead_letters_total")
+    }
+    assert counts == dict.fromkeys(counts, 1)
+    assert total(told, "stage_retries_total", code="worker_failure") == 1
+    assert total(told, "request_errors_total", code="worker_failure") == 1
+    assert total(told, "request_errors_total", code="invalid_media") == 1
+    assert total(told, "stage_queue_seconds_bucket", model=model, le="inf") == 2
+    assert total(told, "stage_handling_seconds_bucket", model=model, le="inf") == 2
+
+
+async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    accepted, request = await accept(bus, model, request_id)
+    accepted = msgspec.structs.replace(accepted, tenant="somebody")
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, accepted)
+    await stage.take(job)
+    await stage.fail(job, Poisoned("twice dead"))
+    assert len(await read_log(bus, request_id)) == 1
+    letter = await dead_letters.find(bus, request_id)
+    await dead_letters.requeue(bus, request_id, model, request, letter.tenant)
+    assert await read_log(bus, request_id) == []
+    assert await attempts(bus, request_id) == []
+    assert await dead_letter(bus, request_id) is None
+    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    delivery = await asyncio.wait_for(requests.next(), 5)
+    assert (delivery.data, delivery.msg_id, delivery.tenant) == (request, None, "somebody")
+    await delivery.ack()
+    await requests.stop()
+
+
+async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: str) -> None:
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await put(bus, model, request_id)
+    await stage.fail(await next_job(stage, inbox), Fenced("late"))
+    assert await read_log(bus, request_id) == []
+    # Whoever holds the log now finishes the request; if it died too, the message comes again.
+    await (await asyncio.wait_for(inbox.next(), 5)).ack()
+
+
+async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request_id: str) -> None:
+    accepted, _ = await accept(bus, model, request_id)
+    await put(bus, model, request_id)
+    await end_request(bus, request_id, 1, Cancelled("no more"), [])
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    assert await stage.take(await next_job(stage, inbox, accepted)) is None
+    await assert_nothing_more(inbox)
+    assert await bus.queued_request(accepted.sequence) is None
+
+
+async def test_a_request_in_hand_at_two_deaths_is_poison(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """The workers of this test have never had a heartbeat: they count as dead at once."""
+    await put(bus, model, request_id)
+    inbox = await consume(bus, "renderer", model)
+    for worker in ("renderer-one", "renderer-two"):
+        stage = make_stage(bus, worker)
+        job = await next_job(stage, inbox)
+        assert await stage.take(job) is not None
+        job.delivery.abandon()
+    stage = make_stage(bus, "renderer-three")
+    job = await next_job(stage, inbox)
+    with pytest.raises(Poisoned) as caught:
+        await stage.take(job)
+    await stage.fail(job, caught.value)
+    (record,) = await read_log(bus, request_id)
+    assert isinstance(record, Failure)
+    assert record.error.code == "poison"
+    letter = await dead_letter(bus, request_id)
+    assert letter is not None
+    assert [attempt.worker for attempt in letter.history] == ["renderer-one", "renderer-two"]
+
+
+async def two_suspects(bus: Bus, model: str) -> Consumer:
+    """A worker has died with two requests in hand, and only one of them can be at fault."""
+    inbox = await consume(bus, "renderer", model, ack_wait_s=2.0)
+    first = make_stage(bus, "renderer-one")
+    for number in range(2):
+        await put(bus, model, f"{number}-{model}")
+        job = await next_job(first, inbox)
+        await first.take(job)
+        job.delivery.abandon()
+    return inbox
+
+
+async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
+    inbox = await two_suspects(bus, model)
+    second = make_stage(bus, "renderer-two")
+    suspect = await next_job(second, inbox)
+    assert await second.take(suspect) is not None
+    other = await next_job(second, inbox)
+    assert await second.take(other) is None
+    assert [a.worker for a in await attempts(bus, str(other.request_id))] == ["renderer-one"]
+    await second.finish(suspect)
+    other = await next_job(second, inbox)
+    assert await second.take(other) is not None
+    await second.finish(other)
+
+
+async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model: str) -> None:
+    inbox = await two_suspects(bus, model)
+    second = make_stage(bus, "renderer-two")
+    waiting = await next_job(second, inbox)
+    assert await second.take(waiting) is not None
+    waiting.suspect = False  # it waits for something
+    other = await next_job(second, inbox)
+    assert await second.take(other) is not None
+    assert not second.may_begin(waiting)
+    await second.finish(other)
+    assert second.may_begin(waiting)
+    await second.finish(waiting)
+
+
+async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    job = await next_job(stage, inbox)
+    assert await stage.take(job) is not None
+    first = job.delivery
+    assert stage.receive(await asyncio.wait_for(inbox.next(), 5)) is None
+    assert job.delivery is not first
+    await stage.finish(job)
+    await assert_nothing_more(inbox)
+    assert inbox.held == 0
+
+
+async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Otherwise nobody would acknowledge the request before its deadline."""
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    await stage.finish(await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, "pm.nobody.listens")))
+    again = await asyncio.wait_for(inbox.next(), 5)
+    assert again.attempt == 2
+    await again.ack()
+
+
+async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -> None:
+    await put(bus, model, request_id)
+    inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
+    for attempt in range(1, 8):
+        job = await next_job(stage, inbox)
+        assert job.delivery.attempt == attempt
+        assert await stage.take(job) is not None
+        await stage.hand_back(job)
+    await (await asyncio.wait_for(inbox.next(), 5)).ack()
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
+    bus: Bus, model: str, hurried: bool
+) -> None:
+    inbox, shutdown, stage = await consume(bus, "renderer", model), Shutdown(), make_stage(bus)
+    quick, slow = f"q-{model}", f"s-{model}"
+    await put(bus, model, quick)
+    await put(bus, model, slow)
+    begun: list[Delivery] = []
+    finished: list[str | None] = []
+
+    async def handle(delivery: Delivery) -> None:
+        job = stage.receive(delivery)
+        assert job is not None
+        begun.append(delivery)
+        if len(begun) == 2:
+            shutdown.signal()
+            if hurried:
+                asyncio.get_running_loop().call_later(0.4, shutdown.signal)
+        try:
+            await asyncio.sleep(0.2 if job.request_id == quick else 60)
+        except asyncio.CancelledError:
+            await stage.hand_back(job)
+            raise
+        await stage.finish(job)
+        finished.append(job.request_id)
+
+    await asyncio.wait_for(serve(inbox, handle, shutdown, drain_s=30 if hurried else 0.4), 10)
+    assert finished == [quick]
+    other = await consume(bus, "renderer", model)
+    again = await asyncio.wait_for(other.next(), 5)
+    assert (subjects.last_token(again.subject), again.attempt) == (slow, 2)
+    await again.ack()
+
+
+async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """As after a leader was cut off: its delivery is unknown; the request has left its queue."""
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model, ack_wait_s=30)
+    accepted, _ = await accept(bus, model, request_id)
+    assert await bus.acknowledge(accepted.receipt)
+    parts = accepted.receipt.split(".")
+    # …<deliveries>.<sequence in the stream>.<in the consumer>.<time>.<pending>
+    parts[-4], parts[-3] = str(10**9), str(10**9)
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, msgspec.structs.replace(accepted, receipt=".".join(parts)))
+    assert await stage.take(job) is not None
+    await end_request(bus, request_id, 1, Cancelled("no"), [])
+    await stage.finish(job)
+    assert inbox.held == 0
+    queue = subjects.stage_consumer("renderer", model, "interactive")
+    backlog = await bus.backlog(subjects.STAGES_STREAM, queue)
+    assert (backlog.waiting, backlog.in_hand) == (0, 0)
+
+
+@pytest.fixture
+async def blobs(bus: Bus) -> AsyncIterator[Blobs]:
+    opened = Blobs(bus, "renderer", "renderer-test", BlobsConfig(arena_mib=1))
+    await opened.start()
+    yield opened
+    await opened.close()
+
+
+def put_payload(blobs: Blobs) -> BlobRef:
+    ref = blobs.put(secrets.token_hex(32), [b"payload"], 60)
+    assert ref is not None
+    return ref
+
+
+async def test_payloads_of_a_job_end_with_its_acknowledgement_and_not_before(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    ref = put_payload(blobs)
+    accepted = Acceptance(bus.now_ms() + 60_000, 0.0, 1, "")
+    for settle in ("hand back", "fail", "hand over"):
+        job = await next_job(stage, inbox, accepted)
+        job.inputs = [ref]
+        assert blobs.load()["arena_pinned"] == 1
+        match settle:
+            case "hand back":
+                await stage.hand_back(job)
+            case "fail":
+                await stage.fail(job, RuntimeError("this time"))
+            case _:
+                await stage.hand_over(job, "engine", model, "interactive", b"rendered")
+    assert blobs.load()["arena_pinned"] == 0
+
+
+async def test_payloads_that_were_not_handed_over_are_taken_back(
+    bus: Bus, model: str, request_id: str, blobs: Blobs
+) -> None:
+    stage = make_stage(bus)
+    stage.blobs = blobs
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    accepted = Acceptance(0.0, 0.0, 1, "")
+    first = await next_job(stage, inbox, accepted)
+    first.outputs = [put_payload(blobs)]
+    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    await stage.take_back(first)
+    first.delivery.abandon()
+    assert blobs.load()["arena_pinned"] == 1, "its message is on its way"
+    again = await next_job(stage, inbox, accepted)
+    again.outputs = [put_payload(blobs)]
+    await stage.hand_over(again, "engine", model, "interactive", b"rendered anew")
+    await stage.take_back(again)
+    assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
+
+
+async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
+    bus: Bus, model: str, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(bus)
+    inbox, outbox = [await consume(bus, role, model) for role in ("renderer", "engine")]
+    await put(bus, model, request_id)
+    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    await stage.publish(job, "engine", model, "interactive", b"lost")
+    in_the_way = await asyncio.wait_for(outbox.next(), 5)
+    with pytest.raises(Unavailable):
+        await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    last = bus.last
+
+    async def too_late(*args: str) -> Stored | None:
+        await in_the_way.ack()
+        return await last(*args)
+
+    monkeypatch.setattr(bus, "last", too_late)
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    again = await asyncio.wait_for(outbox.next(), 5)
+    assert again.data == b"made again"
+    await again.ack()
+    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    await assert_nothing_more(outbox)
+
+
+async def test_what_was_made_again_is_not_settled_with_what_was_lost(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    stage = make_stage(bus)
+    inbox = await consume(bus, "renderer", model)
+    await put(bus, model, request_id)
+    lost = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    assert await stage.take(lost) is not None
+    other = await consume(bus, "renderer", model)
+    async with asyncio.timeout(10):
+        # The message that this worker has in hand is another's meanwhile, who settles it.
+        await (await other.next()).ack()
+        await other.stop()
+        await put(bus, model, request_id, b"made again")
+        again = await inbox.next()
+        while again.data != b"made again":
+            assert stage.receive(again) is None
+            again = await inbox.next()
+        assert stage.receive(again) is None
+        await stage.hand_over(lost, "engine", model, "interactive", b"rendered")
+        job = await next_job(stage, inbox)
+        assert job.delivery.data == b"made again"
+        await job.delivery.ack()
+
+
+async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """Nothing of the request is lost with its pictures."""
+    stage = make_stage(bus, "engine-test")
+    accepted, request = await accept(bus, model, request_id)
+    task = EngineTask(
+        request_id, model, "interactive", [1], [], SamplingParams(n=2), accepted, [], 0, "tuned"
+    )
+    inbox, again = [await consume(bus, role, model) for role in ("engine", "renderer")]
+    subject = subjects.stage("engine", model, "interactive", request_id)
+    await bus.publish(subject, b"task", f"{request_id}:{secrets.token_hex(4)}")
+    job = await next_job(stage, inbox, accepted)
+    assert await stage.take(job) is not None
+    await stage.send_back(job, task, BlobLost("gone"))
+    rendering = msgspec.msgpack.decode((await again.next()).data, type=RenderTask)
+    assert rendering.prompt.messages == decode_request(request).messages
+    assert (rendering.sampling_params, rendering.adapter) == (SamplingParams(n=2), "tuned")
+    assert rendering.round == 1

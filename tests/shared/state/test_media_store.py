@@ -1,0 +1,115 @@
+"""Pictures in the broker: there once, whole, and under no other bytes than their own."""
+
+import hashlib
+import secrets
+
+import pytest
+
+from shared import client
+from shared.bus.bus import Bus
+from shared.errors import MediaTooLarge
+from shared.protocol import subjects
+from shared.state import media_store
+from shared.state.media_store import CHUNK_BYTES
+
+LIMIT = 8 * CHUNK_BYTES
+
+
+async def stored(bus: Bus, num_bytes: int) -> tuple[str, bytes]:
+    data = secrets.token_bytes(num_bytes)
+    url = await client.pin_media(bus, data)
+    name = media_store.name_in(url)
+    assert name == hashlib.sha256(data).hexdigest()
+    return name, data
+
+
+async def newest(bus: Bus) -> int:
+    """The last sequence of the stream."""
+    return (await bus.bounds(subjects.MEDIA_STREAM))[1]
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, LIMIT - 1, LIMIT], ids=str
+)
+async def test_what_is_stored_is_found(bus: Bus, num_bytes: int) -> None:
+    name, data = await stored(bus, num_bytes)
+    assert await media_store.find(bus, name, LIMIT) == data
+
+
+async def test_the_same_again_is_not_written_again(bus: Bus) -> None:
+    name, data = await stored(bus, 3 * CHUNK_BYTES)
+    before = await newest(bus)
+    await media_store.store(bus, name, data)
+    assert await newest(bus) == before
+
+
+async def test_what_may_expire_too_soon_is_written_again_in_its_place(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = await stored(bus, 2 * CHUNK_BYTES)
+    (old,) = await bus.read(subjects.MEDIA_STREAM, subjects.media(name))
+    monkeypatch.setattr(media_store, "MEDIA_REUSE_S", 0.0)
+    await media_store.store(bus, name, data)
+    (new,) = await bus.read(subjects.MEDIA_STREAM, subjects.media(name))
+    assert new.sequence == old.sequence + 3
+    assert await media_store.find(bus, name, LIMIT) == data
+
+
+async def test_a_writer_that_died_half_way_leaves_nothing_to_be_found(bus: Bus) -> None:
+    data = secrets.token_bytes(2 * CHUNK_BYTES)
+    name = await media_store.name_of(data)
+    await bus.publish_unnamed(subjects.media_chunk(name, 0), data[:CHUNK_BYTES])
+    assert await media_store.find(bus, name, LIMIT) is None
+    await media_store.store(bus, name, data)
+    assert await media_store.find(bus, name, LIMIT) == data
+
+
+@pytest.mark.parametrize("chunk", [b"", b"x" * CHUNK_BYTES, b"x" * (CHUNK_BYTES + 1)])
+async def test_damage_is_a_miss(bus: Bus, chunk: bytes) -> None:
+    name, _ = await stored(bus, 3 * CHUNK_BYTES)
+    await bus.publish_unnamed(subjects.media_chunk(name, 1), chunk)
+    assert await media_store.find(bus, name, LIMIT) is None
+
+
+async def test_a_lost_chunk_is_a_miss(bus: Bus) -> None:
+    name, _ = await stored(bus, 3 * CHUNK_BYTES)
+    await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunk(name, 1))
+    assert await media_store.find(bus, name, LIMIT) is None
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"num_bytes":-1,"num_chunks":1}',
+        b'{"num_bytes":1,"num_chunks":1000000000}',
+        b'{"num_bytes":1,"num_chunks":0}',
+        b'{"num_bytes":5,"num_chunks":1}',
+    ],
+)
+async def test_a_head_that_lies_is_a_miss_and_is_mended(bus: Bus, head: bytes) -> None:
+    name, data = await stored(bus, 10)
+    await bus.publish_unnamed(subjects.media(name), head)
+    assert await media_store.find(bus, name, LIMIT) is None
+    if b'"num_bytes":10' not in head:
+        await media_store.store(bus, name, data)
+        assert await media_store.find(bus, name, LIMIT) == data
+
+
+async def test_nobody_can_put_other_bytes_under_a_name(bus: Bus) -> None:
+    name = hashlib.sha256(b"what is meant").hexdigest()
+    await media_store.store(bus, name, b"what is given")
+    assert await media_store.find(bus, name, LIMIT) is None
+
+
+async def test_nothing_is_read_of_what_is_too_large(bus: Bus) -> None:
+    name, _ = await stored(bus, 1000)
+    with pytest.raises(MediaTooLarge, match="1000 bytes"):
+        await media_store.find(bus, name, 999)
+
+
+@pytest.mark.parametrize("url", ["media:", "media:" + "A" * 64, "media:" + "a" * 65, "a" * 64])
+def test_other_urls_name_nothing(url: str) -> None:
+    assert media_store.name_in(url) is None

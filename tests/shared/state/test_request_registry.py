@@ -1,0 +1,100 @@
+"""What gateways note of requests, and how a request keeps what was given."""
+
+import asyncio
+import json
+import secrets
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from shared.bus.bus import Bus
+from shared.protocol.messages import (
+    Acceptance,
+    GenerateRequest,
+    Heartbeat,
+    JobRecord,
+    Message,
+    encode_request,
+    to_json,
+)
+from shared.protocol.sampling import SamplingParams, StructuredOutputs
+from shared.state import request_registry
+
+
+async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    assert await request_registry.get(bus, request_id) is None
+    first = JobRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
+    assert await request_registry.hold(bus, request_id, first, "gateway-1:a") == first
+    other = JobRecord("completion", "demo", "a", 2, False)
+    assert (
+        replace(await request_registry.hold(bus, request_id, other, "gateway-2:b"), holders=[])
+        == first
+    )
+    noted = await request_registry.get(bus, request_id)
+    assert noted == replace(first, holders=["gateway-1:a", "gateway-2:b"])
+
+
+async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    note = JobRecord("chat", "demo", "a", 1, False)
+    worker = f"gateway-{secrets.token_hex(4)}"
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    names = [f"{worker}:{number}" for number in range(6)]
+    await asyncio.gather(*(request_registry.hold(bus, request_id, note, name) for name in names))
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    alone = await asyncio.gather(*(request_registry.leave(bus, request_id, name) for name in names))
+    assert sum(alone) == 1
+
+
+async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    note = JobRecord("chat", "demo", "a", 1, False)
+    worker = f"gateway-{secrets.token_hex(4)}"
+    for name in (f"{worker}:a", "gateway-alive:b"):
+        await request_registry.hold(bus, request_id, note, name)
+    leaving = asyncio.create_task(request_registry.leave(bus, request_id, "gateway-alive:b"))
+    await asyncio.sleep(0.3)
+    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    assert not await leaving
+
+
+async def test_the_dead_hold_nothing(bus: Bus) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    note = JobRecord("chat", "demo", "a", 1, False)
+    for name in ("gateway-dead:a", "gateway-alive:b"):
+        await request_registry.hold(bus, request_id, note, name)
+    assert await request_registry.leave(bus, request_id, "gateway-alive:b")
+
+
+def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:
+    request = GenerateRequest("demo", [Message("user", "a")], SamplingParams(n=1))
+    assert json.loads(encode_request(request))["sampling_params"] == {}
+    given = json.loads(encode_request(request, {"n": 1}))
+    assert given["sampling_params"] == {"n": 1}
+    assert msgspec.convert(given, GenerateRequest) == request
+    bare = GenerateRequest("demo", [Message("user", "a")])
+    assert json.loads(encode_request(bare, {"n": 2}))["sampling_params"] == {"n": 2}
+
+
+def test_scopes_of_caches_differ_by_tenant_and_salt() -> None:
+    def scope(tenant: str, salt: str) -> str:
+        return Acceptance(0, 0, 0, "", tenant, salt).cache_scope
+
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("b", "a"), ("ab", ""), ("", "ab")]
+    assert len({scope(*pair) for pair in pairs}) == len(pairs)
+    assert (scope("a", ""), scope("", "")) == ("a", "")
+
+
+@pytest.mark.parametrize("given", [{}, {"regex": "a", "json_object": True}, {"json_object": False}])
+def test_structured_outputs_are_exactly_one(given: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="exactly one"):
+        msgspec.convert(given, StructuredOutputs)
+
+
+@pytest.mark.parametrize(
+    "given", [{"json_schema": {}}, {"json_object": True}, {"regex": "a"}, {"choice": ["a"]}]
+)
+def test_each_form_of_structured_outputs_is_taken(given: dict[str, object]) -> None:
+    assert msgspec.convert(given, StructuredOutputs)

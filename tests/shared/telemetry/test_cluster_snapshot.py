@@ -1,0 +1,112 @@
+"""One question, many answers, and the queues: on a real server."""
+
+import asyncio
+import os
+import secrets
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.messages import Heartbeat, MetricSeries, to_json
+from shared.telemetry import cluster_snapshot
+from shared.telemetry.deltas import total
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.prometheus import text
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m-{secrets.token_hex(4)}"
+
+
+async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
+    """A worker's heartbeat, and what it answers."""
+    metrics = Metrics("engine", worker, "demo")
+    beat = Heartbeat("engine", worker, "0", os.getpid(), ["demo"], {})
+    await bus.put_heartbeat(worker, to_json(beat))
+    if answers:
+        await bus.serve(subjects.METRICS, lambda _: to_json(metrics.tell()))
+    return metrics
+
+
+async def test_every_worker_answers_one_question(bus: Bus) -> None:
+    workers = [f"engine-{secrets.token_hex(4)}" for _ in range(3)]
+    for number, worker in enumerate(workers):
+        metrics = await start(bus, worker)
+        metrics.counter("prompt_tokens_total").add(number)
+    seen = await cluster_snapshot.take(bus)
+    assert [total(seen.samples[w], "prompt_tokens_total", worker=w) for w in workers] == [0, 1, 2]
+    assert {beat.worker for beat in seen.beats} >= set(workers)
+
+
+async def test_who_does_not_answer_is_told_of_as_silent(bus: Bus) -> None:
+    alive, silent = (f"engine-{secrets.token_hex(4)}" for _ in range(2))
+    await start(bus, alive)
+    await start(bus, silent, answers=False)
+    series = cluster_snapshot.as_series(await cluster_snapshot.take(bus))
+    up = {s.labels["worker"]: s.value for s in series if s.name == "up"}
+    assert (up[alive], up[silent]) == (1, 0)
+
+
+async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
+    worker = f"engine-{secrets.token_hex(4)}"
+    metrics = await start(bus, worker)
+    metrics.counter("prompt_tokens_total").add(5)
+    told = metrics.tell()
+    own = told.series[0]
+    odd = [
+        MetricSeries("of_a_later_version", own.labels, 1),
+        MetricSeries("prompt_tokens_total", {"no such": "label"}, 1),
+        MetricSeries("prompt_tokens_total", own.labels, 1, [1.0], [1, 2]),
+        MetricSeries("inter_token_latency_seconds", own.labels, 1, [1.0], [1]),
+    ]
+    for answer in (b"", b"\xff", b"[]", b'{"worker": 5}', b"# HELP x\n"):
+        await bus.serve(subjects.METRICS, lambda _, answer=answer: answer)
+    liar = to_json({"role": "engine", "worker": "liar", "series": [own, *odd]})
+    await bus.serve(subjects.METRICS, lambda _: liar)
+    # Nobody is done with asking before all have answered.
+    last = await start(bus, f"engine-{secrets.token_hex(4)}")
+    last.counter("prompt_tokens_total").add(7)
+    seen = await cluster_snapshot.take(bus)
+    assert total(seen.samples[worker], "prompt_tokens_total") == 5
+    assert total(seen.samples[last.tell().worker], "prompt_tokens_total") == 7
+    assert seen.told["liar"].series == [own]
+    assert b"prompt_tokens_total" in text(cluster_snapshot.as_series(seen))
+
+
+async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> None:
+    lanes = {}
+    for lane in subjects.LANES:
+        lanes[lane] = await bus.consume(
+            subjects.STAGES_STREAM,
+            subjects.stage_consumer("renderer", model, lane),
+            subjects.stage_filter("renderer", model, lane),
+            1,
+            30.0,
+        )
+    for name in "abc":
+        subject = subjects.stage("renderer", model, "batch", f"{model}-{name}")
+        await bus.publish(subject, b"task", f"{model}-{name}")
+    in_hand = await lanes["batch"].next()
+    await asyncio.sleep(0.05)
+    seen = await cluster_snapshot.take(bus)
+    queues = {queue.lane: queue for queue in seen.queues if queue.model == model}
+    second = await bus.at(
+        subjects.STAGES_STREAM,
+        in_hand.sequence + 1,
+        subjects.stage_filter("renderer", model, "batch"),
+    )
+    assert second is not None
+    assert (queues["batch"].pending, queues["batch"].in_hand) == (2, 1)
+    assert queues["batch"].oldest_ms == second.stored_ms
+    assert queues["interactive"].oldest_ms is None
+    ages = {
+        series.labels["lane"]: series.value
+        for series in cluster_snapshot.as_series(seen)
+        if series.name == "queue_oldest_age_seconds" and series.labels["model"] == model
+    }
+    assert ages["interactive"] == 0
+    assert ages["batch"] >= 0.05
+    for consumer in lanes.values():
+        await consumer.stop()

@@ -1,0 +1,160 @@
+"""Increases between two surveys, and quantiles of histograms."""
+
+import math
+from bisect import bisect_left
+from itertools import pairwise
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shared.protocol.messages import MetricSeries, WorkerMetrics
+from shared.telemetry.catalog import LONG_S, SHORT_S
+from shared.telemetry.deltas import (
+    Samples,
+    Survey,
+    buckets,
+    increase,
+    quantile,
+    samples_of,
+    since,
+    total,
+)
+from shared.telemetry.metrics import Histogram, Metrics
+
+NAME = "time_to_first_token_seconds"
+
+amounts = st.lists(st.integers(0, 1000), max_size=5)
+values = st.lists(st.floats(0.0001, 5000), min_size=1, max_size=50)
+
+
+def counted(amount: float, worker: str = "w") -> Samples:
+    series = MetricSeries("prompt_tokens_total", {"worker": worker}, amount)
+    return samples_of(WorkerMetrics("engine", worker, [series]))
+
+
+def observed(values: list[float], worker: str = "w") -> Samples:
+    metrics = Metrics("engine", worker)
+    for value in values:
+        metrics.histogram(NAME).observe(value)
+    return samples_of(metrics.tell())
+
+
+def survey(at_s: float, **told: tuple[float, float]) -> Survey:
+    """Of each worker its start in seconds, and how much it has counted."""
+    return Survey(
+        at_ms=1000 * at_s,
+        beats=[],
+        told={
+            worker: WorkerMetrics(
+                "engine",
+                worker,
+                [
+                    MetricSeries("start_time_seconds", {"worker": worker}, started_s),
+                    MetricSeries("prompt_tokens_total", {"worker": worker}, amount),
+                ],
+            )
+            for worker, (started_s, amount) in told.items()
+        },
+        queues=[],
+        in_flight=0,
+        oldest_ms=None,
+        dead_letters=0,
+    )
+
+
+@given(st.lists(amounts, min_size=1, max_size=4))
+def test_increases_add_up_to_what_was_counted_over_restarts(lives: list[list[int]]) -> None:
+    """Seen after every addition; each life begins at zero, and what it counts first shows that it
+    is one, for otherwise nobody could tell."""
+    seen, before, wanted = 0.0, counted(0), 0
+    for life in lives:
+        value = 0
+        for amount in life:
+            value += amount
+            now = counted(value)
+            grown = total(increase(before, now), "prompt_tokens_total")
+            assert grown >= 0
+            seen += grown
+            before = now
+        wanted += value
+        # The next life is first seen when it has counted less than this one had.
+        before = counted(math.inf)
+    assert seen == wanted
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=10))
+def test_without_restarts_looking_more_often_changes_nothing(amounts: list[int]) -> None:
+    looks = [counted(amount) for amount in sorted(amounts)]
+    parts = [total(increase(a, b), "prompt_tokens_total") for a, b in pairwise(looks)]
+    assert sum(parts) == total(increase(looks[0], looks[-1]), "prompt_tokens_total")
+
+
+def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -> None:
+    before = survey(100, old=(1, 7))
+    now = survey(110, old=(1, 9), young=(105, 5), silent=(50, 1000))
+    grown = {worker: since(before, now, worker) for worker in now.told}
+    assert grown["silent"] is None
+    assert {w: total(s, "prompt_tokens_total") for w, s in grown.items() if s is not None} == {
+        "old": 2,
+        "young": 5,
+    }
+
+
+@given(values, values)
+def test_a_histogram_of_the_time_between_has_what_was_observed_then(
+    earlier: list[float], later: list[float]
+) -> None:
+    between = increase(observed(earlier), observed(earlier + later))
+    assert buckets([between], NAME) == buckets([observed(later)], NAME)
+
+
+@given(values, values)
+def test_histograms_of_several_workers_add_up(mine: list[float], yours: list[float]) -> None:
+    parts = [observed(mine, "mine"), observed(yours, "yours")]
+    assert buckets(parts, NAME) == buckets([observed(mine + yours)], NAME)
+    assert buckets(parts, NAME, worker="mine") == buckets([observed(mine)], NAME)
+
+
+@given(values, st.floats(0, 1))
+def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
+    found = quantile(buckets([observed(values)], NAME), q)
+    assert found is not None
+    # The smallest value that a share of q is not above.
+    rank = next(rank for rank in range(1, len(values) + 1) if rank >= q * len(values))
+    true = sorted(values)[rank - 1]
+    index = bisect_left(LONG_S, true)
+    low = LONG_S[index - 1] if index else 0.0
+    high = LONG_S[index] if index < len(LONG_S) else LONG_S[-1]
+    assert low <= found <= high
+
+
+@given(values, st.floats(0, 1), st.floats(0, 1))
+def test_quantiles_grow_with_their_share(values: list[float], a: float, b: float) -> None:
+    assume(a <= b)
+    told = buckets([observed(values)], NAME)
+    low, high = quantile(told, a), quantile(told, b)
+    assert low is not None
+    assert high is not None
+    assert low <= high
+
+
+def test_of_nothing_there_is_no_quantile() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile(buckets([samples_of(_empty())], NAME), 0.5) is None
+
+
+def _empty() -> WorkerMetrics:
+    metrics = Metrics("engine", "w")
+    metrics.histogram(NAME)
+    return metrics.tell()
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 40)), max_size=20))
+def test_many_at_once_are_as_many_one_by_one(pairs: list[tuple[float, int]]) -> None:
+    at_once, singly = Histogram(SHORT_S), Histogram(SHORT_S)
+    for value, count in pairs:
+        at_once.observe(value, count)
+        for _ in range(count):
+            singly.observe(value)
+    assert at_once.counts == singly.counts
+    assert math.isclose(at_once.total, singly.total)

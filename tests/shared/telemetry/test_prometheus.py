@@ -1,0 +1,114 @@
+"""Prometheus' text format, read by Prometheus' own parser; and the endpoints that serve it."""
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from shared.errors import ConfigError
+from shared.protocol.messages import MetricSeries
+from shared.telemetry.catalog import METRICS, PREFIX
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.prometheus import Endpoint, text
+
+names = st.text(st.characters(codec="utf-8"), max_size=8)
+COUNTERS = [d.name for d in METRICS.values() if d.kind == "counter" and not d.labels]
+HISTOGRAMS = [d.name for d in METRICS.values() if d.kind == "histogram"]
+
+
+def samples(data: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found: list[Sample] = [
+        sample
+        for family in text_string_to_metric_families(data.decode())
+        for sample in family.samples
+    ]
+    told = {(s.name, frozenset(s.labels.items())): s.value for s in found}
+    assert len(told) == len(found), "one series is told twice"
+    return told
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(COUNTERS), names, st.floats(0, 1e12)), max_size=8),
+    st.lists(st.tuples(st.sampled_from(HISTOGRAMS), names, st.floats(0, 1e4)), max_size=8),
+)
+def test_the_parser_reads_what_was_counted(
+    counted: list[tuple[str, str, float]], observed: list[tuple[str, str, float]]
+) -> None:
+    metrics = Metrics("engine", "engine-1")
+    wanted: dict[tuple[str, str, str], float] = {}
+    for name, model, amount in counted:
+        metrics.of(model).counter(name).add(amount)
+        key = (PREFIX + name, model, "")
+        wanted[key] = wanted.get(key, 0.0) + amount
+    for name, model, value in observed:
+        metrics.of(model).histogram(name).observe(value)
+        for bound in [*METRICS[name].bounds, float("inf")]:
+            key = (f"{PREFIX}{name}_bucket", model, str(bound))
+            wanted[key] = wanted.get(key, 0.0) + (value <= bound)
+    found: dict[tuple[str, str, str], float] = {}
+    for (name, labels), value in samples(text(metrics.tell().series)).items():
+        told = dict(labels)
+        assert (told["role"], told["worker"]) == ("engine", "engine-1")
+        if not name.endswith(("_count", "_sum")):
+            found[name, told["model"], str(float(told["le"])) if "le" in told else ""] = value
+    assert found == wanted
+
+
+def test_every_metric_of_the_catalogue_can_be_told() -> None:
+    metrics = Metrics("engine", "engine-1", "demo")
+    for described in METRICS.values():
+        labels = dict.fromkeys(described.labels, "x")
+        match described.kind:
+            case "counter":
+                metrics.counter(described.name, **labels)
+            case "gauge":
+                metrics.watch(described.name, lambda: 1.5, **labels)
+            case "histogram":
+                metrics.histogram(described.name, **labels)
+    families = text_string_to_metric_families(text(metrics.tell().series).decode())
+    kinds = {family.name: family.type for family in families}
+    assert kinds == {
+        PREFIX + name.removesuffix("_total" if described.kind == "counter" else ""): described.kind
+        for name, described in METRICS.items()
+    }
+
+
+def told() -> Iterator[MetricSeries]:
+    yield MetricSeries("dead_letters", {}, 3)
+
+
+def read(endpoint: Endpoint) -> bytes:
+    host, port = endpoint.address
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
+        data: bytes = answer.read()
+        return data
+
+
+def test_workers_of_one_machine_take_a_port_each() -> None:
+    first = Endpoint(told, "127.0.0.1", 0)
+    port = first.address[1]
+    others = [Endpoint(told, "127.0.0.1", port, num_ports=50) for _ in range(2)]
+    try:
+        ports = [endpoint.address[1] for endpoint in (first, *others)]
+        assert ports == sorted(set(ports))
+        for endpoint in (first, *others):
+            assert samples(read(endpoint)) == {("pagemill_dead_letters", frozenset()): 3}
+        with pytest.raises(ConfigError) as refused:
+            Endpoint(told, "127.0.0.1", port)
+        assert refused.value.field == "metrics.port"
+    finally:
+        for endpoint in (first, *others):
+            endpoint.close()
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        pass
+
+
+def test_an_address_of_somebody_else_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Endpoint(told, "192.0.2.1", 0)
+    assert refused.value.field == "metrics.listen"

@@ -1,0 +1,240 @@
+"""Towers with layers of ours against transformers' own, from the same weights."""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shared.errors import InvalidRequest
+from shared.native import tower_kernels
+from shared.vision.layers import (
+    PackedLinear,
+    PatchEmbedding,
+    attend_segments,
+    pack_linears,
+    quicken,
+    rotate,
+)
+from shared.vision.towers import Fields, LlavaVision, Tower, vision_of
+from tests import llava
+from tests.engine.model.test_parity import build, widen
+from tests.shared.native.test_tower_kernels import needs_kernels
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+# Of one size and of several; windows of Qwen2.5-VL (4 x 4 patches here) that are cut at the edges.
+BATCHES = [
+    [(4, 4)],
+    [(8, 8), (8, 8), (8, 8)],
+    [(6, 10), (12, 4), (6, 10), (2, 2)],
+    [(10, 14), (14, 10)],
+]
+
+
+def make_tower(family: str) -> Tower:
+    model = build(family).eval().requires_grad_(False)
+    widen(model)
+    found = vision_of(model.config)
+    assert found is not None
+    return Tower(found[0], model)
+
+
+def picture(height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (height * width, 3, 196)
+    return {
+        "pixel_patches": torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        "pixel_table": torch.linspace(-2, 2, 256).expand(3, 256).contiguous(),
+        "image_grid_thw": torch.tensor([1, height, width]),
+    }
+
+
+def pictures(sizes: list[tuple[int, int]]) -> list[Fields]:
+    return [picture(*size, seed) for seed, size in enumerate(sizes)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def towers(request: pytest.FixtureRequest) -> tuple[Tower, Tower]:
+    """transformers' own, and the same with our layers."""
+    plain = make_tower(request.param)
+    quick = copy.deepcopy(plain.model)
+    plain.vision.quicken(quick)
+    return plain, Tower(plain.vision, quick)
+
+
+@pytest.mark.parametrize("sizes", BATCHES)
+def test_features_are_those_of_transformers(
+    towers: tuple[Tower, Tower], sizes: list[tuple[int, int]]
+):
+    plain, quick = towers
+    batch = pictures(sizes)
+    with torch.inference_mode():
+        expected = plain.vision.encode(plain.model, batch)
+        actual = quick.vision.encode(quick.model, batch)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+def off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return float((torch.cat(list(actual)).float() - torch.cat(list(exact))).norm())
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
+def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
+    towers: tuple[Tower, Tower], native: bool, monkeypatch: pytest.MonkeyPatch
+):
+    plain, _ = towers
+    batch = pictures([(8, 8), (6, 10), (8, 8)])
+    rough = copy.deepcopy(plain.model).bfloat16()
+    with torch.inference_mode():
+        exact = plain.vision.encode(plain.model, batch)
+        theirs = plain.vision.encode(rough, batch)
+        if not native:
+            monkeypatch.setattr(tower_kernels, "find", lambda weight: None)
+        plain.vision.quicken(rough)
+        ours = plain.vision.encode(rough, batch)
+    assert off(ours, exact) < 1.5 * off(theirs, exact)
+
+
+@needs_kernels
+def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: Path):
+    model: Any = llava.write_model(tmp_path)
+    widen(model)
+    vision = LlavaVision(model.config)
+    size = llava.IMAGE_SIZE
+    batch: list[Fields] = [
+        {
+            "pixels": torch.randint(0, 256, (3, size, size), dtype=torch.uint8),
+            "pixel_table": torch.linspace(-2, 2, 256).expand(3, 256).contiguous(),
+        }
+        for _ in range(3)
+    ]
+    rough = copy.deepcopy(model).bfloat16()
+    with torch.inference_mode():
+        exact, theirs = vision.encode(model, batch), vision.encode(rough, batch)
+        vision.quicken(rough)
+        ours = vision.encode(rough, batch)
+    assert off(ours, exact) < 1.5 * off(theirs, exact)
+    assert_all_packed(rough.model.vision_tower, {"quick_gelu"})
+    assert_all_packed(rough.model.multi_modal_projector, {"gelu"})
+
+
+def assert_all_packed(module: nn.Module, activations: set[str]) -> None:
+    """No linear has been left to torch, and no activation that it has before it."""
+    packed = {m._activation for m in module.modules() if isinstance(m, PackedLinear)}
+    assert packed == {"none"} | activations
+    left = [type(m).__name__ for m in module.modules() if not list(m.children())]
+    assert {name for name in left if "Linear" in name or "LU" in name} == {"PackedLinear"}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "activations"),
+    [
+        ("qwen2_vl", {"quick_gelu", "gelu"}),
+        ("qwen2_5_vl", {"silu", "gelu"}),
+        ("qwen3_vl", {"gelu_tanh", "gelu"}),
+    ],
+)
+def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]):
+    tower = make_tower(family)
+    visual: Any = tower.model.bfloat16().model.visual  # type: ignore[union-attr]
+    weights = [weakref.ref(m.weight) for m in visual.modules() if isinstance(m, nn.Linear)]
+    quicken(visual)
+    assert_all_packed(visual, activations)
+    assert not any(weight() is not None for weight in weights)
+
+
+@needs_kernels
+def test_an_unknown_activation_stays_behind_its_linear():
+    (model := nn.Sequential(nn.Linear(4, 8), nn.Mish(), nn.Linear(8, 2))).bfloat16()
+    x = torch.randn(5, 4).bfloat16()
+    expected = model(x)
+    kernels = tower_kernels.find(x)
+    assert kernels is not None
+    pack_linears(model, kernels)
+    assert [type(m) for m in model] == [PackedLinear, nn.Mish, PackedLinear]
+    torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_picture_is_the_same_in_any_company(
+    towers: tuple[Tower, Tower], monkeypatch: pytest.MonkeyPatch
+):
+    """Also where a batch is too large to be run at once."""
+    _, quick = towers
+    sizes = [(8, 8), (10, 14), (8, 8), (4, 6), (16, 10), (2, 2)]
+    batch = pictures(sizes)
+    monkeypatch.setattr("shared.vision.towers.CPU_RUN_LEN", 33)
+    assert quick.vision.count(batch[1]) > 33
+    together = quick.encode(batch)
+    for fields, embedding in zip(batch, together, strict=True):
+        (alone,) = quick.encode([fields])
+        torch.testing.assert_close(embedding, alone, atol=2e-4, rtol=1e-4)
+
+
+def test_one_bad_picture_fails_and_its_batch_can_go_on_without_it(towers: tuple[Tower, Tower]):
+    _, quick = towers
+    good, bad = picture(4, 4), picture(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
+    quick.vision.check(bad)
+    with pytest.raises(InvalidRequest, match="finite"):
+        quick.encode([good, bad])
+    quick.encode([good])
+
+
+def test_no_weight_is_copied_or_changed():
+    tower = make_tower("qwen2_5_vl")
+    visual: Any = tower.model.model.visual  # type: ignore[union-attr]
+    before = {name: weight.data_ptr() for name, weight in visual.named_parameters()}
+    quicken(visual)
+    assert {name: weight.data_ptr() for name, weight in visual.named_parameters()} == before
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_patch_is_embedded_as_by_its_convolution(bias: bool):
+    torch.manual_seed(0)
+    convolution = nn.Conv3d(3, 32, (2, 14, 14), stride=(2, 14, 14), bias=bias)
+    patches = torch.randn(20, 3 * 2 * 14 * 14)
+    expected = convolution(patches.view(-1, 3, 2, 14, 14)).view(20, 32)
+    torch.testing.assert_close(PatchEmbedding(convolution)(patches), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotation_is_by_halves_in_float32():
+    torch.manual_seed(0)
+    vectors = torch.randn(5, 2, 3, 8)
+    angles = torch.randn(5, 4).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    left, right = vectors.chunk(2, -1)
+    turned = torch.cat([-right, left], -1)
+    expected = vectors * cos[:, None, None] + turned * sin[:, None, None]
+    torch.testing.assert_close(rotate(vectors, cos, sin), expected)
+    rough = rotate(vectors.bfloat16(), cos, sin)
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.float(), expected, atol=4e-2, rtol=2e-2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.sampled_from([1, 3, 4, 16, 40]), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    max_scores=st.sampled_from([50, 700, 2**20]),
+)
+def test_segments_see_themselves_only(lengths: list[int], dtype: torch.dtype, max_scores: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shared.vision.layers.MAX_SCORES", max_scores)
+        torch.manual_seed(0)
+        query, key, value = torch.randn(3, sum(lengths), 2, 8)
+        actual = attend_segments(query.to(dtype), key.to(dtype), value.to(dtype), lengths, 0.4)
+    start = 0
+    for length in lengths:
+        q, k, v = (t[start : start + length].transpose(0, 1) for t in (query, key, value))
+        expected = ((q @ k.transpose(1, 2) * 0.4).softmax(-1) @ v).transpose(0, 1)
+        tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(
+            actual[start : start + length].float(), expected, atol=tolerance, rtol=tolerance
+        )
+        start += length

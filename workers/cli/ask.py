@@ -1,0 +1,174 @@
+"""`pagemill ask`: a question from the command line, its answer on the terminal."""
+
+import asyncio
+import base64
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from shared.bus.bus import Bus
+from shared.client import ask, cancel, follow
+from shared.config import split_path
+from shared.errors import InvalidMedia, InvalidRequest
+from shared.protocol.messages import (
+    ErrorInfo,
+    Failure,
+    Finish,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    LogRecord,
+    Message,
+    TextPart,
+    TokenChunk,
+    to_json,
+)
+from shared.protocol.sampling import SamplingParams
+
+CONNECT_TIMEOUT_S = 2.0
+EXIT_INTERRUPTED = 130
+
+errors = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What was given on the command line; `sampling` values of None were not."""
+
+    model: str
+    text: str
+    images: Sequence[Path]
+    sampling: dict[str, Any]
+    timeout_s: float | None = None
+    adapter: str | None = None
+
+
+async def ask_and_print(
+    question: Question, request_id: str, url: str, *, as_json: bool, durable: bool
+) -> int:
+    """Returns the exit code: 0 for an answer, 1 for an error, 130 if it was interrupted.
+
+    Ctrl-C cancels the request, or leaves it to go on if it is `durable`.
+    """
+    request = build_request(question)
+    # Somebody waits at the terminal: a server that is not there is said at once.
+    bus = await Bus.connect(url, "ask", CONNECT_TIMEOUT_S)
+    try:
+        with _interruptible() as interrupted:
+            return await _print_all(ask(bus, request, request_id), interrupted, as_json=as_json)
+    except asyncio.CancelledError:
+        if not durable:
+            await cancel(bus, request_id)
+            errors.print("\ncancelled")
+        else:
+            errors.print(f"\nthe request goes on: pagemill follow {request_id}")
+        return EXIT_INTERRUPTED
+    finally:
+        await bus.close()
+
+
+async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bool) -> int:
+    """Like `ask_and_print`, for a request that is there; Ctrl-C leaves it alone."""
+    bus = await Bus.connect(url, "follow", CONNECT_TIMEOUT_S)
+    try:
+        with _interruptible() as interrupted:
+            return await _print_all(follow(bus, request_id, start), interrupted, as_json=as_json)
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED
+    finally:
+        await bus.close()
+
+
+async def _print_all(
+    records: AsyncIterator[LogRecord], interrupted: asyncio.Event, *, as_json: bool
+) -> int:
+    """Raises CancelledError as soon as it is `interrupted`."""
+    code = 1
+    stop = asyncio.create_task(interrupted.wait())
+    while True:
+        step = asyncio.ensure_future(anext(records, None))
+        await asyncio.wait({step, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done():
+            step.cancel()
+            raise asyncio.CancelledError
+        record = step.result()
+        if record is None:
+            return code
+        _print_json(record) if as_json else _print_text(record)
+        code = 0 if isinstance(record, Finish) else 1
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[asyncio.Event]:
+    """Ctrl-C sets an event, so that there is time for what must still be said to the broker."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def build_request(question: Question) -> GenerateRequest:
+    """Read the pictures and put everything into one request.
+
+    Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.
+    """
+    parts = [ImagePart(ImageURL(data_url(path))) for path in question.images]
+    given = {name: value for name, value in question.sampling.items() if value is not None}
+    try:
+        sampling = msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        what, field = split_path(str(error))
+        raise InvalidRequest(f"{field}: {what}", field=field) from error
+    return GenerateRequest(
+        model=question.model,
+        messages=[Message("user", [*parts, TextPart(question.text)])],
+        sampling_params=sampling,
+        timeout_s=question.timeout_s,
+        adapter=question.adapter,
+    )
+
+
+def data_url(path: Path) -> str:
+    """A file's bytes as a `data:` URL; what kind of picture it is, the server sees for itself."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidMedia(f"{path}: {error.strerror}", field="image") from error
+    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+
+
+def _print_json(record: LogRecord) -> None:
+    sys.stdout.write(to_json(record).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _print_text(record: LogRecord) -> None:
+    match record:
+        case TokenChunk():
+            sys.stdout.write("".join(choice.text for choice in record.choices))
+        case Finish():
+            sys.stdout.write("\n")
+        case Failure():
+            print_error(record.error)
+    sys.stdout.flush()
+
+
+def print_error(error: ErrorInfo) -> None:
+    """What a client wrote may be in it, `[/INST]` for one, which is no markup of ours."""
+    where = f" ({error.field})" if error.field else ""
+    errors.print(
+        f"[red]error[/] {error.code}{escape(f'{where}: {error.message}')}", highlight=False
+    )

@@ -1,0 +1,209 @@
+"""All roles on one machine: an embedded broker, a process for each worker, restarts, drain."""
+
+import asyncio
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import structlog
+
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import Broker, end_with_parent
+from shared.config import Config
+from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.protocol.messages import Heartbeat
+from shared.stage.runtime import EXIT_CONFIG
+
+_log = structlog.get_logger()
+_heartbeat = msgspec.json.Decoder(Heartbeat)
+
+READY_TIMEOUT_S = 120.0
+BROKER_CHECK_S = 0.2
+FIRST_RESTART_S = 0.5
+MAX_RESTART_S = 10.0
+# Beyond the drain itself, for a worker that must be killed in the end.
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    role: str
+    model: str | None = None
+
+
+def default_workers(config: Config) -> list[WorkerSpec]:
+    """One of each role, and for each model one engine and, if it needs one, an encoder."""
+    engines = [WorkerSpec("engine", model) for model in config.models]
+    encoders = [
+        WorkerSpec("encoder", name)
+        for name, model in config.models.items()
+        if model.tower == "encoder"
+    ]
+    return [WorkerSpec("coordinator"), WorkerSpec("renderer"), *encoders, *engines]
+
+
+class LocalCluster:
+    """Owns the broker (unless a URL is configured) and the worker processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        config_file: Path | None,
+        workers: Sequence[WorkerSpec],
+        url: str | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        """Workers read the configuration themselves, from `config_file` or the embedded default."""
+        self._config = config
+        self._config_file = config_file
+        self._specs = workers
+        self._store_dir = Path(config.nats.store_dir).absolute()
+        self._log_file = log_file
+        self._broker: Broker | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        self._refused: asyncio.Future[None] | None = None
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self.url = url or config.nats.url or ""
+        self.door: str | None = None
+        """The URL of a gateway of ours, once it is ready."""
+
+    async def start(self) -> None:
+        """Returns when every worker has announced that it is ready.
+
+        Raises ConfigError or Unavailable when that will not happen.
+        """
+        if not self.url:
+            self._broker = Broker(self._store_dir, self._config.nats.port)
+            await asyncio.to_thread(self._broker.start)
+            self.url = self._broker.url
+            self._keepers.append(asyncio.create_task(self._keep_broker(self._broker)))
+        self._refused = asyncio.get_running_loop().create_future()
+        self._keepers += [
+            asyncio.create_task(self._keep(number, spec)) for number, spec in enumerate(self._specs)
+        ]
+        ready = asyncio.create_task(self._wait_ready())
+        try:
+            await asyncio.wait({ready, self._refused}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                self._refused.result()
+            await ready
+        finally:
+            # It has a connection, which would miss the broker that is about to be stopped.
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    def pids(self, role: str) -> list[int]:
+        """Process ids of the living workers of a role."""
+        return [
+            process.pid
+            for number, process in self._processes.items()
+            if self._specs[number].role == role and process.returncode is None
+        ]
+
+    def hurry(self) -> None:
+        """During `stop`: have the workers hand back at once what they still have in hand."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.terminate()
+
+    async def stop(self) -> None:
+        """Drain all workers, then stop the broker."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        alive = [process for process in self._processes.values() if process.returncode is None]
+        for process in alive:
+            process.terminate()
+        patience_s = self._config.delivery.drain_s + STOP_GRACE_S
+        await asyncio.gather(*(_end(process, patience_s) for process in alive))
+        if self._broker is not None:
+            await asyncio.to_thread(self._broker.stop)
+
+    async def _keep_broker(self, broker: Broker) -> None:
+        while True:
+            await asyncio.sleep(BROKER_CHECK_S)
+            if broker.ended:
+                _log.warning("broker_ended", url=broker.url)
+                try:
+                    await asyncio.to_thread(broker.start)
+                except PagemillError as error:
+                    _log.error("broker_not_started", reason=error.message)
+
+    async def _keep(self, number: int, spec: WorkerSpec) -> None:
+        """Run one worker, and run it again whenever it ends."""
+        pause_s = FIRST_RESTART_S
+        while True:
+            process = await self._spawn(spec)
+            self._processes[number] = process
+            began = asyncio.get_running_loop().time()
+            code = await process.wait()
+            if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
+                self._refused.set_exception(
+                    ConfigError(f"the {spec.role} refuses this configuration; its log says why")
+                )
+            if asyncio.get_running_loop().time() - began > MAX_RESTART_S:
+                pause_s = FIRST_RESTART_S
+            _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RESTART_S)
+
+    async def _spawn(self, spec: WorkerSpec) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "workers", "worker", spec.role, "--nats", self.url]
+        if spec.model is not None:
+            command += ["--model", spec.model]
+        if self._config_file is not None:
+            command += ["--config", str(self._config_file)]
+        # A session of its own: Ctrl-C in the terminal is for us, who then drain the workers.
+        with _opened(self._log_file) as stderr:
+            return await asyncio.create_subprocess_exec(
+                *command, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent
+            )
+
+    async def _wait_ready(self) -> None:
+        """Raises Unavailable when a worker does not become ready, naming its role."""
+        wanted = Counter(spec.role for spec in self._specs)
+        bus = await Bus.connect(self.url, "local", self._config.nats.connect_timeout_s)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                # What is waited for happens in other processes.
+                while missing := wanted - await self._ready_roles(bus):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            names = ", ".join(sorted(missing))
+            raise Unavailable(f"not ready after {READY_TIMEOUT_S:.0f} s: {names}") from None
+        finally:
+            await bus.close()
+
+    async def _ready_roles(self, bus: Bus) -> Counter[str]:
+        pids = {process.pid for process in self._processes.values()}
+        try:
+            beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+        except Unavailable:
+            return Counter()  # Nor can anybody else hear of them yet.
+        ours = [beat for beat in beats if beat.pid in pids]
+        self.door = next((beat.url for beat in ours if beat.url is not None), None)
+        return Counter(beat.role for beat in ours)
+
+
+@contextlib.contextmanager
+def _opened(log_file: Path | None) -> Iterator[IO[bytes] | None]:
+    """Where a worker's log goes; None is our own stderr."""
+    if log_file is None:
+        yield None
+        return
+    with log_file.open("ab") as file:
+        yield file
+
+
+async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
+    try:
+        async with asyncio.timeout(patience_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,172 @@
+"""What an operator asks of a running Pagemill: `pagemill where`, `cancel` and `dead …`."""
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shared.bus.bus import Bus
+from shared.client import cancel
+from shared.errors import InvalidRequest, NotFound
+from shared.protocol.messages import DeadLetter, GenerateRequest, decode_request, to_json
+from shared.state import dead_letters, request_status
+from shared.state.request_status import Whereabouts
+
+CONNECT_TIMEOUT_S = 2.0
+
+out = Console()
+
+
+async def print_where(request_id: str, url: str, *, as_json: bool) -> int:
+    """Returns 0, or 1 for a request that nobody knows."""
+    bus = await Bus.connect(url, "where", CONNECT_TIMEOUT_S)
+    try:
+        found = await request_status.find(bus, request_id)
+    finally:
+        await bus.close()
+    if as_json:
+        sys.stdout.write(to_json(found).decode() + "\n")
+    else:
+        _print_whereabouts(found)
+    return 0 if found.state != "unknown" else 1
+
+
+def _print_whereabouts(found: Whereabouts) -> None:
+    rows = {
+        "state": found.state.replace("_", " "),
+        "stage": found.stage,
+        "worker": found.worker,
+        "attempt": found.attempt,
+        "waits": None if found.waits_s is None else f"{found.waits_s:.1f} s in this stage",
+        "records": found.records,
+        "why": found.why,
+    }
+    for name, value in rows.items():
+        if value is not None:
+            out.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
+    for attempt in found.attempts:
+        out.print(
+            f"         {_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
+            f" {attempt.outcome.replace('_', ' ')}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+async def cancel_request(request_id: str, url: str) -> int:
+    bus = await Bus.connect(url, "cancel", CONNECT_TIMEOUT_S)
+    try:
+        await cancel(bus, request_id)
+    finally:
+        await bus.close()
+    return 0
+
+
+async def print_dead(limit: int, url: str) -> int:
+    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
+    table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
+    try:
+        async for letter in dead_letters.newest(bus, limit):
+            table.add_row(
+                _time(letter.failed_ms),
+                letter.request_id or "(none)",
+                letter.role,
+                str(letter.attempts),
+                letter.error.code,
+                escape(letter.error.message),
+            )
+    finally:
+        await bus.close()
+    out.print(table if table.row_count else "no dead letters")
+    return 0
+
+
+async def print_letter(request_id: str, url: str, *, as_json: bool) -> int:
+    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
+    try:
+        letter = await dead_letters.find(bus, request_id)
+    finally:
+        await bus.close()
+    if as_json:
+        sys.stdout.write(to_json(letter).decode() + "\n")
+    else:
+        _print_letter(letter)
+    return 0
+
+
+def _print_letter(letter: DeadLetter) -> None:
+    rows = {
+        "request": letter.request_id,
+        "failed": _time(letter.failed_ms),
+        "stage": f"{letter.role} {letter.worker}, version {letter.version}",
+        "subject": letter.subject,
+        "attempts": letter.attempts,
+        "cause": f"{letter.error.code}: {letter.error.message}",
+        "input": f"{letter.input_len} bytes",
+    }
+    for name, value in rows.items():
+        out.print(f"{name:<9}{value}", highlight=False, markup=False, soft_wrap=True)
+    for attempt in letter.history:
+        out.print(
+            f"         {_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}",
+            highlight=False,
+        )
+    out.print(letter.traceback, highlight=False, markup=False, soft_wrap=True)
+    if letter.request:
+        out.print(letter.request.decode(errors="replace"), markup=False, soft_wrap=True)
+
+
+async def requeue(request_id: str, url: str, *, edit: bool) -> int:
+    """Raises NotFound without a letter, InvalidRequest for a request that cannot be sent again."""
+    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
+    try:
+        letter = await dead_letters.find(bus, request_id)
+        if not letter.request:
+            raise NotFound(
+                f"the dead letter of {request_id} does not hold what the client had sent"
+            )
+        request = _edited(letter.request) if edit else _decoded(letter.request)
+        request = msgspec.structs.replace(request, request_id=request_id)
+        await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
+    finally:
+        await bus.close()
+    out.print(f"sent again: pagemill follow {request_id}", highlight=False)
+    return 0
+
+
+def _decoded(data: bytes) -> GenerateRequest:
+    try:
+        return decode_request(data)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"{error}: it can be sent again with --edit") from error
+
+
+def _edited(data: bytes) -> GenerateRequest:
+    """Raises InvalidRequest when the edited text is no request; nothing has been sent then."""
+    if data[:1] and data[0] >= 0x80:
+        data = msgspec.json.encode(msgspec.msgpack.decode(data))
+    with contextlib.suppress(msgspec.MsgspecError):  # What is not even JSON is edited as it is.
+        data = msgspec.json.format(data, indent=2)
+    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
+        file = Path(folder) / "request.json"
+        file.write_bytes(data)
+        subprocess.run([*editor, str(file)], check=True)
+        data = file.read_bytes()
+    try:
+        return decode_request(data)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"the edited request is not valid: {error}") from error
+
+
+def _time(ms: float) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")

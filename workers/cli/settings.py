@@ -1,0 +1,92 @@
+"""Where the configuration comes from: a file, `pagemill.yaml` here, or the embedded default."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import workers
+from shared.config import Config, parse
+from shared.errors import ConfigError
+
+DEFAULT_FILE = Path("pagemill.yaml")
+DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
+EMBEDDED = f"""\
+models:
+  demo:
+    path: {DEMO_MODEL}
+    sampling_defaults: {{temperature: 0.0, max_tokens: 64}}
+"""
+
+
+def find_config_file(given: Path | None) -> Path | None:
+    """The file to read; None stands for the embedded default."""
+    if given is not None:
+        return given
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+
+
+def load_config(file: Path | None) -> Config:
+    """Read and check the configuration; environment variables override it.
+
+    Paths in a file are relative to it. Raises ConfigError.
+    """
+    if file is None:
+        return parse(EMBEDDED, os.environ, "embedded default")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
+    config = parse(text, os.environ, str(file))
+    folder = file.parent.absolute()
+    models = {
+        name: msgspec.structs.replace(
+            model,
+            path=str(folder / model.path),
+            hash_model_id=model.hash_model_id or model.path,
+            adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
+        )
+        for name, model in config.models.items()
+    }
+    embeddings = config.embeddings
+    if embeddings.path is not None:
+        path = str(folder / embeddings.path)
+        embeddings = msgspec.structs.replace(embeddings, path=path)
+    gateway = config.gateway
+    if gateway.tls_cert is not None and gateway.tls_key is not None:
+        gateway = msgspec.structs.replace(
+            gateway,
+            tls_cert=str(folder / gateway.tls_cert),
+            tls_key=str(folder / gateway.tls_key),
+        )
+    return msgspec.structs.replace(config, models=models, embeddings=embeddings, gateway=gateway)
+
+
+def check_paths(config: Config) -> None:
+    """Raises ConfigError when a model's or adapter's folder is missing or holds something else."""
+    for name, model in config.models.items():
+        if not (Path(model.path) / "config.json").is_file():
+            raise ConfigError(
+                f"models.{name}.path: {model.path} is not a Hugging Face model folder"
+                " (no config.json)",
+                field=f"models.{name}.path",
+            )
+        for adapter, path in model.adapters.items():
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"models.{name}.adapters.{adapter}: {path} is not a folder in peft's format"
+                    " (no adapter_config.json)",
+                    field=f"models.{name}.adapters.{adapter}",
+                )
+
+
+def nats_url(config: Config) -> str:
+    """Where the broker of this configuration listens."""
+    return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """Plain values, as they would stand in a file."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree

@@ -1,0 +1,238 @@
+"""`pagemill top`: the cluster in a terminal, once a second."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from shared.bus.bus import Bus
+from shared.errors import Unavailable
+from shared.telemetry import cluster_snapshot, logs
+from shared.telemetry.deltas import Survey
+from workers.cli.top_frame import EngineRow, Flow, Frame, ModelRow, frame
+
+CONNECT_TIMEOUT_S = 2.0
+# Where there is no terminal.
+WIDTH = 120
+# Of a look at a broker that has fallen silent.
+LOOK_TIMEOUT_S = 5.0
+
+Show = Callable[[Frame | Unavailable], None]
+
+
+async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
+    """Show frame after frame until Ctrl-C; or one, and raise Unavailable where there is none."""
+    # What the connection has to say would be written over the picture, which tells it too.
+    logs.setup("error", role="top")
+    viewer = Viewer(url)
+    try:
+        if once:
+            await _show_one(viewer, interval_s, _printer(as_json))
+        else:
+            await _until_interrupted(viewer, interval_s, as_json)
+    finally:
+        await viewer.close()
+    return 0
+
+
+class Viewer:
+    """Looks at a cluster again and again, over one connection as long as that holds."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._bus: Bus | None = None
+        self._last: Survey | None = None
+
+    async def look(self) -> Frame:
+        """Raises Unavailable when there is nothing to be seen."""
+        if self._bus is None:
+            self._bus = await Bus.connect(self._url, "top", CONNECT_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                now = await cluster_snapshot.take(self._bus)
+        except TimeoutError:
+            raise Unavailable(f"the broker at {self._url} does not answer") from None
+        before, self._last = self._last, now
+        return frame(before, now)
+
+    async def close(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
+
+
+async def _show_one(viewer: Viewer, interval_s: float, show: Show) -> None:
+    await viewer.look()
+    # Rates need two looks.
+    await asyncio.sleep(interval_s)
+    show(await viewer.look())
+
+
+async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -> None:
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        if as_json or not console.is_terminal:
+            show = _printer(as_json)
+        else:
+            live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+
+            def show(seen: Frame | Unavailable) -> None:
+                live.update(render(seen), refresh=True)
+
+        showing = asyncio.create_task(_show_all(viewer, interval_s, show))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, showing.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
+
+
+async def _show_all(viewer: Viewer, interval_s: float, show: Show) -> None:
+    while True:
+        try:
+            show(await viewer.look())
+        except Unavailable as error:
+            show(error)
+        await asyncio.sleep(interval_s)
+
+
+def _printer(as_json: bool) -> Show:
+    """One frame after another; without control characters in a pipe or a file."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+
+    def show(seen: Frame | Unavailable) -> None:
+        if as_json:
+            told = {"error": seen.message} if isinstance(seen, Unavailable) else seen
+            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+            sys.stdout.flush()
+        else:
+            console.print(render(seen))
+
+    return show
+
+
+# -- as tables --------------------------------------------------------------------------------
+
+
+def render(seen: Frame | Unavailable) -> RenderableType:
+    if isinstance(seen, Unavailable):
+        return f"[bold red]{escape(seen.message)}[/]; trying again"
+    return Group(
+        _headline(seen),
+        "",
+        _pools(seen),
+        "",
+        _queues(seen),
+        "",
+        _models(seen.models),
+        "",
+        _engines(seen.engines),
+    )
+
+
+def _headline(seen: Frame) -> str:
+    at = datetime.fromtimestamp(seen.at_ms / 1000, UTC).strftime("%H:%M:%S")
+    oldest = f", the oldest for {_seconds(seen.oldest_request_s)}" if seen.in_flight else ""
+    colour = "red" if seen.dead_letters else "default"
+    return (
+        f"[bold]pagemill[/] {at} UTC   {seen.in_flight} requests in flight{oldest}   "
+        f"[{colour}]{seen.dead_letters} dead letters[/]"
+    )
+
+
+def _pools(seen: Frame) -> Table:
+    table = _table("pool", "models", "#workers", "#silent", "versions")
+    for pool in seen.pools:
+        _add(table, pool.role, _list(pool.models), pool.workers, pool.silent, _list(pool.versions))
+    return table
+
+
+def _queues(seen: Frame) -> Table:
+    table = _table("queue", "model", "lane", "#pending", "#in hand", "#oldest")
+    for q in seen.queues:
+        _add(table, q.stage, q.model, q.lane, q.pending, q.in_hand, _seconds(q.oldest_s))
+    return table
+
+
+def _models(rows: Iterable[ModelRow]) -> Table:
+    table = _table(
+        *("model", "#req/s", "#in tok/s", "#out tok/s", "#TTFT p50", "#p95", "#ITL p50"),
+        *("#prefix hits", "#preempted"),
+    )
+    for row in rows:
+        _add(
+            table,
+            row.model,
+            _rate(row.flow.requests_per_s),
+            *_token_rates(row.flow),
+            _seconds(row.flow.time_to_first_token_p50_s),
+            _seconds(row.flow.time_to_first_token_p95_s),
+            _seconds(row.flow.inter_token_latency_p50_s),
+            _share(row.flow.prefix_hit_rate),
+            row.totals.preemptions,
+        )
+    return table
+
+
+def _engines(rows: Iterable[EngineRow]) -> Table:
+    table = _table(
+        *("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s"),
+        "#preempted",
+    )
+    for row in rows:
+        _add(
+            table,
+            row.worker,
+            row.model,
+            row.running,
+            row.waiting,
+            _share(row.kv_cache_usage),
+            _share(row.kv_waste),
+            *_token_rates(row.flow),
+            row.totals.preemptions,
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """Columns of numbers are marked with #."""
+    table = Table(box=None, pad_edge=False, header_style="bold cyan")
+    for column in columns:
+        table.add_column(column.lstrip("#"), justify="right" if column[0] == "#" else "left")
+    return table
+
+
+def _add(table: Table, *cells: str | int) -> None:
+    # Names come from the broker.
+    table.add_row(*(escape(str(cell)) for cell in cells))
+
+
+def _token_rates(flow: Flow) -> tuple[str, str]:
+    return _rate(flow.prompt_tokens_per_s), _rate(flow.generation_tokens_per_s)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _rate(per_s: float | None) -> str:
+    return "-" if per_s is None else f"{per_s:,.1f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,206 @@
+"""One frame of `pagemill top`: a cluster now, and what has happened in it since the last look."""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from shared.telemetry.deltas import (
+    Samples,
+    StageQueue,
+    Survey,
+    buckets,
+    quantile,
+    since,
+    total,
+)
+
+
+class Pool(Struct, frozen=True):
+    """Workers that do the same."""
+
+    role: str
+    models: list[str]
+    workers: int
+    silent: int
+    """Those of them that live and have not answered in time."""
+    versions: list[str]
+
+
+class QueueRow(Struct, frozen=True):
+    stage: str
+    model: str
+    lane: str
+    pending: int
+    in_hand: int
+    oldest_s: float | None
+    """Age of the oldest pending message; None without one."""
+
+
+class Flow(Struct, frozen=True):
+    """What went through since the last look. All is None in a first frame, and ratios and
+    quantiles are where nothing happened."""
+
+    prompt_tokens_per_s: float | None
+    generation_tokens_per_s: float | None
+    requests_per_s: float | None
+    time_to_first_token_p50_s: float | None
+    time_to_first_token_p95_s: float | None
+    inter_token_latency_p50_s: float | None
+    prefix_hit_rate: float | None
+    """Of the tokens that were looked up in the prefix cache."""
+
+
+class Totals(Struct, frozen=True):
+    """Counted since the start of the workers that live."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    requests: int
+    """Answers that ended well."""
+    prefix_queries: int
+    """Tokens."""
+    prefix_hits: int
+    preemptions: int
+
+
+class ModelRow(Struct, frozen=True):
+    model: str
+    flow: Flow
+    totals: Totals
+
+
+class EngineRow(Struct, frozen=True):
+    worker: str
+    model: str
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """Of the blocks, 0 to 1."""
+    kv_waste: float
+    """Of the slots in the held blocks, 0 to 1."""
+    flow: Flow
+    totals: Totals
+
+
+class Frame(Struct, frozen=True):
+    at_ms: float
+    """Unix milliseconds of the broker's clock."""
+    interval_s: float | None
+    """Since the last look; None for a first one."""
+    in_flight: int
+    oldest_request_s: float | None
+    dead_letters: int
+    pools: list[Pool]
+    queues: list[QueueRow]
+    models: list[ModelRow]
+    engines: list[EngineRow]
+
+
+def frame(before: Survey | None, now: Survey) -> Frame:
+    engines = [
+        (beat.worker, model)
+        for beat in now.beats
+        if beat.role == "engine" and beat.worker in now.samples
+        for model in beat.models[:1]
+    ]
+    by_model: dict[str, list[str]] = {}
+    for worker, model in engines:
+        by_model.setdefault(model, []).append(worker)
+    return Frame(
+        at_ms=now.at_ms,
+        interval_s=_interval_s(before, now),
+        in_flight=now.in_flight,
+        oldest_request_s=_age_s(now, now.oldest_ms),
+        dead_letters=now.dead_letters,
+        pools=_pools(now),
+        queues=[_queue_row(now, queue) for queue in sorted(now.queues, key=_queue_order)],
+        models=[
+            ModelRow(model, _flow(before, now, workers), _totals(now, workers))
+            for model, workers in sorted(by_model.items())
+        ],
+        engines=[_engine_row(before, now, worker, model) for worker, model in engines],
+    )
+
+
+def _pools(now: Survey) -> list[Pool]:
+    keys = dict.fromkeys((beat.role, *beat.models) for beat in now.beats)
+    pools = []
+    for role, *models in keys:
+        beats = [b for b in now.beats if b.role == role and b.models == models]
+        silent = sum(beat.worker not in now.told for beat in beats)
+        versions = sorted({beat.version for beat in beats})
+        pools.append(Pool(role, models, len(beats), silent, versions))
+    return pools
+
+
+def _queue_order(queue: StageQueue) -> tuple[str, str, bool]:
+    return queue.role, queue.model, queue.lane != "interactive"
+
+
+def _queue_row(now: Survey, queue: StageQueue) -> QueueRow:
+    return QueueRow(
+        queue.role,
+        queue.model,
+        queue.lane,
+        queue.pending,
+        queue.in_hand,
+        _age_s(now, queue.oldest_ms),
+    )
+
+
+def _engine_row(before: Survey | None, now: Survey, worker: str, model: str) -> EngineRow:
+    samples = now.samples[worker]
+    return EngineRow(
+        worker=worker,
+        model=model,
+        running=int(total(samples, "num_requests_running")),
+        waiting=int(total(samples, "num_requests_waiting")),
+        kv_cache_usage=total(samples, "kv_cache_usage_perc"),
+        kv_waste=total(samples, "kv_waste"),
+        flow=_flow(before, now, [worker]),
+        totals=_totals(now, [worker]),
+    )
+
+
+def _flow(before: Survey | None, now: Survey, workers: Sequence[str]) -> Flow:
+    interval_s = _interval_s(before, now)
+    if before is None or interval_s is None:
+        return Flow(None, None, None, None, None, None, None)
+    parts = [part for worker in workers if (part := since(before, now, worker)) is not None]
+    queries = _sum(parts, "prefix_cache_queries_total")
+    first_token = buckets(parts, "time_to_first_token_seconds")
+    return Flow(
+        prompt_tokens_per_s=_sum(parts, "prompt_tokens_total") / interval_s,
+        generation_tokens_per_s=_sum(parts, "generation_tokens_total") / interval_s,
+        requests_per_s=_sum(parts, "request_success_total") / interval_s,
+        time_to_first_token_p50_s=quantile(first_token, 0.5),
+        time_to_first_token_p95_s=quantile(first_token, 0.95),
+        inter_token_latency_p50_s=quantile(buckets(parts, "inter_token_latency_seconds"), 0.5),
+        prefix_hit_rate=_sum(parts, "prefix_cache_hits_total") / queries if queries else None,
+    )
+
+
+def _totals(now: Survey, workers: Sequence[str]) -> Totals:
+    parts = [now.samples[worker] for worker in workers]
+    return Totals(
+        prompt_tokens=int(_sum(parts, "prompt_tokens_total")),
+        generation_tokens=int(_sum(parts, "generation_tokens_total")),
+        requests=int(_sum(parts, "request_success_total")),
+        prefix_queries=int(_sum(parts, "prefix_cache_queries_total")),
+        prefix_hits=int(_sum(parts, "prefix_cache_hits_total")),
+        preemptions=int(_sum(parts, "num_preemptions_total")),
+    )
+
+
+def _sum(parts: Iterable[Samples], name: str) -> float:
+    return sum(total(part, name) for part in parts)
+
+
+def _interval_s(before: Survey | None, now: Survey) -> float | None:
+    if before is None or now.at_ms <= before.at_ms:
+        return None
+    return (now.at_ms - before.at_ms) / 1000
+
+
+def _age_s(now: Survey, stored_ms: float | None) -> float | None:
+    return None if stored_ms is None else max(0.0, now.at_ms - stored_ms) / 1000

@@ -1,0 +1,45 @@
+"""`pagemill up`: all roles on this machine, until a signal drains them and a second one hurries."""
+
+import asyncio
+import contextlib
+import signal
+
+from rich.console import Console
+
+from shared.errors import PagemillError
+from workers.cli.local_cluster import LocalCluster
+
+errors = Console(stderr=True)
+
+
+async def run_until_stopped(cluster: LocalCluster) -> int:
+    """Returns the exit code. Raises ConfigError or Unavailable when it does not start."""
+    stopping = asyncio.Event()
+
+    def stop_or_hurry() -> None:
+        if stopping.is_set():
+            cluster.hurry()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop_or_hurry)
+    start = asyncio.create_task(cluster.start())
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            errors.print(
+                f"[bold green]ready[/] at {cluster.url} and {cluster.door};"
+                " Ctrl-C drains and stops",
+                soft_wrap=True,
+            )
+            await stop
+        errors.print("draining …")
+    finally:
+        start.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PagemillError):
+            await start
+        await cluster.stop()
+    return 0

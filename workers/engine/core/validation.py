@@ -1,0 +1,118 @@
+"""What can be refused of a request before it enters a batch. Pure; each raises a RequestError."""
+
+from collections.abc import Callable
+
+from shared.errors import ContextTooLong, InvalidRequest
+from workers.engine.core.sequence import EngineRequest
+
+MAX_PROMPT_LOGPROBS = 1 << 15
+"""Of all tokens of a prompt together: they have to fit into one record, at some 20 bytes each."""
+
+
+def check_prompt(request: EngineRequest, vocab_size: int) -> None:
+    token_ids = request.prompt_token_ids
+    if not token_ids:
+        raise InvalidRequest("the prompt has no tokens", field="messages")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"the prompt's token ids must be from 0 to {vocab_size - 1}", field="messages"
+        )
+
+
+def check_placeholders(request: EngineRequest) -> None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    free_from = 0
+    for placeholder in sorted((i.placeholder for i in request.items), key=lambda p: p.offset):
+        stop = placeholder.offset + placeholder.length
+        if placeholder.offset < 0 or placeholder.length < 1 or stop > num_prompt_tokens:
+            raise InvalidRequest(
+                f"placeholder [{placeholder.offset}, {stop}) is outside the prompt's"
+                f" {num_prompt_tokens} tokens",
+                field="messages",
+            )
+        if placeholder.offset < free_from:
+            raise InvalidRequest(
+                f"placeholder [{placeholder.offset}, {stop}) overlaps another", field="messages"
+            )
+        if placeholder.is_embed is not None:
+            _check_mask(placeholder.is_embed, placeholder.length)
+        free_from = stop
+
+
+def _check_mask(is_embed: bytes, length: int) -> None:
+    bits = int.from_bytes(is_embed, "little")
+    if len(is_embed) != -(-length // 8) or bits >> length or not bits:
+        raise InvalidRequest(
+            f"a placeholder of {length} tokens needs as many bits in is_embed, not all of them 0",
+            field="messages",
+        )
+
+
+def check_sampling(request: EngineRequest, vocab_size: int, max_tokens: int) -> None:
+    """Of the parameters what depends on the model, or on each other."""
+    params = request.sampling
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or []),
+        ("logit_bias", params.logit_bias),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{name}: token id {token_id} is not from 0 to {vocab_size - 1}",
+                    field=f"sampling_params.{name}",
+                )
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {params.min_tokens} is more than max_tokens {max_tokens}",
+            field="sampling_params.min_tokens",
+        )
+    if params.stop and not params.detokenize:
+        raise InvalidRequest(
+            "stop strings are looked for in text, which detokenize: false does not make",
+            field="sampling_params.stop",
+        )
+    num_values = len(request.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
+    if params.prompt_logprobs is not None and num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs {params.prompt_logprobs} of {len(request.prompt_token_ids)} tokens"
+            f" are {num_values} values, over the limit of {MAX_PROMPT_LOGPROBS}",
+            field="sampling_params.prompt_logprobs",
+        )
+
+
+def tokenize_bad_words(
+    words: list[str], encode: Callable[[str], list[int]], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space; `encode` adds no special tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        stripped = word.lstrip()
+        for text in (stripped, " " + stripped):
+            token_ids = tuple(encode(text))
+            if not token_ids or max(token_ids) >= vocab_size:
+                raise InvalidRequest(
+                    f"the model has no tokens for the bad word {word!r}",
+                    field="sampling_params.bad_words",
+                )
+            found[token_ids] = None
+    return tuple(found)
+
+
+def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:
+    """What is asked for, or all that fits behind the prompt."""
+    num_prompt_tokens, asked = len(request.prompt_token_ids), request.sampling.max_tokens
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer in the"
+            f" model's context of {max_model_len}",
+            field="messages",
+        )
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"{num_prompt_tokens} prompt tokens and max_tokens {asked} exceed the model's context"
+            f" of {max_model_len}; at most {room} tokens can follow this prompt",
+            field="sampling_params.max_tokens",
+        )
+    return room if asked is None else asked

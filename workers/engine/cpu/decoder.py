@@ -1,0 +1,328 @@
+"""A decoder of the Llama kind on the C++ kernels, behind the same methods as `FlatModel`.
+
+transformers loads the model and makes embeddings and rotary angles; the layers and the head are
+taken over: their weights are packed for the kernels, and those of torch are given up one by one. A
+step is one call, during which Python runs freely in other threads.
+"""
+
+import ctypes
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.native import library
+from workers.engine.model.attention import KVCache
+from workers.engine.model.families import Family
+from workers.engine.model.support import layer_windows
+
+PANEL = 32
+"""Outputs that are packed together."""
+MAX_HEAD_DIM = 512
+TOKEN_GROUP = 8
+"""Tokens that are kept next to one another in the cache."""
+
+# Their layers are those of Llama, but for biases, norms of heads, and windows.
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+)
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "out", "gate_up", "down", "qkv_bias", "out_bias")),
+        *((name, _POINTER) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        ("window", _INT),
+    )
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, _INT) for name in ("hidden_size", "intermediate_size", "num_layers")),
+        *((name, _INT) for name in ("vocab_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("norm_eps", _FLOAT),
+        ("scale", _FLOAT),
+        ("is_bf16", _INT),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _INT) for name in ("num_tokens", "num_sequences", "block_size", "max_blocks")),
+        *((name, _INT) for name in ("num_sampled", "num_deepstack")),
+        *((name, _POINTER) for name in ("query_start_loc", "seq_lens", "block_tables")),
+        *((name, _POINTER) for name in ("sampled_rows", "embeddings", "cos", "sin", "deepstack")),
+        *((name, _POINTER) for name in ("keys", "values", "logits")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    query_start_loc: NDArray[np.int32]  # [num_sequences + 1]
+    seq_lens: NDArray[np.int32]  # [num_sequences]
+    block_tables: NDArray[np.int32]  # [num_sequences, max_num_blocks]
+    block_size: int
+
+
+def why_not(family: Family, block_size: int) -> str | None:
+    """What keeps a model from these kernels; None if nothing does."""
+    config: Any = family.decoder.config
+    dtype = family.model.dtype
+    if family.model.device.type != "cpu":
+        return "it is not on a CPU"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"its weights are {dtype}"
+    if config.model_type not in MODEL_TYPES:
+        return f"there are no kernels for {config.model_type!r}"
+    decoder: Any = family.decoder
+    layer = decoder.layers[0]
+    if config.hidden_act != "silu" or layer.mlp.gate_proj.bias is not None:
+        return "its MLP is of another kind"
+    if config.hidden_size % 16 or config.intermediate_size % 16:
+        return "its sizes are not multiples of 16"
+    if layer.self_attn.head_dim % 8 or layer.self_attn.head_dim > MAX_HEAD_DIM:
+        return f"its heads have {layer.self_attn.head_dim} dimensions"
+    if 2 * len(decoder.rotary_emb.inv_freq) != layer.self_attn.head_dim:
+        return "its rotary positions turn a part of each head"
+    if block_size % TOKEN_GROUP:
+        return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
+    loaded = library.load()
+    if loaded is None or (dtype == torch.bfloat16 and not loaded.pagemill_has_bf16()):
+        return "there are no kernels on this machine"
+    return None
+
+
+class NativeModel:
+    def __init__(self, family: Family, num_threads: int) -> None:
+        """Takes the layers' weights away from the family's model. `why_not` must be None."""
+        loaded = library.load()
+        assert loaded is not None
+        self.family = family
+        self.dtype: torch.dtype = family.model.dtype
+        self.device = torch.device("cpu")
+        self._library = loaded
+        decoder: Any = family.decoder
+        model: Any = family.model
+        self._embed_tokens: Any = model.get_input_embeddings()
+        self._rotary: Any = decoder.rotary_emb
+        self._kept: list[Tensor] = []
+        """Small weights that the kernels read where they are."""
+        self._cache: KVCache | None = None
+        self._addresses: tuple[Any, Any] = (None, None)
+        """Of the cache's tensors."""
+        config = decoder.config
+        attention = decoder.layers[0].self_attn
+        self.vocab_size = int(config.vocab_size)
+        self._shape = _Shape(
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            int(attention.head_dim),
+        )
+        layers = (_Layer * config.num_hidden_layers)()
+        windows = layer_windows(config)
+        for index in range(config.num_hidden_layers):
+            self._take_layer(decoder.layers[index], layers[index])
+            layers[index].window = windows[index] or 0
+            decoder.layers[index] = torch.nn.Identity()
+        self._layers = layers
+        head = self._pack([model.get_output_embeddings().weight])
+        if model.get_output_embeddings().weight is not self._embed_tokens.weight:
+            model.get_output_embeddings().weight = None
+        self._config = _Config(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_hidden_layers,
+            self.vocab_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            config.rms_norm_eps,
+            attention.scaling,
+            self.dtype == torch.bfloat16,
+        )
+        self._decoder = loaded.pagemill_decoder(
+            ctypes.byref(self._config), layers, self._keep(decoder.norm.weight), head, num_threads
+        )
+        assert self._decoder
+        _finally(self, loaded.pagemill_delete, self._decoder)
+
+    # -- what a runner asks for -------------------------------------------------------------------
+
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Laid out for the kernels, see attention.h; the first dimension is that of the blocks."""
+        assert block_size % TOKEN_GROUP == 0
+        shape, unit = self._shape, 4 // self.dtype.itemsize
+        groups, value_dim = block_size // TOKEN_GROUP, -(-shape.head_dim // PANEL) * PANEL
+        heads = (num_blocks, shape.num_kv_heads)
+        keys = (*heads, groups, shape.head_dim // unit, TOKEN_GROUP, unit)
+        values = (*heads, block_size // unit, value_dim, unit)
+        return [(self._zeros(keys), self._zeros(values)) for _ in range(shape.num_layers)]
+
+    def capture(self, kv_cache: KVCache) -> None:
+        pass
+
+    def plan(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        kv_cache: KVCache,
+    ) -> Plan:
+        block_size = kv_cache[0][0].shape[2] * TOKEN_GROUP
+        tables = [
+            table[: -(-seq_len // block_size)]
+            for table, seq_len in zip(block_tables, seq_lens, strict=True)
+        ]
+        lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
+        padded = np.zeros((len(tables), int(lengths.max())), dtype=np.int32)
+        filled = np.arange(padded.shape[1]) < lengths[:, None]
+        padded[filled] = np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32)
+        return Plan(
+            np.array(query_start_loc, dtype=np.int32),
+            np.array(seq_lens, dtype=np.int32),
+            padded,
+            block_size,
+        )
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
+        embeddings: Tensor = self._embed_tokens(token_ids)
+        return embeddings
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [num_tokens, hidden_size]
+        positions: Tensor,  # [num_position_rows, num_tokens]
+        plan: Plan,
+        kv_cache: KVCache,
+        sampled_rows: Tensor,  # [num_sampled]
+        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
+    ) -> Tensor:  # logits in float32, [num_sampled, vocab_size]
+        cos, sin = self._rotary(
+            torch.empty(0, dtype=torch.float32),
+            positions if len(positions) == 1 else positions[:, None],
+        )
+        cos, sin = cos.contiguous(), sin.contiguous()
+        embeddings = embeddings.contiguous()
+        rows = sampled_rows.to(torch.int32)
+        logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32)
+        deepstack = None if deepstack is None else deepstack.contiguous()
+        step = _Step(
+            len(embeddings),
+            len(plan.seq_lens),
+            plan.block_size,
+            plan.block_tables.shape[1],
+            len(rows),
+            0 if deepstack is None else len(deepstack),
+            plan.query_start_loc.ctypes.data,
+            plan.seq_lens.ctypes.data,
+            plan.block_tables.ctypes.data,
+            rows.data_ptr(),
+            embeddings.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if deepstack is None else deepstack.data_ptr(),
+            *self._addresses_of(kv_cache),
+            logits.data_ptr(),
+        )
+        self._library.pagemill_forward(self._decoder, ctypes.byref(step))
+        return logits
+
+    def _addresses_of(self, kv_cache: KVCache) -> tuple[Any, Any]:
+        """Of keys and of values; a step is soon over, and a runner has one cache."""
+        if self._cache is not kv_cache:
+            keys, values = zip(*kv_cache, strict=True)
+            self._cache, self._addresses = kv_cache, (_addresses(keys), _addresses(values))
+        return self._addresses
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """In memory of its own, which is given back with the tensor."""
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        memory = (ctypes.c_byte * num_bytes).from_address(self._allocate(num_bytes))
+        _finally(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+
+    def _allocate(self, num_bytes: int) -> int:
+        memory: int | None = self._library.pagemill_allocate(num_bytes)
+        if memory is None:
+            raise MemoryError(f"there are no {num_bytes} bytes for weights or cache")
+        return memory
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def _take_layer(self, layer: Any, to: _Layer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        to.qkv = self._pack([projection.weight for projection in projections])
+        to.out = self._pack([attention.o_proj.weight])
+        to.gate_up = self._pack([mlp.gate_proj.weight, mlp.up_proj.weight], stride=PANEL // 2)
+        to.down = self._pack([mlp.down_proj.weight])
+        if attention.q_proj.bias is not None:
+            bias = torch.cat([projection.bias for projection in projections])
+            to.qkv_bias = self._keep(torch.nn.functional.pad(bias, (0, -len(bias) % PANEL)))
+        if attention.o_proj.bias is not None:
+            to.out_bias = self._keep(attention.o_proj.bias)
+        to.input_norm = self._keep(layer.input_layernorm.weight)
+        to.post_norm = self._keep(layer.post_attention_layernorm.weight)
+        if hasattr(attention, "q_norm"):
+            to.query_norm = self._keep(attention.q_norm.weight)
+            to.key_norm = self._keep(attention.k_norm.weight)
+
+    def _keep(self, weight: Tensor) -> int:
+        self._kept.append(weight.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _pack(self, weights: Sequence[Tensor], stride: int = PANEL) -> int:
+        """Of several matrices behind one another or, with half a panel's stride, interleaved."""
+        num_inputs = weights[0].shape[1]
+        num_outputs = sum(len(weight) for weight in weights)
+        num_bytes = -(-num_outputs // PANEL) * PANEL * num_inputs * self.dtype.itemsize
+        memory = self._allocate(num_bytes)
+        _finally(self, self._library.pagemill_free, memory, num_bytes)
+        first = 0
+        for weight in weights:
+            source = weight.detach().contiguous()
+            self._library.pagemill_pack(
+                self.dtype == torch.bfloat16,
+                source.data_ptr(),
+                len(source),
+                num_inputs,
+                first,
+                stride,
+                memory,
+            )
+            first += len(source) if stride == PANEL else stride
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _finally(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
+    """When the owner is collected; not when the process ends, for a step may be under way then."""
+    weakref.finalize(owner, function, *arguments).atexit = False
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    array = (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    return ctypes.cast(array, _POINTER)

@@ -1,0 +1,174 @@
+"""Rotary positions and the write into the KV cache: queries and keys are read once for both.
+
+The angles come from a table, made by the model itself, so that they are the same to the last bit.
+A position may have several axes (M-RoPE): each pair of a head's dimensions turns by one of them,
+in sections or interleaved, as `Rotary.axes` says.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.engine.cuda.kernels.launch import pad
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    cos: Tensor  # [max_positions, head_dim // 2], in the model's dtype
+    sin: Tensor
+    axes: Tensor  # [head_dim // 2] int32: which row of the positions turns the pair
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm of each query and key before they are turned, as in Qwen3."""
+
+    weight: Tensor  # [2, head_dim]: of queries, of keys
+    eps: float
+
+
+def rotary_of(module: Any, max_positions: int, num_axes: int, like: Tensor) -> Rotary:
+    """What a transformers rotary embedding computes, asked of it; of `like`'s dtype and device."""
+    positions = torch.arange(max_positions, device=like.device)[None]
+    cos, sin = module(like, positions)
+    half = cos.shape[-1] // 2
+    axes = torch.zeros(half, dtype=torch.int32, device=like.device)
+    for axis in range(1, num_axes):
+        # Along this axis alone something stands at 1: what turns then, turns by it.
+        probe = torch.zeros(num_axes, 1, 1, dtype=torch.int64, device=like.device)
+        probe[axis] = 1
+        axes[module(like, probe)[1][0, 0, :half] != 0] = axis
+    return Rotary(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous(), axes)
+
+
+def rotate_and_write(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    positions: Tensor,  # [num_axes, num_tokens] int64
+    rotary: Rotary,
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,
+    slots: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
+    norm: HeadNorm | None = None,
+) -> Tensor:  # the queries: [num_tokens, num_heads, head_dim], of `qkv`'s memory
+    """Queries are turned in place; keys, turned, and values go to the cache."""
+    num_tokens, num_rows, head_dim = qkv.shape
+    num_kv_heads = key_cache.shape[2]
+    num_heads = num_rows - 2 * num_kv_heads
+    assert qkv.is_contiguous()
+    half = head_dim // 2
+    _rotate_and_write[(num_tokens, num_heads + num_kv_heads)](
+        qkv,
+        positions,
+        rotary.cos,
+        rotary.sin,
+        rotary.axes,
+        key_cache,
+        value_cache,
+        slots,
+        norm.weight if norm else rotary.cos,
+        norm.eps if norm else 0.0,
+        positions.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        HALF_PAD=pad(half),
+        NORM=norm is not None,
+        num_warps=1,
+    )
+    return qkv[:, :num_heads]
+
+
+@triton.jit(do_not_specialize=["axis_stride"])
+def _rotate_and_write(
+    qkv,
+    positions,
+    cos_table,
+    sin_table,
+    axes,
+    key_cache,
+    value_cache,
+    slots,
+    norm_weight,
+    eps,
+    axis_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """A program has one query head of a token, or one KV head: its key and its value."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, HALF_PAD)
+    within = i < HALF
+    at = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + i
+    first = tl.load(qkv + at, mask=within, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + HALF, mask=within, other=0.0).to(tl.float32)
+    dtype = qkv.dtype.element_ty
+    if NORM:
+        mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+        scale = 1 / tl.sqrt(mean + eps)
+        weight = norm_weight + tl.where(head < NUM_HEADS, 0, 2 * HALF) + i
+        of_first = tl.load(weight, mask=within, other=0.0).to(tl.float32)
+        of_second = tl.load(weight + HALF, mask=within, other=0.0).to(tl.float32)
+        # Rounded as often as in the model.
+        first = ((first * scale).to(dtype).to(tl.float32) * of_first).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * of_second).to(dtype).to(tl.float32)
+
+    axis = tl.load(axes + i, mask=within, other=0)
+    position = tl.load(positions + axis * axis_stride + token)
+    cos = tl.load(cos_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
+    turned_first = (first * cos - second * sin).to(dtype)
+    turned_second = (second * cos + first * sin).to(dtype)
+
+    if head < NUM_HEADS:
+        tl.store(qkv + at, turned_first, mask=within)
+        tl.store(qkv + at + HALF, turned_second, mask=within)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        is_kept = within & (slot >= 0)
+        to = (slot * NUM_KV_HEADS + head - NUM_HEADS) * (2 * HALF) + i
+        tl.store(key_cache + to, turned_first, mask=is_kept)
+        tl.store(key_cache + to + HALF, turned_second, mask=is_kept)
+        value = qkv + at + NUM_KV_HEADS * (2 * HALF)
+        tl.store(value_cache + to, tl.load(value, mask=is_kept), mask=is_kept)
+        tl.store(value_cache + to + HALF, tl.load(value + HALF, mask=is_kept), mask=is_kept)
+
+
+def write_cache(
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor,
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,
+    slots: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
+) -> None:
+    """Keys and values as they are, for models that turn their keys themselves."""
+    size = key[0].numel()
+    _write_cache[(len(key),)](
+        key.reshape(-1, size),
+        value.reshape(-1, size),
+        key_cache,
+        value_cache,
+        slots,
+        SIZE=size,
+        SIZE_PAD=pad(size),
+    )
+
+
+@triton.jit
+def _write_cache(
+    key, value, key_cache, value_cache, slots, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    i = tl.arange(0, SIZE_PAD)
+    is_kept = (i < SIZE) & (slot >= 0)
+    tl.store(key_cache + slot * SIZE + i, tl.load(key + token * SIZE + i, mask=is_kept), is_kept)
+    tl.store(
+        value_cache + slot * SIZE + i, tl.load(value + token * SIZE + i, mask=is_kept), is_kept
+    )

@@ -1,0 +1,127 @@
+"""A flat model on a GPU: its steps are planned for the kernels, its decodes replayed as graphs."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.engine.cuda.cuda_graphs import Buffers, CudaRecorder, DecodeGraphs, Replay, buckets_for
+from workers.engine.cuda.fused_layers import ATTENTION, fuse
+from workers.engine.cuda.kernels.plan import (
+    BlockTables,
+    KernelPlan,
+    count_queries,
+    plan_for_kernels,
+)
+from workers.engine.model.attention import KVCache
+from workers.engine.model.families import Family
+from workers.engine.model.flat_model import FlatModel, kv_shape
+
+
+class GpuModel(FlatModel):
+    def __init__(
+        self,
+        family: Family,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        adapted: bool = False,
+        record: Callable[[Replay], Replay] | None = None,
+    ) -> None:
+        """`record` as of DecodeGraphs, by default CUDA graphs on CUDA and nothing elsewhere.
+
+        With adapters transformers' modules are run as they are, for adapters hang on them, and
+        change with the batch.
+        """
+        super().__init__(family)
+        family.decoder.set_attn_implementation(ATTENTION)
+        self._adapted = adapted
+        self.is_fused = not adapted and fuse(family.decoder, family.num_position_rows)
+        self._num_rows = buckets_for(max_num_seqs)[-1]
+        self._max_model_len = max_model_len
+        self._record = record
+        self._tables = BlockTables()
+        self._graphs: DecodeGraphs | None = None
+        config = family.decoder.config
+        _, self._num_kv_heads, head_dim = kv_shape(config)
+        group = config.num_attention_heads // self._num_kv_heads
+        self._queries_per_tile = count_queries(group, head_dim, self.dtype)
+
+    # A plan means nothing to whoever asks for it: it goes back into `forward`.
+    def plan(  # type: ignore[override]
+        self,
+        block_tables: Sequence[Sequence[int]],
+        query_start_loc: Sequence[int],
+        seq_lens: Sequence[int],
+        kv_cache: KVCache,
+    ) -> KernelPlan:
+        return plan_for_kernels(
+            block_tables,
+            query_start_loc,
+            seq_lens,
+            block_size=kv_cache[0][0].shape[1],
+            num_kv_heads=self._num_kv_heads,
+            queries_per_tile=self._queries_per_tile,
+            device=self.device,
+            tables=self._tables,
+        )
+
+    @torch.inference_mode()
+    def capture(self, kv_cache: KVCache) -> None:
+        if self._adapted:
+            return
+        record = self._record
+        if record is None:
+            if self.device.type != "cuda":
+                return
+            record = CudaRecorder()
+        config = self.family.decoder.config
+        buffers = Buffers.allocate(
+            self._num_rows,
+            -(-self._max_model_len // kv_cache[0][0].shape[1]),
+            self.family.num_position_rows,
+            config.hidden_size,
+            self.dtype,
+            self.device,
+        )
+        rows = torch.arange(self._num_rows, device=self.device)
+
+        def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
+            return self._run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])
+
+        self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
+
+    def forward(  # type: ignore[override]
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        plan: KernelPlan,
+        kv_cache: KVCache,
+        sampled_rows: Tensor,
+        deepstack: Tensor | None = None,
+    ) -> Tensor:
+        """`kv_cache` is that of `capture`, once there has been one."""
+        logits = None
+        if self._graphs is not None and deepstack is None:
+            logits = self._graphs.run(embeddings, positions, plan)
+        if logits is None:
+            return self._run(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
+        return logits.index_select(0, sampled_rows)
+
+    def _run(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        plan: KernelPlan,
+        kv_cache: KVCache,
+        sampled_rows: Tensor,
+        deepstack: Tensor | None = None,
+    ) -> Tensor:
+        return super().forward(
+            embeddings,
+            positions,
+            plan,  # type: ignore[arg-type]
+            kv_cache,
+            sampled_rows,
+            deepstack,
+        )

@@ -1,0 +1,60 @@
+"""Between the steps and the log: outputs as records, and records as what a resume begins with."""
+
+from shared.protocol.messages import ChoiceDelta, LogRecord, TokenChunk
+from workers.engine.core.sequence import LoggedChoice, RequestOutput
+
+MAX_RECORD_VALUES = 1 << 15
+"""Token ids and log probabilities in one record, at some 20 bytes each. What is computed at once
+stays together."""
+
+
+def num_for_record(outputs: list[RequestOutput]) -> int:
+    """How many of them, from the first on, go into one record: at least one if there are any."""
+    num_values = 0
+    for num_outputs, output in enumerate(outputs):
+        num_values += _num_values(output)
+        if num_outputs and num_values > MAX_RECORD_VALUES:
+            return num_outputs
+    return len(outputs)
+
+
+def _num_values(output: RequestOutput) -> int:
+    logprobs = [*(output.prompt_logprobs or [])]
+    for delta in output.choices:
+        logprobs += delta.logprobs or []
+    num_token_ids = sum(len(delta.token_ids) for delta in output.choices)
+    return num_token_ids + sum(1 + len(found.top_token_ids) for found in logprobs)
+
+
+def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
+    """Consecutive deltas of each choice as one."""
+    merged: dict[int, ChoiceDelta] = {}
+    for delta in (choice for output in outputs for choice in output.choices):
+        first = merged.get(delta.index)
+        if first is None:
+            merged[delta.index] = delta
+            continue
+        merged[delta.index] = ChoiceDelta(
+            index=delta.index,
+            position=first.position,
+            token_ids=first.token_ids + delta.token_ids,
+            text=first.text + delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=[*(first.logprobs or []), *(delta.logprobs or [])] or None,
+        )
+    return [merged[index] for index in sorted(merged)]
+
+
+def logged_choices(records: list[LogRecord], n: int) -> list[LoggedChoice]:
+    """What a log holds of each choice; nothing for an empty log."""
+    if not records:
+        return []
+    token_ids: list[list[int]] = [[] for _ in range(n)]
+    finished = [False] * n
+    for record in records:
+        if isinstance(record, TokenChunk):
+            for delta in record.choices:
+                token_ids[delta.index] += delta.token_ids
+                finished[delta.index] |= delta.finish_reason is not None
+    return [LoggedChoice(ids, done) for ids, done in zip(token_ids, finished, strict=True)]

@@ -1,0 +1,139 @@
+"""What an engine counts: of each step what its tokens have in common, of each request its times."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shared.protocol.messages import EngineTask, LogRecord, TokenChunk
+from shared.telemetry.metrics import Metrics
+from workers.engine.core.engine import Stats
+from workers.engine.core.sequence import RequestOutput
+
+
+@dataclass(slots=True)
+class Timing:
+    """Of a request in hand; `_ms` by the broker's clock, `_s` by the monotonic one."""
+
+    accepted_ms: float
+    arrived_ms: float
+    num_prompt_tokens: int
+    resumed: bool
+    """Its client has had its first tokens from somebody else."""
+    finished_reason: str = ""
+    """Of the choice that has ended last."""
+    prefilled: bool = False
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+
+    @classmethod
+    def of(cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]) -> "Timing":
+        timing = cls(
+            task.accepted.accepted_ms, arrived_ms, len(task.prompt_token_ids), bool(records)
+        )
+        for record in records:
+            for delta in record.choices if isinstance(record, TokenChunk) else ():
+                timing.finished_reason = delta.finish_reason or timing.finished_reason
+        return timing
+
+
+class Meters:
+    """At each step a few additions for all of it, and two dictionary look-ups for each token."""
+
+    def __init__(self, metrics: Metrics, stats: Stats, at_ms: Callable[[float], float]) -> None:
+        """`at_ms` turns the monotonic clock's seconds into the broker's milliseconds."""
+        self._metrics = metrics
+        self._stats = stats
+        self._at_ms = at_ms
+        self._prompt_tokens = metrics.counter("prompt_tokens_total")
+        self._generation_tokens = metrics.counter("generation_tokens_total")
+        self._iteration_tokens = metrics.histogram("iteration_tokens_total")
+        self._inter_token = metrics.histogram("inter_token_latency_seconds")
+        self._first_token = metrics.histogram("time_to_first_token_seconds")
+        self._engine_first_token = metrics.histogram("engine_time_to_first_token_seconds")
+        self._queue_time = metrics.histogram("request_queue_time_seconds")
+        self._engine_queue_time = metrics.histogram("engine_queue_time_seconds")
+        self._latency = metrics.histogram("e2e_request_latency_seconds")
+        for reason in ("stop", "length"):
+            metrics.counter("request_success_total", finished_reason=reason)
+        self._watch_stats()
+
+    def _watch_stats(self) -> None:
+        for name, read in (
+            ("num_requests_running", lambda: self._stats.num_running),
+            ("num_requests_waiting", lambda: self._stats.num_waiting),
+            (
+                "kv_cache_usage_perc",
+                lambda: 1 - self._stats.num_free_blocks / self._stats.num_blocks,
+            ),
+            ("kv_waste", lambda: self._stats.kv_waste),
+            ("num_preemptions_total", lambda: self._stats.num_preemptions),
+            ("spec_decode_num_draft_tokens_total", lambda: self._stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens_total", lambda: self._stats.num_accepted_tokens),
+            ("prefix_cache_queries_total", lambda: self._stats.prefix_query_tokens),
+            ("prefix_cache_hits_total", lambda: self._stats.prefix_hit_tokens),
+            ("prefix_cache_evictions_total", lambda: self._stats.prefix_evictions),
+            ("mm_cache_queries_total", lambda: self._stats.mm_cache_queries),
+            ("mm_cache_hits_total", lambda: self._stats.mm_cache_hits),
+            ("encoded_items_total", lambda: self._stats.encoded_items),
+        ):
+            self._metrics.watch(name, read)
+
+    def step(
+        self,
+        begun: Iterable[Timing],
+        outputs: Iterable[tuple[Timing, RequestOutput]],
+        stats: Stats,
+        began_s: float,
+        ended_s: float,
+    ) -> None:
+        """What the step loop has told, in the order of its steps; not each is of a step."""
+        if stats.num_steps > self._stats.num_steps:
+            num_tokens = stats.num_batched_tokens - self._stats.num_batched_tokens
+            self._iteration_tokens.observe(num_tokens)
+        self._stats = stats
+        for timing in begun:
+            began_ms = self._at_ms(began_s)
+            self._queue_time.observe(_seconds(timing.accepted_ms, began_ms))
+            self._engine_queue_time.observe(_seconds(timing.arrived_ms, began_ms))
+        self._count_tokens(outputs, ended_s)
+
+    def _count_tokens(
+        self, outputs: Iterable[tuple[Timing, RequestOutput]], ended_s: float
+    ) -> None:
+        num_tokens = 0
+        # Tokens of one step have their predecessors in few others, mostly in the same.
+        gaps: dict[float, int] = {}
+        for timing, output in outputs:
+            for delta in output.choices:
+                if not (num_new := len(delta.token_ids)):
+                    continue
+                num_tokens += num_new
+                last_s = timing.last_token_s.get(delta.index)
+                timing.last_token_s[delta.index] = ended_s
+                if last_s is not None:
+                    gap_s = (ended_s - last_s) / num_new
+                    gaps[gap_s] = gaps.get(gap_s, 0) + num_new
+                elif not timing.prefilled:
+                    self._note_first_token(timing, ended_s)
+                if delta.finish_reason is not None:
+                    timing.finished_reason = delta.finish_reason
+        self._generation_tokens.add(num_tokens)
+        for gap_s, count in gaps.items():
+            self._inter_token.observe(gap_s, count)
+
+    def _note_first_token(self, timing: Timing, ended_s: float) -> None:
+        timing.prefilled = True
+        self._prompt_tokens.add(timing.num_prompt_tokens)
+        if not timing.resumed:
+            first_ms = self._at_ms(ended_s)
+            self._first_token.observe(_seconds(timing.accepted_ms, first_ms))
+            self._engine_first_token.observe(_seconds(timing.arrived_ms, first_ms))
+
+    def finished(self, timing: Timing, ended_ms: float) -> None:
+        """The last record of its log is stored, and says that it has ended well."""
+        self._metrics.counter("request_success_total", finished_reason=timing.finished_reason).add()
+        self._latency.observe(_seconds(timing.accepted_ms, ended_ms))
+
+
+def _seconds(since_ms: float, until_ms: float) -> float:
+    """Clocks that agree to a millisecond may tell an effect before its cause."""
+    return max(0.0, until_ms - since_ms) / 1000

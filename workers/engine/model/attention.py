@@ -1,0 +1,165 @@
+"""Attention over a paged KV cache, for a flat batch of prefill chunks and decodes together.
+
+It owns the layout of the cache; which of it a step reads, `plans` has laid down. transformers calls
+`paged_attention` for every layer through its attention interface; the plan and the cache travel
+down to it as keyword arguments of the model's forward pass.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from workers.engine.model.step_plan import Chunk, Decodes, StepPlan, Window
+
+ATTENTION = "pagemill_paged"
+
+KVCache = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer: [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+# What a model may ask of its attention that this one does not do.
+UNSUPPORTED = ("s_aux", "position_bias")
+
+
+def new_cache(
+    num_layers: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    # Zeros and not empty memory: a masked NaN would still spoil the sum over the values.
+    return [
+        (
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def write_cache(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """`rows` [num_tokens, num_kv_heads, head_dim] go to their slots of one layer's cache."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,
+    plan: StepPlan,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """`window` is one of those that the plan was made for; `softcap` bounds the scores, by tanh."""
+    reads = plan.reads[window]
+    cache = _LayerCache(key_cache, value_cache, scale, softcap)
+    if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
+        return cache.attend_decodes(query, reads.decodes[0])
+    output = torch.empty_like(query)
+    for chunk in reads.chunks:
+        rows = query[chunk.start : chunk.stop]
+        output[chunk.start : chunk.stop] = cache.attend_chunk(rows, chunk)
+    for decodes in reads.decodes:
+        assert decodes.rows is not None
+        rows = query.index_select(0, decodes.rows)
+        output.index_copy_(0, decodes.rows, cache.attend_decodes(rows, decodes))
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCache:
+    """One layer's keys and values, and how it weighs them."""
+
+    keys: Tensor
+    values: Tensor
+    scale: float
+    softcap: float | None
+
+    def attend_decodes(self, query: Tensor, decodes: Decodes) -> Tensor:
+        """The query heads of one KV head stand where SDPA expects a sequence: they share the
+        keys."""
+        num_kv_heads, head_dim = self.keys.shape[2:]
+        shape = (decodes.num_decodes, -1, num_kv_heads, head_dim)
+        # index_select: advanced indexing of the cache took five times as long.
+        key = self.keys.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
+        value = self.values.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
+        output = self._attend(
+            query.reshape(decodes.num_decodes, num_kv_heads, -1, head_dim),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            decodes.mask,
+            is_causal=False,
+        )
+        return output.reshape(query.shape)
+
+    def attend_chunk(self, query: Tensor, chunk: Chunk) -> Tensor:
+        """KV heads stand where SDPA expects a batch, so that their query heads share them
+        uncopied."""
+        num_kv_heads, head_dim = self.keys.shape[2:]
+        num_queries, num_heads = query.shape[:2]
+        group = num_heads // num_kv_heads
+
+        def gather(cache: Tensor) -> Tensor:  # [num_kv_heads, group, num_keys, head_dim]
+            rows = cache.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.num_keys]
+            return rows.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+
+        output = self._attend(
+            query.transpose(0, 1).reshape(num_kv_heads, group, num_queries, head_dim),
+            gather(self.keys),
+            gather(self.values),
+            chunk.mask,
+            is_causal=chunk.mask is None,
+        )
+        return output.flatten(0, 1).transpose(0, 1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+    ) -> Tensor:
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale
+            )
+        scores = (query @ key.transpose(-2, -1)) * self.scale
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        if is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def attention_of_layer(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    plan: StepPlan,
+    kv_cache: KVCache,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name} of {type(module).__name__} is not supported")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} looks ahead, which is not supported")
+    key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
+    write_cache(key_cache, plan.slots, key[0].transpose(0, 1))
+    write_cache(value_cache, plan.slots, value[0].transpose(0, 1))
+    output = paged_attention(
+        query[0].transpose(0, 1), key_cache, value_cache, plan, scaling, sliding_window, softcap
+    )
+    return output[None], None
+
+
+# No mask function goes with it: transformers makes no mask for a name it has none for, and so
+# does not look for packed sequences in the positions either.
+AttentionInterface.register(ATTENTION, attention_of_layer)

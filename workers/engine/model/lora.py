@@ -1,0 +1,111 @@
+"""LoRA adapters in a flat batch: each request's rows go through the adapter that it names, if any.
+
+An adapter adds b (a x) to what a linear layer makes of x. The rows of a sequence lie together in a
+batch, so a layer looks at runs of rows and not at rows: those of no adapter cost nothing.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from shared.errors import UnknownAdapter
+from workers.engine.model.families import Family
+from workers.engine.model.peft_format import LowRank, read_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [start, stop) of a batch are of one adapter."""
+
+    adapter: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What the layers of one model are to know of the batch that goes through them."""
+
+    runs: list[Run] = field(default_factory=list)
+    num_rows: int = 0
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer, and what each adapter adds to it."""
+
+    a: Tensor  # [num_adapters + 1, max_rank, in_features]; zeros where there is nothing
+    b: Tensor  # [num_adapters + 1, out_features, max_rank]
+
+    def __init__(self, base: nn.Linear, added: Mapping[int, LowRank], num: int, step: Step) -> None:
+        """`added` by the adapter's number, from 1 to `num`; 0 stands for none."""
+        super().__init__()
+        self.base = base
+        self._adapters = frozenset(added)
+        self._step = step
+        rank = max(len(low_rank.a) for low_rank in added.values())
+        self.register_buffer("a", base.weight.new_zeros(num + 1, rank, base.in_features))
+        self.register_buffer("b", base.weight.new_zeros(num + 1, base.out_features, rank))
+        for adapter, low_rank in added.items():
+            self.a[adapter, : len(low_rank.a)] = low_rank.a
+            self.b[adapter, :, : len(low_rank.a)] = low_rank.b
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., num_rows, in_features]
+        output: Tensor = self.base(hidden)
+        step = self._step
+        if not step.runs:
+            return output
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        changed = output.view(-1, output.shape[-1])
+        assert len(rows) == step.num_rows, "a layer that does not see the whole batch"
+        for run in step.runs:
+            if run.adapter in self._adapters:
+                low = rows[run.start : run.stop] @ self.a[run.adapter].T
+                changed[run.start : run.stop].addmm_(low, self.b[run.adapter].T)
+        return output
+
+
+class Adapters:
+    """The adapters of one model, by name."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.step = Step()
+        self._numbers = {name: number for number, name in enumerate(names, 1)}
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def check(self, name: str | None) -> None:
+        """Raises UnknownAdapter."""
+        if name is not None and name not in self._numbers:
+            there_is = ", ".join(sorted(self._numbers)) or "none"
+            raise UnknownAdapter(f"no adapter {name!r}; there is: {there_is}", field="adapter")
+
+    def assign(self, names: Sequence[str | None], query_start_loc: Sequence[int]) -> None:
+        """Of the next batch: the adapter of each sequence, whose rows begin where `query_start_loc`
+        says, [num_sequences + 1]. It holds until the next call."""
+        places = zip(names, query_start_loc, query_start_loc[1:], strict=False)
+        runs = []
+        for name, group in itertools.groupby(places, key=lambda place: place[0]):
+            if name is not None:
+                rows = list(group)
+                runs.append(Run(self._numbers[name], rows[0][1], rows[-1][2]))
+        self.step.runs, self.step.num_rows = runs, query_start_loc[-1]
+
+
+def load_adapters(family: Family, folders: Mapping[str, str]) -> Adapters:
+    """Put the adapters into the family's model. Raises ConfigError."""
+    adapters = Adapters(list(folders))
+    tower = () if family.vision is None else family.vision.modules
+    added: dict[str, dict[int, LowRank]] = {}
+    for number, (name, folder) in enumerate(folders.items(), 1):
+        for module, low_rank in read_adapter(name, Path(folder), family.model, tower).items():
+            added.setdefault(module, {})[number] = low_rank
+    for module, by_number in added.items():
+        linear = family.model.get_submodule(module)
+        assert isinstance(linear, nn.Linear)
+        adapted = AdaptedLinear(linear, by_number, len(folders), adapters.step)
+        family.model.set_submodule(module, adapted)
+    return adapters

@@ -1,0 +1,153 @@
+"""What a model's config asks of the engine: served right, or refused when it is loaded.
+
+The one place that decides it. A family is served when a test holds its tokens against those of
+transformers; what it may still ask for beyond that, its config says.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shared.errors import ConfigError
+from shared.vision.towers import vision_of
+from workers.engine.model.step_plan import Window
+
+TEXT_FAMILIES = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+
+# Their one window is that of every layer.
+ONE_WINDOW = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
+
+LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+# Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
+# would depend on its neighbours.
+BATCH_ROPE = frozenset({"dynamic", "longrope"})
+
+# What these names begin with keeps a state of a fixed size instead of keys and values per token.
+RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
+
+# Each says why, of a model's own config and that of its language model; None if it does not apply.
+_Refusal = Callable[[Any, Any], str | None]
+
+
+def check_supported(config: PreTrainedConfig, folder: Path) -> None:
+    """Raises ConfigError, with the reason, for a model that would be answered wrongly."""
+    text_config = config.get_text_config(decoder=True)
+    for refusal in _REFUSALS:
+        if (reason := refusal(config, text_config)) is not None:
+            raise ConfigError(f"models.path: {folder} {reason}", field="models.path")
+
+
+def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
+    """How far back each layer sees. Without `layer_types` a window holds for all, as in Mistral."""
+    window: Window = getattr(text_config, "sliding_window", None)
+    kinds = getattr(text_config, "layer_types", None)
+    if not kinds:
+        return [window] * int(text_config.num_hidden_layers)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _cross_attention(config: Any, text: Any) -> str | None:
+    if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
+        return "uses cross attention, for which the engine has no cache"
+    return None
+
+
+def _recurrence(config: Any, text: Any) -> str | None:
+    if config.model_type.startswith(RECURRENT):
+        return "keeps a state instead of keys and values, which cannot be paged"
+    return None
+
+
+def _layer_kinds(config: Any, text: Any) -> str | None:
+    other = set(getattr(text, "layer_types", None) or []) - LAYER_KINDS
+    if other:
+        return f"uses {', '.join(sorted(other))}; the engine serves full and sliding attention only"
+    return None
+
+
+def _stray_window(config: Any, text: Any) -> str | None:
+    kinds, window = (getattr(text, name, None) for name in ("layer_types", "sliding_window"))
+    if window and not kinds and text.model_type not in ONE_WINDOW:
+        # transformers' layers ignore it, and its cache does not.
+        return f"names a sliding window, which a model of type {text.model_type!r} does not have"
+    return None
+
+
+def _alibi(config: Any, text: Any) -> str | None:
+    nested = getattr(text, "attn_config", None)
+    if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
+        return "uses ALiBi, which adds to the scores what the engine's attention does not"
+    return None
+
+
+def _sinks(config: Any, text: Any) -> str | None:
+    if text.model_type.startswith(("gpt_oss", "granite_swa", "granitemoe_swa")):
+        return "uses attention sinks, which the engine's attention does not have"
+    return None
+
+
+def _latent_attention(config: Any, text: Any) -> str | None:
+    if getattr(text, "kv_lora_rank", None):
+        return "uses latent attention; the engine's cache has keys and values of one size"
+    return None
+
+
+def _bidirectional(config: Any, text: Any) -> str | None:
+    if getattr(text, "use_bidirectional_attention", None):
+        return "uses bidirectional attention, in which a token's cache depends on later tokens"
+    return None
+
+
+def _rope(config: Any, text: Any) -> str | None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Some families have other frequencies for each kind of layer.
+    of_kinds = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in of_kinds or [rope]:
+        if parameters.get("rope_type") in BATCH_ROPE:
+            return (
+                f"uses {parameters['rope_type']} rotary positions, which depend on the other"
+                " requests of a batch"
+            )
+    return None
+
+
+def _family(config: Any, text: Any) -> str | None:
+    if vision_of(config) is None and config.model_type not in TEXT_FAMILIES:
+        return (
+            f"is of type {config.model_type!r}, for which the engine has no family; for text it has"
+            f" {', '.join(sorted(TEXT_FAMILIES))}"
+        )
+    return None
+
+
+_REFUSALS: tuple[_Refusal, ...] = (
+    _cross_attention,
+    _recurrence,
+    _layer_kinds,
+    _stray_window,
+    _alibi,
+    _sinks,
+    _latent_attention,
+    _bidirectional,
+    _rope,
+    _family,
+)

@@ -1,0 +1,207 @@
+"""Every error as OpenAI's clients know it: a status, and `{"error": {...}}`. Pure.
+
+What is a client's own fault is told as it is, with the field. What is ours is told in words that do
+not depend on what went wrong inside.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shared.config import split_path
+from shared.errors import (
+    InvalidRequest,
+    PagemillError,
+    RequestError,
+    UnsupportedContent,
+    WorkerFailure,
+)
+from shared.protocol.messages import ErrorInfo, error_info
+
+
+class InvalidKey(RequestError):
+    code = "invalid_api_key"
+
+
+class RateLimited(RequestError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = retry_after_s
+
+
+class UnknownParameter(RequestError):
+    code = "unknown_parameter"
+
+
+class UnsupportedParameter(RequestError):
+    code = "unsupported_parameter"
+
+
+class UnknownRoute(RequestError):
+    code = "unknown_url"
+
+
+class ReusedId(RequestError):
+    code = "request_id_reused"
+
+
+class WrongMethod(RequestError):
+    code = "method_not_allowed"
+
+
+class WrongContentType(RequestError):
+    code = "unsupported_content_type"
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+
+
+class AnswerTooLarge(RequestError):
+    """Of one that is not streamed."""
+
+    code = "answer_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    code = "headers_too_large"
+
+
+class TooSlow(RequestError):
+    code = "request_timeout"
+
+
+class Interrupted(PagemillError):
+    """By the end of this gateway. The request goes on without it."""
+
+    code = "interrupted"
+
+    def __init__(self) -> None:
+        super().__init__("the gateway has ended")
+
+
+class Failed(PagemillError):
+    """A request whose log says that it has failed."""
+
+    def __init__(self, info: ErrorInfo, event_id: str) -> None:
+        super().__init__(info.message, field=info.field)
+        self.info = info
+        self.event_id = event_id
+
+
+STATUSES = {
+    InvalidKey.code: 401,
+    "media_url_blocked": 403,
+    "unknown_model": 404,
+    "unknown_adapter": 404,
+    "not_found": 404,
+    UnknownRoute.code: 404,
+    WrongMethod.code: 405,
+    TooSlow.code: 408,
+    "log_truncated": 410,
+    "payload_too_large": 413,
+    BodyTooLarge.code: 413,
+    WrongContentType.code: 415,
+    "invalid_media": 422,
+    "media_too_large": 422,
+    "media_not_found": 422,
+    "mm_cache_miss": 422,
+    ReusedId.code: 422,
+    RateLimited.code: 429,
+    HeadersTooLarge.code: 431,
+    "unavailable": 503,
+    "overloaded": 503,
+    Interrupted.code: 503,
+    "deadline_exceeded": 504,
+}
+"""By code; any other is 400 where it is the client's fault, and 500 where it is ours."""
+
+# What is told of ours.
+_MESSAGES = {
+    "unavailable": "the service is not available just now; try again",
+    "overloaded": "too many requests are waiting; try again a little later",
+    Interrupted.code: "this gateway is being stopped, and the request goes on without it: ask"
+    " another for /v1/requests/{id} with the id that the header X-Request-Id tells",
+    "deadline_exceeded": "the request did not end in the time that it had",
+    "log_truncated": "the answer's beginning is not kept any more",
+    "poison": "the request was given up after workers had failed on it",
+}
+_INTERNAL = "the request failed inside; it is safe to send it again"
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+CONTENT = ("input_audio", "audio_url", "video_url", "file", "image_embeds", "audio_embeds")
+"""Parts of messages that others take: told apart from a typing error."""
+
+
+class ErrorBody(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Struct, frozen=True):
+    error: ErrorBody
+
+
+def status_of(error: ErrorInfo | type[PagemillError]) -> int:
+    return STATUSES.get(error.code, 400 if error.fault == "client" else 500)
+
+
+def body_of(error: ErrorInfo) -> ErrorAnswer:
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    client = error.fault == "client"
+    message = error.message if client else _MESSAGES.get(error.code, _INTERNAL)
+    return ErrorAnswer(ErrorBody(message, kind, error.field if client else None, error.code))
+
+
+def info_of(error: Exception) -> ErrorInfo:
+    """Of anything that was raised; what nobody expected is an error of ours."""
+    if isinstance(error, Failed):
+        return error.info
+    if isinstance(error, RateLimited):
+        return msgspec.structs.replace(error_info(error), retry_after_s=error.wait_s)
+    if isinstance(error, PagemillError):
+        return error_info(error)
+    return error_info(WorkerFailure("not expected"))
+
+
+def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
+    """What is wrong with a body of the right syntax; `unsupported` are known, and not done here."""
+    what, field = split_path(str(error))
+    unknown = "Object contains unknown field `"
+    if what.startswith(unknown):
+        name = what.removeprefix(unknown).removesuffix("`")
+        path = f"{field}.{name}".removeprefix(".")
+        if path in unsupported:
+            return UnsupportedParameter(f"{path} is not supported here", field=path)
+        return UnknownParameter(f"unknown parameter: {path}", field=path)
+    missing = "Object missing required field `"
+    if what.startswith(missing):
+        name = what.removeprefix(missing).removesuffix("`")
+        path = f"{field}.{name}".removeprefix(".")
+        return InvalidRequest(f"{path} is missing", field=path)
+    for part in CONTENT:
+        if what == f"Invalid value {part!r}":
+            return UnsupportedContent(
+                f"{part} is not supported by this model", field=field.removesuffix(".type")
+            )
+    root = field.partition(".")[0].partition("[")[0]
+    if root in unsupported:
+        return UnsupportedParameter(f"{root}: this value is not supported here", field=root)
+    return InvalidRequest(f"{field or 'the body'}: {what}", field=field or None)
+
+
+def to_json(answer: Any) -> bytes:
+    return msgspec.json.encode(answer)

@@ -1,0 +1,160 @@
+"""`/v1/chat/completions` and `/v1/completions`."""
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client
+from shared.protocol.messages import GenerateRequest, JobRecord
+from shared.protocol.renderer_rpc import (
+    Detokenized,
+    DetokenizeRequest,
+    Refusal,
+    Tokenized,
+    TokenizeRequest,
+)
+from workers.gateway.app import Door
+from workers.gateway.backend.submit import submit
+from workers.gateway.core.assembler import Spelling
+from workers.gateway.core.field_names import names_of
+from workers.gateway.core.plan import Order
+from workers.gateway.http import body
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import Failed
+from workers.gateway.openai.chat import chat_order, needs_card
+from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
+from workers.gateway.openai.completions import (
+    CompletionAssembler,
+    CompletionOptions,
+    Echo,
+    completion_order,
+)
+from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
+
+T = TypeVar("T")
+
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+
+
+def routes(door: Door) -> list[Route]:
+    door.assemblers["chat"] = _chat_assembler
+    door.assemblers["completion"] = _completion_assembler
+
+    async def chat(request: Request, caller: Caller) -> Response:
+        asked = await body.decode(request, door.limits, door.room, _chat, UNSUPPORTED)
+        door.check_model(asked.model)
+        card = await door.card(asked.model) if needs_card(asked) else None
+        order = chat_order(asked, card)
+        with names_of("chat", order.options):
+            order = await _counted(door, order, caller)
+        return await submit(
+            door,
+            request,
+            caller,
+            "chat",
+            order,
+            stream=bool(asked.stream),
+            durable=bool(asked.durable),
+        )
+
+    async def completion(request: Request, caller: Caller) -> Response:
+        asked = await body.decode(request, door.limits, door.room, _completion, UNSUPPORTED)
+        door.check_model(asked.model)
+        order = completion_order(asked)
+        with names_of("completion", order.options):
+            if asked.echo:
+                order = await _echoed(door, order, caller, scored=asked.logprobs is not None)
+            order = await _counted(door, order, caller)
+        return await submit(
+            door,
+            request,
+            caller,
+            "completion",
+            order,
+            stream=bool(asked.stream),
+            durable=bool(asked.durable),
+        )
+
+    return [
+        door.route("/v1/chat/completions", chat, ["POST"], counted=True),
+        door.route("/v1/completions", completion, ["POST"], counted=True),
+    ]
+
+
+def _chat_assembler(request_id: str, record: JobRecord, spelling: Spelling) -> ChatAssembler:
+    options = msgspec.convert(record.options, ChatOptions)
+    return ChatAssembler(request_id, record.model, record.created_s, options, spelling)
+
+
+def _completion_assembler(
+    request_id: str, record: JobRecord, spelling: Spelling
+) -> CompletionAssembler:
+    options = msgspec.convert(record.options, CompletionOptions)
+    return CompletionAssembler(request_id, record.model, record.created_s, options, spelling)
+
+
+async def _counted(door: Door, order: Order, caller: Caller) -> Order:
+    """With the number of the prompt's tokens, where every chunk is to tell it: a log tells it only
+    at its end."""
+    if not order.options.get("continuous_usage"):
+        return order
+    counts = await asyncio.gather(*(_count(door, request, caller) for request in order.requests))
+    return replace(order, options=order.options | {"prompt_tokens": sum(counts)})
+
+
+async def _count(door: Door, request: GenerateRequest, caller: Caller) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return (await _tokenized(door, request, caller)).count
+
+
+async def _tokenized(door: Door, request: GenerateRequest, caller: Caller) -> Tokenized:
+    question = TokenizeRequest(
+        messages=request.messages,
+        prompt=request.prompt,
+        tools=request.tools,
+        template_kwargs=request.template_kwargs,
+        add_special_tokens=request.add_special_tokens,
+    )
+    answer = client.tokenize(door.bus, request.model, question, tenant=caller.tenant)
+    return _unless_refused(await answer)
+
+
+async def _echoed(door: Door, order: Order, caller: Caller, *, scored: bool) -> Order:
+    """With the prompts' own text; where they are scored, they go as the tokens that are."""
+    requests: list[GenerateRequest] = []
+    echoes: list[Echo] = []
+    for request in order.requests:
+        token_ids = request.prompt_token_ids
+        if token_ids is None and scored:
+            token_ids = (await _tokenized(door, request, caller)).token_ids
+            request = replace(
+                request, prompt=None, prompt_token_ids=token_ids, add_special_tokens=None
+            )
+        text = order.requests[len(echoes)].prompt
+        if text is None:
+            assert token_ids is not None
+            text = (await _detokenized(door, request.model, token_ids, caller)).prompt
+        requests.append(request)
+        if scored and token_ids is not None:
+            await door.spellings.learn(request.model, token_ids, caller.tenant)
+        echoes.append(Echo(text, token_ids or [] if scored else []))
+    options: dict[str, Any] = order.options | {"echo": msgspec.to_builtins(echoes)}
+    return Order(requests, order.sampling, options)
+
+
+async def _detokenized(door: Door, model: str, token_ids: list[int], caller: Caller) -> Detokenized:
+    question = DetokenizeRequest(token_ids)
+    return _unless_refused(await client.detokenize(door.bus, model, question, tenant=caller.tenant))
+
+
+def _unless_refused(answer: T | Refusal) -> T:
+    if isinstance(answer, Refusal):
+        raise Failed(answer.error, "")
+    return answer

@@ -1,0 +1,45 @@
+"""The web page at `/`: files of this package, sent as they are.
+
+The page is a client like any other. It loads nothing from elsewhere, and its policy forbids what it
+does not need: inline scripts and styles, frames, forms that leave, and text made markup.
+"""
+
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from workers.gateway.app import Door
+from workers.gateway.http.auth import Caller
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    # Of another version, one module would not fit to the others.
+    "cache-control": "no-cache",
+}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+MEDIA_TYPES["svg"] = "image/svg+xml"
+
+
+def routes(door: Door) -> list[Route]:
+    """`/`, and what it needs under `/page/`."""
+    if not door.limits.page:
+        return []
+    folder = files("workers.gateway").joinpath("web")
+    found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
+    return [_route(door, name, content) for name, content in found]
+
+
+def _route(door: Door, name: str, content: bytes) -> Route:
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+
+    async def send(_: Request, __: Caller) -> Response:
+        return Response(content, headers=HEADERS, media_type=media_type)
+
+    return door.route("/" if name == "index.html" else f"/page/{name}", send, public=True)

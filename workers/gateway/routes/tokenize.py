@@ -1,0 +1,118 @@
+"""`/tokenize` and `/detokenize`: what a renderer makes of text, and the text of tokens."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client
+from shared.errors import InvalidRequest
+from shared.protocol.messages import Tool
+from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.sampling import TokenId
+from workers.gateway.app import Door, Json
+from workers.gateway.core.field_names import names_of
+from workers.gateway.http.auth import Caller
+from workers.gateway.openai.chat import message_of
+from workers.gateway.routes.vllm_common import Desk, answered
+from workers.gateway.schemas.openai_request import GivenMessage
+from workers.gateway.vllm.errors import decode
+
+UNSUPPORTED = frozenset({"chat_template", "media_io_kwargs", "mm_processor_kwargs"})
+
+
+class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of the one kind or the other: `prompt`, or `messages` and what goes with them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=1024)] | None = None
+    add_special_tokens: bool | None = None
+    """By default true for a prompt, and what the chat template leaves to do for messages."""
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    chat_template: None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+
+
+class TokenizeAnswer(Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    prompt: str
+
+
+_tokenize = msgspec.json.Decoder(TokenizeBody).decode
+_detokenize = msgspec.json.Decoder(DetokenizeBody).decode
+
+
+def routes(door: Door) -> list[Route]:
+    desk = Desk(door)
+
+    async def tokenize(request: Request, caller: Caller) -> Response:
+        asked = decode(await desk.read(request), _tokenize, UNSUPPORTED)
+        model = desk.model(asked.model)
+        question = question_of(asked)
+        with names_of("chat", {}):
+            told = answered(await client.tokenize(door.bus, model, question, tenant=caller.tenant))
+        strings = told.token_strs if asked.return_token_strs else None
+        return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))
+
+    async def detokenize(request: Request, caller: Caller) -> Response:
+        asked = decode(await desk.read(request), _detokenize)
+        text = await desk.text_of(desk.model(asked.model), asked.tokens, False, caller.tenant)
+        return Json(DetokenizeAnswer(text))
+
+    return [
+        desk.post("/tokenize", tokenize, counted=True),
+        desk.post("/detokenize", detokenize, counted=True),
+    ]
+
+
+def question_of(asked: TokenizeBody) -> TokenizeRequest:
+    """Raises a RequestError."""
+    _check(asked)
+    if asked.messages is None:
+        return TokenizeRequest(prompt=asked.prompt, add_special_tokens=asked.add_special_tokens)
+    kwargs = dict(asked.chat_template_kwargs or {})
+    continues = bool(asked.continue_final_message)
+    if continues:
+        kwargs["continue_final_message"] = True
+    generates = asked.add_generation_prompt
+    return TokenizeRequest(
+        messages=[message_of(given, f"messages[{i}]") for i, given in enumerate(asked.messages)],
+        tools=asked.tools or [],
+        template_kwargs=kwargs,
+        add_generation_prompt=not continues if generates is None else generates,
+        add_special_tokens=asked.add_special_tokens,
+    )
+
+
+def _check(asked: TokenizeBody) -> None:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("give either prompt or messages", field="body")
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise InvalidRequest(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            field="body.continue_final_message",
+        )
+    of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    for name in (*of_messages, "tools"):
+        if asked.messages is None and getattr(asked, name):
+            raise InvalidRequest(f"{name} goes with messages alone", field=f"body.{name}")

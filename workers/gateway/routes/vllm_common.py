@@ -1,0 +1,102 @@
+"""What the endpoints of the token protocol share: how they read, ask renderers, and refuse."""
+
+import functools
+from collections.abc import Collection
+from typing import Literal, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared import client
+from shared.errors import PagemillError, UnknownModel
+from shared.protocol.messages import GenerateRequest
+from shared.protocol.renderer_rpc import (
+    DetokenizeRequest,
+    FeaturesRequest,
+    Refusal,
+    RenderedFeatures,
+)
+from workers.gateway.app import Door, Endpoint, Json, answer_of
+from workers.gateway.backend.uploads import pinned
+from workers.gateway.core.assembler import Spelling
+from workers.gateway.http import body, errors
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import Failed, WrongContentType
+from workers.gateway.vllm.errors import body_of, is_their_fault, status_of
+
+Answer = TypeVar("Answer")
+Payload = Literal["tensors", "none"]
+
+
+class Desk:
+    def __init__(self, door: Door) -> None:
+        self.door = door
+
+    def post(self, path: str, endpoint: Endpoint, *, counted: bool = False) -> Route:
+        """A route that refuses in the words of the protocol."""
+
+        @functools.wraps(endpoint)
+        async def spoken(request: Request, caller: Caller) -> Response:
+            try:
+                return await endpoint(request, caller)
+            except PagemillError as error:
+                return refusal(error)
+
+        return self.door.route(path, spoken, ("POST",), counted=counted)
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request that says it is JSON. Raises a RequestError."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
+        return await body.read(request, self.door.limits, self.door.room)
+
+    def model(self, name: str | None) -> str:
+        """The model of this name; without one the only one. Raises UnknownModel."""
+        models = self.door.config.models
+        if name is None and len(models) == 1:
+            return next(iter(models))
+        if name is None or name not in models:
+            raise UnknownModel(
+                f"The model `{name}` does not exist. Valid aliases: {', '.join(sorted(models))}.",
+                field="model",
+            )
+        return name
+
+    async def features_of(
+        self, request: GenerateRequest, payload: Payload, caller: Caller
+    ) -> RenderedFeatures:
+        small = await pinned(self.door, request, caller.tenant)
+        question = FeaturesRequest(small, payload)
+        told = await client.render_features(self.door.bus, question, tenant=caller.tenant)
+        return answered(told)
+
+    async def text_of(
+        self, model: str, token_ids: list[int], skip_special_tokens: bool, tenant: str
+    ) -> str:
+        if not token_ids:
+            return ""
+        question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
+        told = await client.detokenize(self.door.bus, model, question, tenant=tenant)
+        return answered(told).prompt
+
+    async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> Spelling:
+        """Of these tokens at least."""
+        await self.door.spellings.learn(model, token_ids, tenant)
+        return self.door.spellings.of(model)
+
+
+def refusal(error: Exception) -> Response:
+    """Of what is the client's fault; anything else is answered as everywhere."""
+    info = errors.info_of(error)
+    if not is_their_fault(info):
+        return answer_of(error)
+    return Json(body_of(info), status_of(info))
+
+
+def answered(answer: Answer | Refusal) -> Answer:
+    """What a worker has answered. Raises Failed for a Refusal."""
+    if isinstance(answer, Refusal):
+        raise Failed(answer.error, "")
+    return answer

@@ -1,0 +1,163 @@
+"""The messages of `/inference/v1/generate`, byte for byte: fields in this order, nulls written."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+OutputMode = Literal["tokens", "text"]
+MAX_ID_LEN = 256
+
+
+class PlaceholderInfo(Struct, frozen=True):
+    """Where in the prompt an item's tokens are."""
+
+    offset: int
+    length: int
+
+
+Placeholders = dict[str, list[PlaceholderInfo]]
+
+
+class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Items of a rendered prompt, by modality."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: Placeholders
+    kwargs_data: dict[str, list[str | None]] | None = None
+    """Base64 of msgpack, see `shared.codec.vllm_kwargs`; null for an item sent by its hash alone."""
+    mm_metadata: dict[str, list[str | None]] | None = None
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What render answers, and generate takes."""
+
+    request_id: Annotated[str, Meta(max_length=MAX_ID_LEN)] | None = None
+    """Every event of a stream has it."""
+    token_ids: list[int]
+    token_offsets: list[tuple[int, int]] | None = None
+    features: FeaturesInfo | None = None
+    content_parts: list[dict[str, Any]] | None = None
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    output_mode: OutputMode = "tokens"
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+class UsageInfo(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+
+
+class TotalUsage(Struct, frozen=True, kw_only=True):
+    """At the end of a stream, where nulls are left out."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class IdLogprob(Struct, frozen=True, kw_only=True):
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class IdLogprobs(Struct, frozen=True, kw_only=True):
+    """Of a chosen token, and of the most probable ones: the chosen one first, then by rank."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    top_logprobs: list[IdLogprob] = []
+
+
+class TextLogprob(Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TextLogprobs(Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TextLogprob] = []
+
+
+class TokensContent(Struct, frozen=True, kw_only=True):
+    content: list[IdLogprobs] | None = None
+
+
+class TextContent(Struct, frozen=True, kw_only=True):
+    content: list[TextLogprobs] | None = None
+
+
+class PromptLogprob(Struct, frozen=True, kw_only=True):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class WeightVersionSpan(Struct, frozen=True, kw_only=True):
+    """Which weights made the tokens from `start` to before `end`; here always the same."""
+
+    version: str = "default"
+    start: int = 0
+    end: int
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """Whole, or what a stream tells of it at a time: `text` in the output mode of that name."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    routed_experts: str | None = None
+    sampling_mask: list[list[int]] | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+    text: str | UnsetType = UNSET
+    logprobs: TokensContent | TextContent | None = None
+
+
+class GenerateResponse(Struct, frozen=True, kw_only=True):
+    request_id: str
+    model: str | None = None
+    created: int | None = None
+    usage: UsageInfo | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_id_logprobs: str | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: Placeholders | None = None
+    metrics: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    output_mode: OutputMode = "tokens"
+    choices: list[Choice] = field(default_factory=list)
+
+
+class GenerateChunk(Struct, frozen=True, kw_only=True):
+    """An event of a stream. The prompt's tokens come with the first one alone, if asked for."""
+
+    request_id: str
+    usage: UsageInfo | TotalUsage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    mm_placeholders: Placeholders | UnsetType = UNSET
+    output_mode: OutputMode = "tokens"
+    choices: list[Choice] = field(default_factory=list)

@@ -1,0 +1,243 @@
+"""What OpenAI's clients send: chat completions and completions, with the fields that engines of the
+field take beside them. Pure.
+
+A field that is not here is refused by its name. What is known and not done here is refused as that,
+unless its value asks for nothing: such fields are typed as these values. `null` is what is not
+given.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from shared.protocol.messages import FunctionCall, ImageURL, Tool
+from shared.protocol.sampling import (
+    MAX_CHOICES,
+    BadWord,
+    NumLogprobs,
+    Penalty,
+    Probability,
+    TokenId,
+)
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+UNSUPPORTED = frozenset(
+    {
+        *("audio", "modalities", "prediction", "web_search_options", "verbosity", "functions"),
+        *("function_call", "reasoning_effort", "documents", "chat_template", "echo"),
+        *("mm_processor_kwargs", "media_io_kwargs", "prompt_logprobs", "best_of", "suffix"),
+        *("use_beam_search", "length_penalty", "truncate_prompt_tokens", "prompt_embeds"),
+        *("spaces_between_special_tokens", "return_token_ids", "kv_transfer_params", "vllm_xargs"),
+        *("logits_processors", "return_tokens_as_token_ids", "include_reasoning", "tool_stream"),
+        *("thinking_token_budget", "stream_options.include_obfuscation", "detokenize"),
+        *("guided_decoding_backend", "guided_whitespace_pattern"),
+        *("repetition_detection", "logprob_token_ids", "background"),
+    }
+)
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage with every chunk."""
+    include_obfuscation: Literal[False] | None = None
+
+
+class Structure(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer must be a text of: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Asked(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Int64 | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)]
+        | None
+    ) = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """-1 and 0 keep all tokens."""
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=64)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    response_format: "ResponseFormat | None" = None
+    structured_outputs: Structure | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: Int64 | None = None
+    """Above 0: after those who wait for their answer."""
+    adapter: str | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """From acceptance to the last token; by default and at most what is configured."""
+    durable: bool | None = None
+    """Go on when the connection closes."""
+
+    # They change nothing here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # They would, with other values.
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+    kv_transfer_params: None = None
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+    pass
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="json_object"):
+    pass
+
+
+class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag="json_schema"):
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+# -- chat -----------------------------------------------------------------------------------------
+
+
+class GivenText(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+    text: str
+
+
+class GivenRefusal(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
+    refusal: str
+
+
+class GivenImage(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
+    image_url: ImageURL
+
+
+GivenPart = GivenText | GivenImage | GivenRefusal
+
+
+class GivenCall(Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class GivenMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """As sent, or as one of our answers is sent back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[GivenPart] | None = None
+    name: str | None = None
+    tool_calls: list[GivenCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ChatRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=1024)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: the first call of an answer is the only one."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    web_search_options: None = None
+    verbosity: Literal["medium"] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    documents: None = None
+    chat_template: None = None
+    echo: Literal[False] | None = None
+    mm_processor_kwargs: None = None
+    media_io_kwargs: None = None
+
+
+# -- completions ----------------------------------------------------------------------------------
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class CompletionRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prompt: Any
+    """Text, token ids, or a list of either; see `prompts_of`."""
+    max_tokens: Count | None = None
+    """0 with `echo` alone: the prompt, and nothing after it."""
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    """How many of the most probable tokens."""
+    best_of: Literal[1] | None = None
+    suffix: None = None

@@ -1,0 +1,143 @@
+"""What OpenAI's clients read: answers, and the chunks of streamed ones. Pure."""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from shared.protocol.messages import Usage
+
+
+class CachedTokens(Struct, frozen=True):
+    cached_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+def usage_of(parts: list[Usage]) -> UsageBody:
+    prompt = sum(part.prompt_tokens for part in parts)
+    completion = sum(part.completion_tokens for part in parts)
+    cached = sum(part.cached_tokens for part in parts)
+    return UsageBody(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+MaybeUsage = UsageBody | UnsetType | None
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct, frozen=True):
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class Delta(Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: MaybeUsage = UNSET
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class CallBody(Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AnswerMessage(Struct, frozen=True):
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True):
+    """Whole, or a chunk of one that is streamed."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: MaybeUsage = UNSET
+    object: str = "text_completion"

@@ -1,0 +1,227 @@
+"""The messages of derender: what generate has answered, as OpenAI's clients know it."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from shared.protocol.sampling import MAX_CHOICES, TokenId
+from workers.gateway.core.detokenize_window import KEPT_TOKENS
+from workers.gateway.core.plan import MAX_PROMPTS
+from workers.gateway.schemas.generate import IdLogprobs, TextContent, UsageInfo
+from workers.gateway.schemas.openai_response import CallBody, CallDelta
+
+CONTEXT_TOKENS = 4
+# It is read again with each event.
+MAX_TEXT_LEN = 2**18
+
+
+class IdContent(Struct, frozen=True, kw_only=True):
+    content: list[IdLogprobs] | None = None
+
+
+class GeneratedChoice(Struct, frozen=True, kw_only=True):
+    index: Annotated[int, Meta(ge=0)]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[TokenId] | None = None
+    logprobs: IdContent | None = None
+
+
+class Generated(Struct, frozen=True, kw_only=True):
+    """An answer of generate, or an event of its stream; of the output mode `tokens` alone, for
+    the text of the other has ended where a stop string began.
+
+    Fields that another server may add to it are no parameters, and not looked at.
+    """
+
+    request_id: str
+    usage: UsageInfo | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: list[Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    choices: Annotated[list[GeneratedChoice], Meta(max_length=MAX_CHOICES)]
+
+
+class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that derender knows of a choice from one event to the next; the client carries it."""
+
+    token_ids: Annotated[list[TokenId], Meta(max_length=KEPT_TOKENS)] = []
+    """The last ones."""
+    num_out: Annotated[int, Meta(ge=0)] = 0
+    """Characters of their text that are out."""
+    role_sent: bool = False
+    context: Annotated[list[TokenId], Meta(max_length=CONTEXT_TOKENS)] = []
+    """Of the tokens whose log probabilities come next."""
+    text_offset: Annotated[int, Meta(ge=0)] = 0
+    """Characters that are out."""
+    text: Annotated[str, Meta(max_length=MAX_TEXT_LEN)] = ""
+    """All of them, where calls of tools may be among them."""
+
+
+class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    stream: Literal[False] = False
+    model: str | None = None
+    generate_response: Generated
+    prompt_tokens: int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: dict[str, Any] | None = None
+
+
+class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An event of a stream, for either API."""
+
+    stream: Literal[True]
+    model: str | None = None
+    generate_chunk: Generated
+    stream_state: StreamState | None = None
+    prompt_tokens: int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class DerenderChatStream(DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    chat_request: dict[str, Any] | None = None
+
+
+class DerenderCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    stream: Literal[False] = False
+    model: str | None = None
+    generate_responses: Annotated[list[Generated], Meta(max_length=MAX_PROMPTS)]
+    prompt_tokens: list[int] | None = None
+    prompt_token_ids: list[list[TokenId] | None] | None = None
+    completion_request: dict[str, Any] | None = None
+
+
+class DerenderCompletionStream(
+    DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    completion_request: dict[str, Any] | None = None
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[CallBody] | UnsetType = UNSET
+    reasoning: str | None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: TextContent | None = None
+    finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    routed_experts: str | None = None
+
+
+class ChatResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    usage: UsageInfo
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class ChatDelta(Struct, frozen=True, kw_only=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatStreamChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: TextContent | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatStreamChoice]
+    usage: UsageInfo | None = None
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+    """Lists with an entry for each token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: str | None = None
+
+
+class CompletionResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    usage: UsageInfo
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class CompletionStreamChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionStreamChoice]
+    usage: UsageInfo | None = None
+    system_fingerprint: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class StreamAnswer(Struct, frozen=True, kw_only=True):
+    chunk: ChatChunk | CompletionChunk
+    stream_state: StreamState

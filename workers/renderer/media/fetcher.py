@@ -1,0 +1,238 @@
+"""Pictures from other people's servers, without becoming their way into our network.
+
+A URL is taken apart once, strictly, and what was found is what is dialled. A name is resolved once;
+all of its addresses must be ones that may be dialled, and the connection is made to one of these,
+not to the name. Every hop of a redirect goes the same way. One deadline holds for all of it, from
+the first name to the last byte. All functions block.
+"""
+
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+from urllib.parse import urljoin, urlsplit
+
+import httpcore2
+
+from shared.config import RendererConfig
+from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
+from workers.renderer.media.ip_policy import Network, may_dial, parse_address, parse_network
+
+MAX_REDIRECTS = 3
+MAX_URL_LEN = 8192
+MAX_CONNECTIONS = 16
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_HEADERS = [
+    ("Accept", "image/jpeg, image/png, image/webp"),
+    # What is not compressed cannot grow.
+    ("Accept-Encoding", "identity"),
+    ("User-Agent", "pagemill"),
+]
+_PRINTABLE = re.compile(r"[!-~]+")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?\.?|\[[0-9a-f:.]+\]")
+
+
+class Target(NamedTuple):
+    scheme: str
+    host: str
+    """Lower case; an IPv6 address without its brackets."""
+    port: int
+    path: str
+    """With the query."""
+
+
+def parse_url(url: str, field: str) -> Target:
+    """Raises InvalidMedia for what two parsers could read in two ways."""
+    refused = InvalidMedia("the picture's URL is not a plain http or https URL", field=field)
+    if len(url) > MAX_URL_LEN or not _PRINTABLE.fullmatch(url) or "\\" in url:
+        raise refused
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise refused from None
+    authority = parts.netloc.lower()
+    host = authority if port is None else authority.rpartition(":")[0]
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
+        raise refused
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return Target(
+        parts.scheme, host.strip("[]"), port or {"http": 80, "https": 443}[parts.scheme], path
+    )
+
+
+class Fetcher:
+    """Thread-safe."""
+
+    def __init__(self, config: RendererConfig) -> None:
+        """Raises ValueError for a network that is none."""
+        self._config = config
+        networks = [parse_network(text) for text in config.media_networks]
+        self._pool = httpcore2.ConnectionPool(
+            # It reads a file of certificates; the pool would make one for each connection.
+            ssl_context=httpcore2.default_ssl_context(),
+            max_connections=MAX_CONNECTIONS,
+            # What a server sends behind an answer would be the answer to the next request.
+            max_keepalive_connections=0,
+            network_backend=_GuardedBackend(networks),
+        )
+
+    def fetch(self, url: str, field: str) -> bytes:
+        """The body of the answer, not longer than the limit.
+
+        Raises MediaBlocked for a place that may not be asked, MediaTooLarge, or InvalidMedia.
+        """
+        deadline = time.monotonic() + self._config.fetch_timeout_s
+        for _ in range(1 + MAX_REDIRECTS):
+            target = parse_url(url, field)
+            if not any(fnmatchcase(target.host, host) for host in self._config.media_hosts):
+                raise MediaBlocked(
+                    "pictures are not fetched from this host (renderer.media_hosts)", field=field
+                )
+            found = self._get(target, deadline, field)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found.location)
+        raise InvalidMedia(f"more than {MAX_REDIRECTS} redirects", field=field)
+
+    def _get(self, target: Target, deadline: float, field: str) -> "bytes | _Redirect":
+        try:
+            with self._pool.stream(
+                "GET",
+                httpcore2.URL(
+                    scheme=target.scheme, host=target.host, port=target.port, target=target.path
+                ),
+                headers=[("Host", _host_header(target)), *_HEADERS],
+                extensions={"timeout": _timeouts(deadline)},
+            ) as response:
+                if response.status in _REDIRECTS:
+                    return _Redirect(_location(response.headers))
+                if response.status != 200:
+                    raise InvalidMedia(
+                        f"the picture's server answered {response.status}", field=field
+                    )
+                return self._read(response.iter_stream(), field)
+        except _Blocked:
+            raise MediaBlocked("the picture's host is not on the internet", field=field) from None
+        except (
+            OSError,
+            ValueError,
+            TimeoutError,
+            httpcore2.NetworkError,
+            httpcore2.ProtocolError,
+            httpcore2.TimeoutException,
+        ):
+            raise InvalidMedia("the picture could not be fetched in time", field=field) from None
+
+    def _read(self, chunks: Iterable[bytes], field: str) -> bytes:
+        limit = self._config.max_image_bytes
+        body = bytearray()
+        for chunk in chunks:
+            body += chunk
+            if len(body) > limit:
+                raise MediaTooLarge(
+                    f"the picture has more than the limit of {limit} bytes", field=field
+                )
+        return bytes(body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Redirect:
+    location: str
+
+
+class _Blocked(Exception):
+    """An address that may not be dialled."""
+
+
+class _GuardedBackend(httpcore2.NetworkBackend):
+    """Every connection passes here, and by an address that has been looked at.
+
+    It and its streams take each `timeout` for a moment of `time.monotonic()`: a server that sends a
+    byte now and then would stay within any time that counts from one byte to the next.
+    """
+
+    def __init__(self, allowed: Sequence[Network]) -> None:
+        self._allowed = allowed
+        self._dial = httpcore2.SyncBackend()
+        # The system's resolver takes no timeout, and waits half a minute for a silent name server.
+        self._resolvers = ThreadPoolExecutor(MAX_CONNECTIONS, "resolve")
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        resolving = self._resolvers.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in resolving.result(_left_s(timeout))]
+        # One that may not be dialled among others that may is how a name is turned against us.
+        if not all(may_dial(parse_address(address), self._allowed) for address in addresses):
+            raise _Blocked
+        return _DeadlineStream(
+            self._dial.connect_tcp(
+                addresses[0], port, _left_s(timeout), local_address, socket_options
+            )
+        )
+
+
+class _DeadlineStream(httpcore2.NetworkStream):
+    def __init__(self, stream: httpcore2.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left_s(timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left_s(timeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.NetworkStream:
+        secured = self._stream.start_tls(ssl_context, server_hostname, _left_s(timeout))
+        return _DeadlineStream(secured)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def _left_s(deadline: float | None) -> float:
+    """Raises TimeoutError when it has passed."""
+    assert deadline is not None, "every request has one"
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _host_header(target: Target) -> str:
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    default = {"http": 80, "https": 443}[target.scheme]
+    return host if target.port == default else f"{host}:{target.port}"
+
+
+def _timeouts(deadline: float) -> dict[str, float]:
+    # The pool's own is a time as usual; the others go to `_GuardedBackend`.
+    moments = dict.fromkeys(("connect", "read", "write"), deadline)
+    return moments | {"pool": _left_s(deadline)}
+
+
+def _location(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    for name, value in headers:
+        if name.lower() == b"location":
+            return value.decode("ascii")  # what is not ASCII is a ValueError
+    raise ValueError("a redirect to nowhere")

@@ -1,0 +1,167 @@
+"""The bytes of a picture, and the RGB raster in them.
+
+Every byte here is a stranger's. Nothing of Pillow's own messages reaches a client (they hold memory
+addresses), and no raster is allocated before the header's sizes are within the limits. All
+functions block; the worker calls them in its thread pool.
+"""
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from shared.config import RendererConfig
+from shared.errors import InvalidMedia, MediaTooLarge
+from shared.protocol.multimodal import content_hash
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+# A progressive JPEG goes over all of its pixels in every scan, and a scan may be 31 bytes long:
+# 172 KB of them took 11 seconds. Encoders write about ten.
+MAX_SCANS = 100
+# The beginning of every scan that libjpeg takes: 1 to 4 components, and the length for so many.
+_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
+
+# Only to say what was sent instead; what is read is decided by Pillow's own three readers.
+_MAGIC = (
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"%PDF", "PDF"),
+    (b"%!PS", "PostScript"),
+    (b"8BPS", "Photoshop"),
+    (b"SIMPLE", "FITS"),
+    (b"icns", "ICNS"),
+    (b"\0\0\1\0", "ICO"),
+    (b"\0\0\0\x0cjP", "JPEG 2000"),
+    (b"\0\0\0\x0cJXL", "JPEG XL"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "XML"),
+    (b"\x1aE\xdf\xa3", "Matroska or WebM"),
+)
+
+# Pillow only warns of a picture over its own pixel limit. Ours is checked on the header's sizes
+# below, and an error of ours can name them.
+Image.MAX_IMAGE_PIXELS = None
+# Filters cannot be set per call, for they belong to the process and not to the thread. What Pillow
+# warns of (a damaged EXIF block, say) is damage to the file, so it counts as an error.
+warnings.filterwarnings("error", module=r"PIL\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    image: Image.Image
+    """RGB, upright."""
+    source_hash: str
+    """Of the file that it was decoded from."""
+
+
+def hash_source(data: bytes) -> str:
+    """Names a file by its bytes: so a picture is known before it is decoded.
+
+    Whatever changes the raster changes the file: mode, size, palette, orientation, transparency.
+    """
+    return content_hash(data)
+
+
+def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
+    """The bytes of `data:[<type>];base64,<base64>`; the declared type is not believed anyway.
+
+    Raises InvalidMedia, and MediaTooLarge before anything is decoded.
+    """
+    header, comma, payload = url.partition(",")
+    if not comma or not header[:5].lower() == "data:" or not header.lower().endswith(";base64"):
+        raise InvalidMedia("expected data:<type>;base64,<data>", field=field)
+    _check_num_bytes(len(payload) // 4 * 3 - 2, limits, field)
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidMedia("the data: URL's base64 is not valid", field=field) from None
+
+
+def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage:
+    """A still JPEG, PNG or WEBP as RGB: upright by its EXIF orientation, over white where
+    it is transparent, 16-bit grey by its upper 8 bits.
+
+    Raises MediaTooLarge from the header alone, and InvalidMedia for whatever else is wrong.
+    """
+    _check_num_bytes(len(data), limits, field)
+    image = _open(data, field)
+    _check_size(image.size, limits, field)
+    _check_scans(image, data, field)
+    try:
+        # A JPEG of several pictures is a camera's way to keep previews; its first is the picture.
+        if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+            raise InvalidMedia(
+                "animated pictures are not accepted; send a single frame", field=field
+            )
+        ImageOps.exif_transpose(image, in_place=True)
+        return LoadedImage(_to_rgb(image), hash_source(data))
+    except InvalidMedia:
+        raise
+    except Exception:  # the decoders raise nearly every type there is on hostile bytes
+        raise InvalidMedia("the picture is damaged or incomplete", field=field) from None
+
+
+def _open(data: bytes, field: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception:  # as above; the header alone is read here
+        found = _name_format(data)
+    if found is None:
+        raise InvalidMedia("not a readable JPEG, PNG or WEBP picture", field=field)
+    raise InvalidMedia(f"{found} is not accepted; send JPEG, PNG or WEBP", field=field)
+
+
+def _name_format(data: bytes) -> str | None:
+    if data[4:8] == b"ftyp":
+        return "ISO media (HEIC, AVIF or MP4)"
+    return next((name for magic, name in _MAGIC if data.startswith(magic)), None)
+
+
+def _check_num_bytes(num_bytes: int, limits: RendererConfig, field: str) -> None:
+    if num_bytes > limits.max_image_bytes:
+        raise MediaTooLarge(
+            f"a picture of {num_bytes} bytes is over the limit of {limits.max_image_bytes} bytes",
+            field=field,
+        )
+
+
+def _check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise InvalidMedia(f"a picture of {width} x {height} pixels shows nothing", field=field)
+    if max(size) > limits.max_image_side:
+        raise MediaTooLarge(
+            f"a picture of {width} x {height} is over the limit of {limits.max_image_side} pixels"
+            " a side",
+            field=field,
+        )
+    if width * height > limits.max_image_pixels:
+        raise MediaTooLarge(
+            f"a picture of {width} x {height} = {width * height} pixels is over the limit of"
+            f" {limits.max_image_pixels} pixels",
+            field=field,
+        )
+
+
+def _check_scans(image: Image.Image, data: bytes, field: str) -> None:
+    if image.format in ("JPEG", "MPO") and any(islice(_SCAN.finditer(data), MAX_SCANS, None)):
+        raise InvalidMedia(f"a JPEG of more than {MAX_SCANS} scans is not accepted", field=field)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to white instead of scaling it
+        grey = np.asarray(image) >> 8
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, "white")
+    return Image.alpha_composite(white, rgba).convert("RGB")

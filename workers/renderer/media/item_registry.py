@@ -1,0 +1,36 @@
+"""Under which hashes clients know the items that they have sent: the names of the stored bytes.
+
+A client's word is good for itself alone: the same hash in another scope, or of another model, is
+another item.
+"""
+
+from shared.bus.bus import Bus
+from shared.bus.streams import MEDIA_REUSE_S
+from shared.protocol import subjects
+from shared.protocol.multimodal import content_hash, is_hash
+
+
+class Items:
+    def __init__(self, bus: Bus, scope: str, model: str) -> None:
+        self._bus = bus
+        self._scope = scope
+        self._model = model
+
+    async def find(self, mm_hash: str) -> str | None:
+        """The name of the item's bytes in `shared.state.media_store`. Raises Unavailable."""
+        stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject(mm_hash))
+        name = "" if stored is None else stored.data.decode(errors="replace")
+        return name if is_hash(name) else None
+
+    async def note(self, mm_hash: str, name: str) -> None:
+        """From now on, and for as long as the bytes are there, `find` returns `name`."""
+        subject = self._subject(mm_hash)
+        stored = await self._bus.last(subjects.MEDIA_STREAM, subject)
+        if stored is None or stored.data != name.encode() or self._is_old(stored.stored_ms):
+            await self._bus.publish_unnamed(subject, name.encode())
+
+    def _is_old(self, stored_ms: float) -> bool:
+        return self._bus.now_ms() - stored_ms >= 1000 * MEDIA_REUSE_S
+
+    def _subject(self, mm_hash: str) -> str:
+        return subjects.item(content_hash("item", self._scope, self._model, mm_hash))

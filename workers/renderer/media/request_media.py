@@ -1,0 +1,165 @@
+"""The pictures of one request, byte for byte the same on every attempt at it.
+
+What a URL serves may change, expire or be gone by the time of a retry. So what was fetched is
+stored by its content, and the request's pin says which content each of its URLs was found to have.
+The pin is written under the condition that nobody has written it: of two workers that have the
+request in hand, only one hands it on with what it has fetched.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from shared.bus.bus import Bus
+from shared.config import RendererConfig
+from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
+from shared.protocol import subjects
+from shared.protocol.messages import Feature, MediaPin, PinnedPart, to_msgpack
+from shared.state import media_store
+from workers.renderer.media.item_registry import Items
+from workers.renderer.media.loader import MediaLoader, is_remote, is_stored
+from workers.renderer.threads import InThread
+
+_log = structlog.get_logger()
+_pin = msgspec.msgpack.Decoder(MediaPin)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A picture's file."""
+
+    data: bytes
+    name: str | None = None
+    """Under which it is to be kept for as long as the request may take; None if need not be."""
+
+
+class JobMedia:
+    def __init__(
+        self,
+        bus: Bus,
+        loader: MediaLoader,
+        config: RendererConfig,
+        in_thread: InThread,
+        request_id: str,
+        sequence: int,
+        tenant: str = "",
+        scope: str = "",
+        model: str = "",
+    ) -> None:
+        """`sequence` is that of the request's acceptance, `scope` that of its caches."""
+        self._bus = bus
+        self._loader = loader
+        self._max_bytes = config.max_image_bytes
+        self._in_thread = in_thread
+        self._request_id = request_id
+        self._subject = subjects.pin(request_id, sequence)
+        self._tenant = tenant
+        self._scope = scope
+        self._items = Items(bus, scope, model)
+        self._pinned: list[PinnedPart] = []
+        self._sequence = 0
+        """Of the pin; 0 for none."""
+        self._found: list[PinnedPart] = []
+
+    async def recall(self) -> None:
+        """Learn what an earlier attempt has fetched. Raises Unavailable."""
+        stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject)
+        if stored is not None:
+            self._pinned = _pin.decode(stored.data).parts
+            self._sequence = stored.sequence
+
+    async def read(self, url: str, field: str) -> Source:
+        """The file behind the URL of the next part.
+
+        Raises a RequestError that names `field`, or Unavailable.
+        """
+        if is_stored(url):
+            return await self._read_stored(url, field)
+        if is_remote(url):
+            return await self._read_remote(url, field)
+        return Source(await self._in_thread(self._loader.read, url, field, self._scope))
+
+    async def read_item(self, feature: Feature, field: str) -> Source:
+        """The bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
+        if feature.data is not None:
+            return await self._read_stored(feature.data, field)
+        name = await self._items.find(feature.mm_hash)
+        if name is None:
+            raise _miss(field)
+        try:
+            return await self._read_stored(media_store.url_of(name), field)
+        except MediaNotFound:
+            raise _miss(field) from None
+
+    async def note(self, features: Sequence[Feature]) -> None:
+        """Have these items found by their hashes from now on. Raises Unavailable."""
+        for feature in features:
+            name = None if feature.data is None else media_store.name_in(feature.data)
+            if name is not None:
+                await self._items.note(feature.mm_hash, name)
+
+    async def keep(self, source: Source) -> None:
+        """Have a fetched file stored, if it is not yet. Raises Unavailable."""
+        if source.name is not None:
+            await media_store.store(self._bus, source.name, source.data, self._tenant)
+
+    async def pin(self) -> None:
+        """All parts have been read and kept: no later attempt may find others.
+
+        Raises Fenced when another worker has pinned others meanwhile, or Unavailable.
+        """
+        if self._found == self._pinned:
+            return
+        data = to_msgpack(MediaPin(self._found))
+        try:
+            await self._bus.append(self._subject, data, self._sequence)
+        except Fenced:
+            # An append whose ack was lost is refused when it is repeated.
+            stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject)
+            if stored is None or stored.data != data:
+                raise
+
+    async def _read_remote(self, url: str, field: str) -> Source:
+        url_hash = hashlib.sha256(url.encode()).hexdigest()
+        if (pinned := self._pinned_part(url_hash)) is not None:
+            data = await media_store.find(self._bus, pinned.media, self._max_bytes, self._tenant)
+            if data is not None:
+                self._found.append(pinned)
+                return Source(data)
+            _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
+        data = await self._in_thread(self._loader.read, url, field, self._scope)
+        name = await media_store.name_of(data)
+        self._found.append(PinnedPart(url_hash, name))
+        return Source(data, name)
+
+    def _pinned_part(self, url_hash: str) -> PinnedPart | None:
+        number = len(self._found)
+        part = self._pinned[number] if number < len(self._pinned) else None
+        return part if part is not None and part.url_hash == url_hash else None
+
+    async def _read_stored(self, url: str, field: str) -> Source:
+        if (data := self._loader.recall(url, self._scope)) is None:
+            data = await read_stored(self._bus, url, field, self._max_bytes, self._tenant)
+            self._loader.remember(url, data, self._scope)
+        return Source(data, media_store.name_in(url))
+
+
+def _miss(field: str) -> MMCacheMiss:
+    return MMCacheMiss("no item of this hash is known here: send its data", field=field)
+
+
+async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
+    """The file that a `media:` URL names. Raises a RequestError that names `field`."""
+    name = media_store.name_in(url)
+    if name is None:
+        raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
+    try:
+        data = await media_store.find(bus, name, max_bytes, tenant)
+    except MediaTooLarge as error:
+        raise MediaTooLarge(error.message, field=field) from None
+    if data is None:
+        raise MediaNotFound("no picture of this name is stored here", field=field)
+    return data

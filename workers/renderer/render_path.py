@@ -1,0 +1,114 @@
+"""Rendering for an engine that will use it: what has been made of a picture is kept, and found."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
+from shared.config import Config
+from shared.errors import InvalidRequest
+from shared.protocol.messages import Prompt, RenderTask
+from shared.protocol.multimodal import BlobRef, PlaceholderRange
+from workers.renderer.image_cache import Pictures, Prepared
+from workers.renderer.media.request_media import JobMedia, Source
+from workers.renderer.packing import Packer
+from workers.renderer.processing import prompt
+from workers.renderer.processing.processor import Processor, Rendered
+from workers.renderer.threads import InThread
+
+
+async def _nothing() -> None:
+    pass
+
+
+class MainPath:
+    def __init__(self, bus: Bus, blobs: Blobs, config: Config, in_thread: InThread) -> None:
+        self.pictures = Pictures(blobs, config.renderer, in_thread)
+        self._packer = Packer(bus, blobs, config)
+        self._in_thread = in_thread
+
+    async def render(
+        self,
+        processor: Processor,
+        asked: Prompt,
+        media: JobMedia,
+        ttl_s: float,
+        task: RenderTask | None,
+        made: list[BlobRef],
+        begun: Callable[[], None] = lambda: None,
+        advanced: Callable[[], Awaitable[None]] = _nothing,
+    ) -> Rendered:
+        """Items hold their tensors if these are small together, and references to them if not.
+
+        `ttl_s` is how long the engine may ask for them; without a `task` no engine will. References
+        are noted in `made` until somebody else is to release them. `begun` is called, in a thread,
+        when there is one for this work, and `advanced` after each picture.
+
+        Raises a RequestError, or whatever `media` raises.
+        """
+
+        def begin() -> list[int]:
+            begun()
+            return processor.tokenize(asked)
+
+        scope = "" if task is None else task.accepted.cache_scope
+        token_ids = await self._in_thread(begin)
+        if asked.token_ids is not None:
+            ranges = await self._in_thread(processor.check_features, asked)
+        prepare = partial(self._prepare, processor, asked, scope, ttl_s)
+        prepared = []
+        # One at a time, and dropped once it is processed: eight rasters of the largest size would
+        # be a gigabyte.
+        async for field, source in _sources(asked, media):
+            keeping = asyncio.create_task(media.keep(source))
+            try:
+                picture = await prepare(source.data, field)
+                prepared.append(picture)
+                if picture.ref is not None:
+                    made.append(picture.ref)
+                await keeping
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+            await advanced()
+        if asked.token_ids is None:
+            await media.pin()
+            counts = [picture.num_tokens for picture in prepared]
+            field = prompt.field_of(asked)
+            token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts, field)
+        else:
+            _check_counts(ranges, prepared)
+            await media.note(asked.features)
+        items, tensors = await self._packer.pack(task, prepared, ranges, made)
+        return Rendered(token_ids, items, tensors)
+
+    async def _prepare(
+        self,
+        processor: Processor,
+        asked: Prompt,
+        scope: str,
+        ttl_s: float,
+        data: bytes,
+        field: str,
+    ) -> Prepared:
+        prepare = self.pictures.prepare if asked.token_ids is None else self.pictures.prepare_item
+        return await prepare(processor, data, field, scope, ttl_s)
+
+
+async def _sources(asked: Prompt, media: JobMedia) -> AsyncIterator[tuple[str, Source]]:
+    """The pictures' files or items, each read when its turn comes, with their fields."""
+    for field, part in prompt.image_parts(asked.messages):
+        yield field, await media.read(part.image_url.url, field)
+    for i, feature in enumerate(asked.features):
+        field = f"features.kwargs_data.image[{i}]"
+        yield field, await media.read_item(feature, field)
+
+
+def _check_counts(ranges: Sequence[PlaceholderRange], prepared: Sequence[Prepared]) -> None:
+    for i, (placeholder, picture) in enumerate(zip(ranges, prepared, strict=True)):
+        if placeholder.length != picture.num_tokens:
+            raise InvalidRequest(
+                f"a picture of {picture.num_tokens} tokens has a place of {placeholder.length}",
+                field=f"features.mm_placeholders.image[{i}]",
+            )
