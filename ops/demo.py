@@ -22,10 +22,10 @@ from rich.table import Table
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
-from shared.protocol.messages import Failure, Finish, Hop, LogRecord, TokenChunk
+from shared.protocol.messages import Failure, Finish, LogRecord, StageSpan, TokenChunk
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import Question, build_request
+from workers.cli.ask import AskOptions, build_request
 from workers.cli.local_cluster import LocalCluster, default_workers
 
 PICTURES = Path(__file__).parent / "demo_pictures"
@@ -89,7 +89,7 @@ class Demo:
 
     async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
         images = [PICTURES / name for name in one.case.images]
-        request = build_request(Question("demo", one.case.question, images, {}))
+        request = build_request(AskOptions("demo", one.case.question, images, {}))
         one.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
             one.take(record)
@@ -127,7 +127,7 @@ def _colour(one: Progress) -> str:
     return "green" if one.right else "red"
 
 
-def _hop(hop: Hop) -> str:
+def _hop(hop: StageSpan) -> str:
     return f"{hop.role} {hop.sent_ms - hop.received_ms:.0f} ms"
 
 

@@ -17,7 +17,6 @@ import msgspec
 from shared.errors import PagemillError
 from workers.gateway.http import errors
 from workers.gateway.openapi.document import document
-from workers.gateway.openapi.json_schema import PREFIXES
 from workers.gateway.openapi.operation import types_of
 from workers.gateway.openapi.operations import OPERATIONS
 
@@ -139,7 +138,7 @@ def _structs() -> dict[str, Any]:
         pending += get_args(one)
         if not inspect.isclass(one) or not issubclass(one, msgspec.Struct):
             continue
-        if (name := _schema_name(one)) not in found:
+        if (name := one.__name__) not in found:
             found[name] = one
             pending += get_type_hints(one, include_extras=True).values()
     return found
@@ -148,12 +147,6 @@ def _structs() -> dict[str, Any]:
 @cache
 def _schemas() -> dict[str, Any]:
     return dict(document()["components"]["schemas"])
-
-
-def _schema_name(cls: Any) -> str:
-    """What the document calls it, where there are several of its name."""
-    told = PREFIXES.get(cls.__module__.rpartition(".")[2], "") + cls.__name__
-    return told if told in _schemas() else str(cls.__name__)
 
 
 def _types(structs: dict[str, Any], above: set[str]) -> str:

@@ -12,8 +12,7 @@ import msgspec
 
 from shared.protocol import messages, subjects
 from shared.protocol.messages import (
-    Acceptance,
-    Attempt,
+    AttemptRecord,
     ChoiceDelta,
     DeadLetter,
     EngineTask,
@@ -22,10 +21,8 @@ from shared.protocol.messages import (
     Finish,
     GenerateRequest,
     Heartbeat,
-    Hop,
     ImagePart,
     ImageURL,
-    JobRecord,
     MediaHead,
     MediaPin,
     Message,
@@ -33,6 +30,9 @@ from shared.protocol.messages import (
     PinnedPart,
     Prompt,
     RenderTask,
+    RequestRecord,
+    RequestTicket,
+    StageSpan,
     TextPart,
     TokenChunk,
     TokenLogprobs,
@@ -43,9 +43,9 @@ from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
+    ErrorReply,
     FeaturesRequest,
     ModelCard,
-    Refusal,
     RenderedFeature,
     RenderedFeatures,
     RenderedPrompt,
@@ -67,15 +67,15 @@ CONVERSATION = [
     )
 ]
 SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
-ACCEPTED = Acceptance(
+ACCEPTED = RequestTicket(
     accepted_ms=1795238126999.0,
     deadline_ms=1795238726999.0,
     sequence=41,
     receipt="$JS.ACK.REQUESTS.coordinator.1.41.41.1795238126999000000.0",
 )
 PATH = [
-    Hop("coordinator", "coordinator-1f0c22d4", 1, 1795238127000.0, 1795238127001.2),
-    Hop("renderer", "renderer-77a01b9e", 1, 1795238127002.0, 1795238127019.5),
+    StageSpan("coordinator", "coordinator-1f0c22d4", 1, 1795238127000.0, 1795238127001.2),
+    StageSpan("renderer", "renderer-77a01b9e", 1, 1795238127002.0, 1795238127019.5),
 ]
 ITEM = MultiModalKwargsItem(
     "image",
@@ -83,8 +83,8 @@ ITEM = MultiModalKwargsItem(
     PlaceholderRange(3, 4),
     {"pixel_patches": 0, "pixel_table": 1, "image_grid_thw": 2},
 )
-ATTEMPT = Attempt("engine", "engine-5b1e9f42", 1, 1795238127020.4, 0)
-ENGINE_HOP = Hop("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
+ATTEMPT = AttemptRecord("engine", "engine-5b1e9f42", 1, 1795238127020.4, 0)
+ENGINE_HOP = StageSpan("engine", "engine-c3d85a10", 1, 1795238127020.4, 1795238127101.7)
 
 METRIC_LABELS = {"model": "demo", "role": "engine", "worker": "engine-c3d85a10"}
 
@@ -258,13 +258,13 @@ EXAMPLES: list[tuple[str, str, str, Any]] = [
         subjects.job("<request_id>"),
         "gateway → gateways, JSON",
         "What a gateway must know of a request, besides its log, to answer for it.",
-        JobRecord("chat", "demo", "", 1_795_238_127, False, {"include_usage": True}),
+        RequestRecord("chat", "demo", "", 1_795_238_127, False, {"include_usage": True}),
     ),
     (
         "the answer to any question to a renderer",
         "renderer → client, JSON",
         "A question that gets no other answer. With `overloaded`, ask again a little later.",
-        Refusal(
+        ErrorReply(
             ErrorInfo(
                 "media_not_found",
                 "no picture of this name is stored here",

@@ -21,9 +21,9 @@ from shared.protocol.messages import (
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
+    ErrorReply,
     FeaturesRequest,
     ModelCard,
-    Refusal,
     RenderedFeatures,
     RenderedPrompt,
     Tokenized,
@@ -127,7 +127,7 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
 
 async def render(
     bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
-) -> tuple[RenderedPrompt, list[TensorData]] | Refusal:
+) -> tuple[RenderedPrompt, list[TensorData]] | ErrorReply:
     """What an engine would be given for `request`, and the tensors that its items name.
 
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
@@ -141,7 +141,7 @@ async def render(
 
 async def render_features(
     bus: Bus, request: FeaturesRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
-) -> RenderedFeatures | Refusal:
+) -> RenderedFeatures | ErrorReply:
     """What another server would be given for a request. Raises what `render` raises."""
     question, model = to_json(request), request.request.model
     answer = await _question(bus, model, subjects.features, question, timeout_s, tenant)
@@ -155,7 +155,7 @@ async def tokenize(
     request: TokenizeRequest,
     timeout_s: float = ANSWER_TIMEOUT_S,
     tenant: str = "",
-) -> Tokenized | Refusal:
+) -> Tokenized | ErrorReply:
     """The tokens of a prompt. Raises what `render` raises."""
     question = to_json(request)
     answer = await _question(bus, model, subjects.tokenize, question, timeout_s, tenant)
@@ -168,7 +168,7 @@ async def detokenize(
     request: DetokenizeRequest,
     timeout_s: float = ANSWER_TIMEOUT_S,
     tenant: str = "",
-) -> Detokenized | Refusal:
+) -> Detokenized | ErrorReply:
     """The text of tokens. Raises what `render` raises."""
     question = to_json(request)
     answer = await _question(bus, model, subjects.detokenize, question, timeout_s, tenant)
@@ -177,7 +177,7 @@ async def detokenize(
 
 async def model_card(
     bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
-) -> ModelCard | Refusal:
+) -> ModelCard | ErrorReply:
     """What can be asked of a model. Raises Unavailable when no renderer of it answers."""
     return decode_model_card(await _question(bus, model, subjects.card, b"", timeout_s))
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 
@@ -42,15 +42,15 @@ def errors_tell_nothing_of_our_insides(monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    server = Broker(tmp_path_factory.mktemp("nats"))
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server
     server.stop()
 
 
 @pytest.fixture
-async def bus(broker: Broker) -> AsyncIterator[Bus]:
+async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
     connection = await Bus.connect(broker.url, "test")
     # Whether it keeps its promises is asked of all servers that there may be, which takes a while.
     await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
 from shared.errors import PagemillError
-from shared.protocol.messages import Acceptance, EngineTask
+from shared.protocol.messages import EngineTask, RequestTicket
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing.processor import Rendered
 
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 def pack(rendered: Rendered, request_id: str = "r", sampling: SamplingParams = GREEDY) -> bytes:
     """The message that the renderer would publish, every tensor in it."""
-    accepted = Acceptance(0.0, 1.0, 1, "receipt")
+    accepted = RequestTicket(0.0, 1.0, 1, "receipt")
     task = EngineTask(
         request_id, "m", "batch", rendered.prompt_token_ids, rendered.items, sampling, accepted, []
     )
@@ -39,7 +39,7 @@ def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
 
 
 def run(
-    core: Core, requests: Iterable[EngineRequest]
+    core: EngineCore, requests: Iterable[EngineRequest]
 ) -> tuple[dict[str, list[int]], dict[str, PagemillError]]:
     """All of them at once, to their ends: tokens, and errors, by request."""
     answers: dict[str, list[int]] = {}

@@ -13,7 +13,7 @@ from shared.protocol.subjects import last_token
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.block_hash import block_hashes
 from workers.engine.core.sequence import EngineRequest, Item, Sequence
-from workers.renderer.media.item_registry import Items
+from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.processing.processor import Processor
 
@@ -74,7 +74,7 @@ def url_key(tenant: str, processor: Processor) -> object:
 
 def item_key(tenant: str, processor: Processor) -> object:
     """By which a hash of a client's own leads to the bytes of an item."""
-    items = Items(None, tenant, "demo")  # type: ignore[arg-type]
+    items = ItemRegistry(None, tenant, "demo")  # type: ignore[arg-type]
     return last_token(items._subject("a hash"))
 
 

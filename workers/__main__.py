@@ -21,7 +21,7 @@ from shared.telemetry import logs
 from workers.cli import metrics as exporting
 from workers.cli import operate, settings
 from workers.cli import top as watching
-from workers.cli.ask import Question, ask_and_print, follow_and_print
+from workers.cli.ask import AskOptions, ask_and_print, follow_and_print
 from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
 from workers.cli.preview import render_and_print, tokenize_and_print
 from workers.cli.up import run_until_stopped
@@ -141,7 +141,7 @@ def ask(
         Name the request; the same id again reads the answer of the first.
     """
     loaded = settings.load_config(settings.find_config_file(config))
-    asked = Question(
+    asked = AskOptions(
         model=model or next(iter(loaded.models)),
         text=question,
         images=image or [],
@@ -179,7 +179,7 @@ def render(
         One JSON object, token ids included.
     """
     loaded = settings.load_config(settings.find_config_file(config))
-    asked = Question(model or next(iter(loaded.models)), question, image or [], {})
+    asked = AskOptions(model or next(iter(loaded.models)), question, image or [], {})
     url = nats or settings.nats_url(loaded)
     return uvloop.run(render_and_print(asked, url, as_json=json))
 

@@ -43,19 +43,19 @@ from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
     EngineTask,
     Failure,
     GenerateRequest,
     LogRecord,
     Message,
+    RequestTicket,
     TokenChunk,
 )
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster, default_workers
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
@@ -100,7 +100,7 @@ class Prompts:
 # -- the roads -------------------------------------------------------------------------------------
 
 
-def run_direct(core: Core, prompts: Prompts, load: int) -> Run:
+def run_direct(core: EngineCore, prompts: Prompts, load: int) -> Run:
     run = Run()
     requests = [
         EngineRequest(new_request_id(), prompts.token_ids(), [], prompts.sampling)
@@ -140,7 +140,7 @@ async def publish_task(
     """To the engine, as a renderer would."""
     now_ms = bus.now_ms()
     # There is no request in a queue to be acknowledged at the end.
-    accepted = Acceptance(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
+    accepted = RequestTicket(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
     task = EngineTask(
         request_id=request_id,
         model=MODEL,

@@ -25,7 +25,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from ops.bench.models import TOKENIZER_FILES
 from shared.config import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.main import build_core
@@ -41,7 +41,7 @@ ENGINE = EngineConfig(max_num_seqs=16, prefix_caching=False)
 @dataclass(frozen=True)
 class Subject:
     name: str
-    core: Core
+    core: EngineCore
     reference: Any
     max_model_len: int
     num_text_ids: int
@@ -114,7 +114,7 @@ def watch(subject: Subject) -> Occupancy:
 # -- the two sides --------------------------------------------------------------------------------
 
 
-def serve(core: Core, requests: list[EngineRequest]) -> float:
+def serve(core: EngineCore, requests: list[EngineRequest]) -> float:
     """Seconds from the first request to the last token."""
     start_s = time.perf_counter()
     for request in requests:

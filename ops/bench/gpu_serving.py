@@ -11,11 +11,11 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.cuda.model import GpuModel
 from workers.engine.model.families import family_of
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -120,8 +120,8 @@ class Engine:
             family_of(model), max_num_seqs=load.num_streams, max_model_len=load.max_len
         )
         self.vocab_size = served.vocab_size
-        self.core = Core(
-            Runner(served, num_blocks, BLOCK_SIZE),
+        self.core = EngineCore(
+            ModelRunner(served, num_blocks, BLOCK_SIZE),
             lambda token_ids: "",
             frozenset(),
             pool=BlockPool(num_blocks, BLOCK_SIZE),

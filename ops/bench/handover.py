@@ -21,10 +21,10 @@ from ops.demo import PICTURES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
-from shared.protocol.messages import Finish, GenerateRequest, Hop
+from shared.protocol.messages import Finish, GenerateRequest, StageSpan
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import Question, build_request
+from workers.cli.ask import AskOptions, build_request
 from workers.cli.local_cluster import LocalCluster, default_workers
 
 
@@ -62,8 +62,8 @@ async def measure_path(bus: Bus, request: GenerateRequest, count: int) -> dict[s
     return found
 
 
-def _hand_overs(sent_ms: float, path: list[Hop]) -> list[tuple[str, float]]:
-    start = Hop("client", "", 1, sent_ms, sent_ms)
+def _hand_overs(sent_ms: float, path: list[StageSpan]) -> list[tuple[str, float]]:
+    start = StageSpan("client", "", 1, sent_ms, sent_ms)
     hops = [start, *path]
     return [
         (f"{a.role} → {b.role}", b.received_ms - a.sent_ms) for a, b in itertools.pairwise(hops)
@@ -95,7 +95,7 @@ async def main(count: int) -> None:
             add_row(table, "bare publish → delivery", floor, floor_ms)
             one_token = {"max_tokens": 1}
             for title, images in (("text", []), ("picture", [PICTURES / "red.png"])):
-                request = build_request(Question("demo", "What color is it?", images, one_token))
+                request = build_request(AskOptions("demo", "What color is it?", images, one_token))
                 await measure_path(bus, request, 5)
                 for name, took_ms in (await measure_path(bus, request, count)).items():
                     add_row(table, f"{name} ({title})", took_ms, floor_ms)

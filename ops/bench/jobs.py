@@ -34,7 +34,7 @@ from rich.table import Table
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.stage.loop import Shutdown, serve
@@ -370,7 +370,7 @@ def measure(name: str, url: str, count: int, window: int, peers: Path | None) ->
     return msgspec.json.decode(client.stdout, type=Result)
 
 
-class RelaxedBroker(Broker):
+class RelaxedBroker(EmbeddedServer):
     """As a server is without our settings: it acknowledges before it syncs."""
 
     @property
@@ -382,7 +382,7 @@ class RelaxedBroker(Broker):
 
 
 def main(
-    count: int, rounds: int, peers: Path | None, only: list[str], make_broker: type[Broker]
+    count: int, rounds: int, peers: Path | None, only: list[str], make_broker: type[EmbeddedServer]
 ) -> None:
     console = Console()
     names = list(SYSTEMS if peers else OURS)
@@ -445,5 +445,5 @@ if __name__ == "__main__":
             run = run_client(SYSTEMS[name], url, int(count), int(window))
         uvloop.run(run)
     else:
-        broker = RelaxedBroker if given.relaxed else Broker
+        broker = RelaxedBroker if given.relaxed else EmbeddedServer
         main(given.count, given.rounds, given.peers, given.only, broker)

@@ -39,7 +39,7 @@ from transformers import Qwen2VLImageProcessorPil
 from shared.blobs import protocol as wire
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
-from shared.blobs.transports import Blob, BrokerRoad, LocalRoad, TcpRoad
+from shared.blobs.transports import Blob, BusTransport, SharedMemoryTransport, TcpTransport
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import end_with_parent, find_binary, free_port
 from shared.codec import envelope
@@ -166,11 +166,11 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
     hello = msgspec.msgpack.decode(await bus.ask(HELLO, b"", 5), type=Hello)
     assert hello.address.tcp is not None
     pool = BufferPool(2**28)
-    roads: dict[str, LocalRoad | TcpRoad | BrokerRoad] = {}
+    roads: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
     if local:
-        roads["owner's memory"] = LocalRoad(hello.address.local)
-    roads["socket"] = TcpRoad(hello.address.tcp, pool)
-    roads["pieces over the broker"] = BrokerRoad(bus, "owner", pool)
+        roads["owner's memory"] = SharedMemoryTransport(hello.address.local)
+    roads["socket"] = TcpTransport(hello.address.tcp, pool)
+    roads["pieces over the broker"] = BusTransport(bus, "owner", pool)
     fetches: dict[str, Fetch] = {name: _by_road(bus, road) for name, road in roads.items()}
     fetches["inside a message"] = _inline(bus)
     fetches[BASE64] = _by_http(hello.address.tcp[0], hello.http_port)
@@ -212,7 +212,7 @@ def _use(blob: Blob) -> None:
     to_torch(tensors[0]).sum().item()
 
 
-def _by_road(bus: Bus, road: LocalRoad | TcpRoad | BrokerRoad) -> Fetch:
+def _by_road(bus: Bus, road: SharedMemoryTransport | TcpTransport | BusTransport) -> Fetch:
     async def fetch(num_bytes: int) -> None:
         question = msgspec.msgpack.encode((num_bytes, False))
         ref = msgspec.msgpack.decode(await bus.ask(MAKE, question, 30), type=BlobRef)

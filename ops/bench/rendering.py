@@ -24,21 +24,21 @@ from rich.table import Table
 from shared import client
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
     GenerateRequest,
     ImagePart,
     ImageURL,
     Message,
     Prompt,
     RenderTask,
+    RequestTicket,
     TextPart,
     to_msgpack,
 )
-from shared.protocol.renderer_rpc import Refusal
+from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from workers.cli import settings
@@ -89,7 +89,7 @@ class Sink:
         now_ms = self._bus.now_ms()
         request_id = client.new_request_id()
         # Of a request that nobody keeps: there is no coordinator to ask for it.
-        accepted = Acceptance(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
+        accepted = RequestTicket(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
         task = RenderTask(
             request_id, MODEL, subjects.LANES[0], Prompt(messages), SamplingParams(), accepted, []
         )
@@ -104,7 +104,7 @@ class Sink:
 
 async def preview(bus: Bus, messages: list[Message]) -> None:
     answer = await client.render(bus, GenerateRequest(MODEL, messages))
-    assert not isinstance(answer, Refusal), answer
+    assert not isinstance(answer, ErrorReply), answer
 
 
 @contextlib.asynccontextmanager
@@ -202,7 +202,7 @@ async def main(args: argparse.Namespace) -> None:
     logs.setup("warning", role="bench")
     config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
-        broker = Broker(Path(folder) / "nats")
+        broker = EmbeddedServer(Path(folder) / "nats")
         broker.start()
         try:
             bus = await Bus.connect(broker.url, "bench")

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 
@@ -65,12 +65,12 @@ class Drafts:
     num_steps: int
 
     @classmethod
-    def of(cls, core: Core) -> "Drafts":
+    def of(cls, core: EngineCore) -> "Drafts":
         stats = core.stats()
         return cls(stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps)
 
 
-def serve(core: Core, prompts: list[list[int]]) -> Run:
+def serve(core: EngineCore, prompts: list[list[int]]) -> Run:
     """Greedy answers; prompts that have been there before are found in the prefix cache."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for i, prompt in enumerate(prompts):
@@ -85,7 +85,7 @@ def serve(core: Core, prompts: list[list[int]]) -> Run:
     return Run(seconds, answers, core.stats().num_steps - num_steps)
 
 
-def compare(without: Core, drafting: Core, prompts: list[list[int]]) -> tuple[str, ...]:
+def compare(without: EngineCore, drafting: EngineCore, prompts: list[list[int]]) -> tuple[str, ...]:
     for core in (without, drafting):
         serve(core, prompts)
     before = Drafts.of(drafting)

@@ -155,11 +155,11 @@ def settings_of(name: str) -> Settings:
 def _ack_before_publish() -> None:
     from shared.stage.stage import Stage
 
-    async def hand_over(self: Any, job: Any, *args: Any) -> None:
+    async def forward(self: Any, job: Any, *args: Any) -> None:
         await job.delivery.ack()
         await self.publish(job, *args)
 
-    _put(Stage, "hand_over", hand_over)
+    _put(Stage, "forward", forward)
 
 
 @bug("coordinator", "calm", "I1", "I10")
@@ -285,9 +285,9 @@ def _other_seed_on_resume() -> None:
 @bug("engine", "resumes with stops", "I3")
 def _stop_strings_not_replayed() -> None:
     from workers.engine.core.detokenizer import Detokenizer
-    from workers.engine.core.request_state import Choice
+    from workers.engine.core.request_state import ChoiceState
 
-    replay = Choice.replay
+    replay = ChoiceState.replay
 
     def forgetful(self: Any, token_ids: Any) -> Any:
         ending = replay(self, token_ids)
@@ -295,7 +295,7 @@ def _stop_strings_not_replayed() -> None:
         self.detokenizer = Detokenizer(self.detokenizer._decode, stop)
         return ending
 
-    _put(Choice, "replay", forgetful)
+    _put(ChoiceState, "replay", forgetful)
 
 
 # -- in the engine ----------------------------------------------------------------------------
@@ -325,9 +325,9 @@ def _heartbeat_by_timer() -> None:
 
 @bug("engine", "cancels", "I6")
 def _block_lost_on_cancel() -> None:
-    from workers.engine.core.engine import Core
+    from workers.engine.core.engine import EngineCore
 
-    cancel = Core.cancel
+    cancel = EngineCore.cancel
 
     def leaky(self: Any, request_id: str) -> None:
         entry = self._entries.get(request_id)
@@ -336,32 +336,32 @@ def _block_lost_on_cancel() -> None:
                 choice.sequence.block_table.pop()
         cancel(self, request_id)
 
-    _put(Core, "cancel", leaky)
+    _put(EngineCore, "cancel", leaky)
 
 
 @bug("engine", "many raisers", "I10")
 def _batch_fails_together() -> None:
     from shared.errors import WorkerFailure
-    from workers.engine.core.engine import Core
+    from workers.engine.core.engine import EngineCore
 
     def fail_all(self: Any, batch: Any) -> Any:
         return [self._fail(entry, WorkerFailure("the batch")) for entry in self._entries_of(batch)]
 
-    _put(Core, "_run_apart", fail_all)
+    _put(EngineCore, "_run_apart", fail_all)
 
 
 @bug("engine", "calm", "I8")
 def _task_left_behind() -> None:
     from shared.stage.stage import Stage
 
-    take = Stage.take
+    claim = Stage.claim
     kept: list[Any] = []
 
     async def littering(self: Any, job: Any) -> Any:
         kept.append(asyncio.create_task(asyncio.sleep(3600)))
-        return await take(self, job)
+        return await claim(self, job)
 
-    _put(Stage, "take", littering)
+    _put(Stage, "claim", littering)
 
 
 @bug("coordinator", "cancels", "I1")
@@ -389,12 +389,12 @@ def _payload_not_released() -> None:
 
 @bug("engine", "pictures", "I7")
 def _reader_pin_leaks() -> None:
-    from shared.blobs.transports import LocalRoad
+    from shared.blobs.transports import SharedMemoryTransport
 
     def untold(self: Any, *_: Any) -> None:
         pass
 
-    _put(LocalRoad, "_done", untold)
+    _put(SharedMemoryTransport, "_done", untold)
 
 
 @bug("engine", "dying with unread payloads", "I1", "I10")
@@ -405,7 +405,7 @@ def _lost_payload_fails_request() -> None:
     async def given_up(self: Any, *_: Any) -> None:
         raise WorkerFailure("a payload is gone")
 
-    _put(Stage, "send_back", given_up)
+    _put(Stage, "rerender", given_up)
 
 
 @bug("engine", "dying with unread payloads", "I7")
@@ -425,7 +425,7 @@ def _payload_not_taken_back() -> None:
     async def kept(self: Any, job: Any) -> None:
         pass
 
-    _put(Stage, "take_back", kept)
+    _put(Stage, "discard_outputs", kept)
 
 
 @bug("renderer", "small arena", "I3", "I10")
@@ -475,9 +475,9 @@ def _asked_again_is_another_request() -> None:
 
 @bug("gateway", "dying gateways", "I1")
 def _goes_on_without_its_client() -> None:
-    from workers.gateway.backend.submit import Job
+    from workers.gateway.backend.submit import ActiveRequest
 
-    _put(Job, "gone", lambda self: None)
+    _put(ActiveRequest, "gone", lambda self: None)
 
 
 @bug("gateway", "frozen gateways", "I10")

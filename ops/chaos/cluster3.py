@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from ops.chaos import nets
-from shared.bus.embedded_server import Broker, Member, free_port
+from shared.bus.embedded_server import ClusterMember, EmbeddedServer, free_port
 from shared.errors import Unavailable
 
 SIZE = 3
@@ -39,10 +39,10 @@ class Cluster3:
         """With `ports` the servers listen where somebody expects them."""
         self.route_ports = [free_port() for _ in range(SIZE)]
         self.members = [
-            Broker(
+            EmbeddedServer(
                 folder / f"n{number}",
                 port=0 if ports is None else ports[number],
-                member=Member(f"n{number}", self.route_ports[number], self.route_ports),
+                member=ClusterMember(f"n{number}", self.route_ports[number], self.route_ports),
             )
             for number in range(SIZE)
         ]

@@ -19,7 +19,7 @@ from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
 from shared.protocol.messages import ChoiceDelta
 from workers.coordinator.admission import admit
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing import prompt
 
@@ -68,7 +68,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     return found
 
 
-def run_alone(core: Core, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
+def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
     found: dict[str, Expected] = {}
     waiting = iter(requests)
     num_held = 0

@@ -19,7 +19,7 @@ from shared.config import ModelConfig
 from shared.protocol.messages import ImagePart, Message, Prompt, TextPart
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
 from workers.engine.core.sequence import Sequence as EngineSequence
 from workers.renderer.processing import prompt
@@ -154,8 +154,8 @@ def _content(sequence: EngineSequence, position: int, before: bytes) -> bytes:
     return hashlib.blake2b(before + token, digest_size=16).digest()
 
 
-def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Core:
-    return Core(
+def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> EngineCore:
+    return EngineCore(
         runner,
         decode,
         EOS_TOKEN_IDS,

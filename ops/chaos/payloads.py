@@ -7,7 +7,7 @@ from typing import Any
 from ops.chaos.crash import CrashPoints
 from ops.chaos.wrap import wrap
 from shared.blobs.store import Blobs
-from shared.blobs.transports import BrokerRoad, LocalRoad, TcpRoad
+from shared.blobs.transports import BusTransport, SharedMemoryTransport, TcpTransport
 from shared.protocol.multimodal import BlobRef
 from shared.stage.stage import Stage
 
@@ -25,8 +25,8 @@ def watch(tell: Tell, crash: CrashPoints) -> None:
         await original(self)
         tell("arena", self.address.local)
 
-    @wrap(Stage, "send_back")
-    async def send_back(original: Any, self: Stage, job: Any, *args: Any) -> None:
+    @wrap(Stage, "rerender")
+    async def rerender(original: Any, self: Stage, job: Any, *args: Any) -> None:
         await original(self, job, *args)
         tell("sent back", job.request_id)
 
@@ -39,7 +39,7 @@ def _watch_reading(tell: Tell, crash: CrashPoints) -> None:
             crash("mid_read")
         return blob
 
-    for road in (LocalRoad, TcpRoad, BrokerRoad):
+    for road in (SharedMemoryTransport, TcpTransport, BusTransport):
         _watch_road(road, tell)
 
 

@@ -26,7 +26,7 @@ from ops.chaos.history import (
     read_events,
 )
 from ops.chaos.plan import ROOT
-from shared.bus.embedded_server import Broker, end_with_parent
+from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 
 READY_TIMEOUT_S = 60.0
 WATCH_S = 0.1
@@ -61,7 +61,7 @@ class Brokers(Protocol):
 
 class OneBroker:
     def __init__(self, store_dir: Path) -> None:
-        self._broker = Broker(store_dir)
+        self._broker = EmbeddedServer(store_dir)
         self.url = self._broker.url
 
     def start(self) -> None:

@@ -227,13 +227,13 @@ SHARED_MEMORY = [
         "shared memory: no local socket",
         "engines cannot connect to it",
         "by TCP",
-        payloads.without_roads("LocalRoad", left="TcpRoad"),
+        payloads.without_roads("SharedMemoryTransport", left="TcpTransport"),
     ),
     Cell(
         "shared memory: no socket at all",
         "nor by TCP",
         "by the broker",
-        payloads.without_roads("LocalRoad", "TcpRoad", left="BrokerRoad"),
+        payloads.without_roads("SharedMemoryTransport", "TcpTransport", left="BusTransport"),
     ),
 ]
 

@@ -88,7 +88,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
     if role == "engine":
 
         async def engine(context: Context) -> None:
-            from workers.engine.item_loader import Opener
+            from workers.engine.item_loader import ItemLoader
             from workers.engine.worker import EngineWorker
 
             def allows_harm(seed: int, id: str) -> bool:
@@ -101,7 +101,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
             limits = context.config.engine
             core = fake.build_core(runner, limits.num_blocks or 256, limits.max_num_seqs)
             _watch_blocks(core, journal)
-            opener = Opener(await context.open_blobs(), None, lambda data: data)
+            opener = ItemLoader(await context.open_blobs(), None, lambda data: data)
             await EngineWorker(context, MODEL, core, opener).serve()
 
         return engine

@@ -12,7 +12,7 @@ from shared.errors import DecodeError
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem
 
 
-class Contents(Struct, frozen=True):
+class ItemContents(Struct, frozen=True):
     """Head of an item's blob."""
 
     fields: dict[str, int]
@@ -24,14 +24,14 @@ def put(
     blobs: Blobs, mm_hash: str, num_tokens: int, fields: Mapping[str, TensorData], ttl_s: float
 ) -> BlobRef | None:
     """A blob of the item's tensors; None if there is no room for it."""
-    contents = Contents({name: number for number, name in enumerate(fields)}, num_tokens)
+    contents = ItemContents({name: number for number, name in enumerate(fields)}, num_tokens)
     parts = envelope.encode_parts(contents, list(fields.values()))
     return blobs.put(mm_hash, parts, ttl_s)
 
 
 def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
     """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
-    contents, tensors = envelope.decode(blob.data, Contents)
+    contents, tensors = envelope.decode(blob.data, ItemContents)
     return named(contents.fields, tensors), contents.num_tokens
 
 

@@ -16,16 +16,16 @@ from typing import Literal, NamedTuple
 HELLO = b"PMB1"
 KEY_BYTES = 32
 
-Operation = Literal[b"G", b"D", b"A", b"R", b"F"]
-GET: Operation = b"G"
+BlobOperation = Literal[b"G", b"D", b"A", b"R", b"F"]
+GET: BlobOperation = b"G"
 """Have the blob of this key."""
-DONE: Operation = b"D"
+DONE: BlobOperation = b"D"
 """It has been read."""
-ACKNOWLEDGE: Operation = b"A"
+ACKNOWLEDGE: BlobOperation = b"A"
 """Somebody has had it. The key is good as long as the owner needs the memory for nothing else."""
-RELEASE: Operation = b"R"
+RELEASE: BlobOperation = b"R"
 """Nobody will ask for this key again."""
-FIND: Operation = b"F"
+FIND: BlobOperation = b"F"
 """A key, good for so many seconds, to the blob of this name, and its size."""
 
 _question = struct.Struct(f"<c{KEY_BYTES}sf")
@@ -34,14 +34,14 @@ _credentials = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 NO_KEY = bytes(KEY_BYTES)
 
 
-class Answer(NamedTuple):
+class BlobReply(NamedTuple):
     found: bool
     offset: int = 0
     num_bytes: int = 0
     key: bytes = NO_KEY
 
 
-class Question(NamedTuple):
+class BlobRequest(NamedTuple):
     operation: bytes
     key: bytes
     """Or a name, of which these are the bytes of its hexadecimal digits."""
@@ -55,22 +55,22 @@ def is_same_user(sock: socket.socket) -> bool:
     return uid == os.getuid()
 
 
-async def send_question(sock: socket.socket, question: Question) -> None:
+async def send_question(sock: socket.socket, question: BlobRequest) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, _question.pack(*question))
 
 
-async def read_question(sock: socket.socket) -> Question:
+async def read_question(sock: socket.socket) -> BlobRequest:
     """Raises ConnectionError at the end of the connection."""
-    return Question(*_question.unpack(await _read(sock, _question.size)))
+    return BlobRequest(*_question.unpack(await _read(sock, _question.size)))
 
 
-async def send_answer(sock: socket.socket, answer: Answer) -> None:
+async def send_answer(sock: socket.socket, answer: BlobReply) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, _answer.pack(*answer))
 
 
-async def read_answer(sock: socket.socket) -> Answer:
+async def read_answer(sock: socket.socket) -> BlobReply:
     found, *rest = _answer.unpack(await _read(sock, _answer.size))
-    return Answer(bool(found), *rest)
+    return BlobReply(bool(found), *rest)
 
 
 async def read_into(sock: socket.socket, buffer: memoryview) -> None:
@@ -95,17 +95,17 @@ async def _read(sock: socket.socket, num_bytes: int) -> bytes:
 _piece = struct.Struct(f"<c{KEY_BYTES}sQQ")
 
 
-class Piece(NamedTuple):
+class BlobChunk(NamedTuple):
     operation: bytes
     key: bytes
     offset: int = 0
     num_bytes: int = 0
 
 
-def pack_piece(piece: Piece) -> bytes:
+def pack_piece(piece: BlobChunk) -> bytes:
     return _piece.pack(*piece)
 
 
-def unpack_piece(data: bytes) -> Piece | None:
+def unpack_piece(data: bytes) -> BlobChunk | None:
     """None for what is no question."""
-    return Piece(*_piece.unpack(data)) if len(data) == _piece.size else None
+    return BlobChunk(*_piece.unpack(data)) if len(data) == _piece.size else None

@@ -172,20 +172,20 @@ class _Reader:
         _log.warning("blob_reader_refused", reason="it runs as another user")
         return False
 
-    async def _answer(self, question: wire.Question) -> bool:
+    async def _answer(self, question: wire.BlobRequest) -> bool:
         """False for what is no question."""
         match question.operation:
             case wire.GET:
                 await self._give(question.key)
             case wire.DONE:
                 self._done(question.key)
-                await wire.send_answer(self._sock, wire.Answer(True))
+                await wire.send_answer(self._sock, wire.BlobReply(True))
             case wire.ACKNOWLEDGE:
                 self._server.acknowledge(question.key)
-                await wire.send_answer(self._sock, wire.Answer(True))
+                await wire.send_answer(self._sock, wire.BlobReply(True))
             case wire.RELEASE:
                 self._server.release(question.key)
-                await wire.send_answer(self._sock, wire.Answer(True))
+                await wire.send_answer(self._sock, wire.BlobReply(True))
             # A name is no permission; and whoever shares our memory could look for it there.
             case wire.FIND if self._local and 0 <= question.ttl_s < math.inf:
                 await self._find(question)
@@ -196,17 +196,17 @@ class _Reader:
     async def _give(self, key: bytes) -> None:
         slot = self._server.open(key, self._holder(key))
         if slot is None:
-            await wire.send_answer(self._sock, wire.Answer(False))
+            await wire.send_answer(self._sock, wire.BlobReply(False))
             return
         self._reading[key] = slot.name
-        await wire.send_answer(self._sock, wire.Answer(True, slot.offset, slot.num_bytes))
+        await wire.send_answer(self._sock, wire.BlobReply(True, slot.offset, slot.num_bytes))
         if not self._local:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 view = self._server.arena.view(slot)
                 await asyncio.get_running_loop().sock_sendall(self._sock, view)
             self._done(key)
 
-    async def _find(self, question: wire.Question) -> None:
+    async def _find(self, question: wire.BlobRequest) -> None:
         ref = self._server.find(question.key.hex(), question.ttl_s)
         try:
             await wire.send_answer(self._sock, _found(ref))
@@ -224,8 +224,8 @@ class _Reader:
         return f"{self._name}:{key.hex()}"
 
 
-def _found(ref: BlobRef | None) -> wire.Answer:
-    return wire.Answer(False) if ref is None else wire.Answer(True, 0, ref.num_bytes, ref.key)
+def _found(ref: BlobRef | None) -> wire.BlobReply:
+    return wire.BlobReply(False) if ref is None else wire.BlobReply(True, 0, ref.num_bytes, ref.key)
 
 
 def host_id() -> str:

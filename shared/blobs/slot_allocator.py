@@ -1,7 +1,7 @@
 """Who has which bytes of a fixed area: named slots, and holders that pin them.
 
 Pure bookkeeping; `shared.blobs.arena` has the memory. A slot that anybody pins stays where it is.
-All the others are a cache: the least recently used give their bytes to the next one that needs them.
+All the others are a cache: the least recently used slot gives its bytes to the next one.
 """
 
 import bisect

@@ -25,10 +25,10 @@ from shared.blobs.server import BlobServer
 from shared.blobs.transports import (
     CHUNK_BYTES,
     Blob,
-    BrokerRoad,
-    LocalRoad,
-    Road,
-    TcpRoad,
+    BusTransport,
+    SharedMemoryTransport,
+    TcpTransport,
+    Transport,
 )
 from shared.bus.bus import Bus
 from shared.config import BlobsConfig
@@ -61,7 +61,7 @@ class Blobs:
         self._config = config
         self._server = BlobServer(worker, config.arena_mib * 2**20)
         self._pool = BufferPool(config.arena_mib * 2**20)
-        self._roads: OrderedDict[str, list[Road]] = OrderedDict()
+        self._roads: OrderedDict[str, list[Transport]] = OrderedDict()
         """By owner, the fastest first."""
         self._near: dict[str, BlobAddress] = {}
         self._look_again_s = 0.0
@@ -138,9 +138,9 @@ class Blobs:
             }
         return self._near
 
-    def _local_road(self, worker: str, address: BlobAddress) -> LocalRoad:
+    def _local_road(self, worker: str, address: BlobAddress) -> SharedMemoryTransport:
         roads = self._keep_roads(worker, address)
-        assert isinstance(roads[0], LocalRoad)
+        assert isinstance(roads[0], SharedMemoryTransport)
         return roads[0]
 
     def _answer(self, question: bytes) -> bytes:
@@ -220,7 +220,7 @@ class Blobs:
             if await self._tell(ref, wire.RELEASE):
                 return
 
-    async def _tell(self, ref: BlobRef, operation: wire.Operation) -> bool:
+    async def _tell(self, ref: BlobRef, operation: wire.BlobOperation) -> bool:
         """Whether its owner has heard of it."""
         try:
             roads = await self._roads_to(ref.worker)
@@ -242,19 +242,19 @@ class Blobs:
         arena = self._server.arena
         return Blob(arena.view(slot), functools.partial(arena.slots.unpin_all, reader))
 
-    async def _roads_to(self, owner: str) -> list[Road]:
+    async def _roads_to(self, owner: str) -> list[Transport]:
         if not subjects.is_name(owner):  # it becomes part of a subject
             return []
         if owner not in self._roads:
             address = await self._address_of(owner)
             if address is None:
                 # It may live all the same, when the broker has just forgotten all heartbeats.
-                return [BrokerRoad(self._bus, owner, self._pool)]
+                return [BusTransport(self._bus, owner, self._pool)]
             return self._keep_roads(owner, address)
         self._roads.move_to_end(owner)
         return self._roads[owner]
 
-    def _keep_roads(self, owner: str, address: BlobAddress) -> list[Road]:
+    def _keep_roads(self, owner: str, address: BlobAddress) -> list[Transport]:
         # Somebody else may have asked meanwhile.
         if owner not in self._roads:
             self._roads[owner] = self._make_roads(owner, address)
@@ -265,13 +265,13 @@ class Blobs:
         self._roads.move_to_end(owner)
         return self._roads[owner]
 
-    def _make_roads(self, owner: str, address: BlobAddress) -> list[Road]:
-        roads: list[Road] = []
+    def _make_roads(self, owner: str, address: BlobAddress) -> list[Transport]:
+        roads: list[Transport] = []
         if address.host == self.address.host:
-            roads.append(LocalRoad(address.local))
+            roads.append(SharedMemoryTransport(address.local))
         if address.tcp is not None:
-            roads.append(TcpRoad(address.tcp, self._pool))
-        return [*roads, BrokerRoad(self._bus, owner, self._pool)]
+            roads.append(TcpTransport(address.tcp, self._pool))
+        return [*roads, BusTransport(self._bus, owner, self._pool)]
 
     async def _sweep(self) -> None:
         while True:

@@ -54,12 +54,12 @@ class Blob:
         self.close()
 
 
-class Road(Protocol):
+class Transport(Protocol):
     """Raises BlobLost when the owner says that it has the blob no more, and OSError, TimeoutError
     or ValueError when the road itself fails."""
 
     async def get(self, ref: BlobRef) -> Blob: ...
-    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None: ...
+    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None: ...
     def close(self) -> None: ...
     @property
     def ended(self) -> bool:
@@ -67,7 +67,7 @@ class Road(Protocol):
         ...
 
 
-class _SocketRoad:
+class _SocketTransport:
     """One connection, on which one question is asked at a time; made again after a failure."""
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class _SocketRoad:
         self._turn = asyncio.Lock()
         self._rests_until_s = 0.0
 
-    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None:
+    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
         async with self._turn:
-            await self._ask(wire.Question(operation, ref.key))
+            await self._ask(wire.BlobRequest(operation, ref.key))
 
     def close(self) -> None:
         if self._sock is not None:
@@ -88,7 +88,7 @@ class _SocketRoad:
     def ended(self) -> bool:
         return self._sock is not None and not self._turn.locked() and _is_over(self._sock)
 
-    async def _ask(self, question: wire.Question) -> wire.Answer:
+    async def _ask(self, question: wire.BlobRequest) -> wire.BlobReply:
         """While having the turn. After whatever goes wrong the connection is not used again: an
         answer that was not waited for would be taken for that to the next question."""
         if time.monotonic() < self._rests_until_s:
@@ -114,8 +114,8 @@ class _SocketRoad:
             connecting.add_done_callback(_close_result)
             raise
 
-    async def _ask_for(self, ref: BlobRef) -> wire.Answer:
-        answer = await self._ask(wire.Question(wire.GET, ref.key))
+    async def _ask_for(self, ref: BlobRef) -> wire.BlobReply:
+        answer = await self._ask(wire.BlobRequest(wire.GET, ref.key))
         if not answer.found:
             raise BlobLost("a payload has expired where it was kept")
         if answer.num_bytes != ref.num_bytes:
@@ -141,7 +141,7 @@ def _close_result(connecting: asyncio.Task[socket.socket]) -> None:
         connecting.result().close()
 
 
-class LocalRoad(_SocketRoad):
+class SharedMemoryTransport(_SocketTransport):
     """The owner's memory, mapped: the bytes are where the owner has put them."""
 
     def __init__(self, name: str) -> None:
@@ -165,7 +165,7 @@ class LocalRoad(_SocketRoad):
     async def find(self, name: str, ttl_s: float) -> tuple[bytes, int] | None:
         """A key to the owner's blob of this name, and its size."""
         async with self._turn:
-            answer = await self._ask(wire.Question(wire.FIND, bytes.fromhex(name), ttl_s))
+            answer = await self._ask(wire.BlobRequest(wire.FIND, bytes.fromhex(name), ttl_s))
         return (answer.key, answer.num_bytes) if answer.found else None
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class LocalRoad(_SocketRoad):
         async with self._turn:
             if sock is self._sock and not self._reading[key]:
                 with contextlib.suppress(OSError, TimeoutError):
-                    await self._ask(wire.Question(wire.DONE, key))
+                    await self._ask(wire.BlobRequest(wire.DONE, key))
 
     def _connect(self) -> socket.socket:
         self._reading = Counter()
@@ -216,7 +216,7 @@ class LocalRoad(_SocketRoad):
         return sock
 
 
-class TcpRoad(_SocketRoad):
+class TcpTransport(_SocketTransport):
     """A connection to the owner's machine; received into memory that is used again."""
 
     def __init__(self, address: tuple[str, int], pool: BufferPool) -> None:
@@ -251,7 +251,7 @@ class TcpRoad(_SocketRoad):
         return sock
 
 
-class BrokerRoad:
+class BusTransport:
     """Pieces of it, asked for a few at a time: where there is no other way between two workers."""
 
     def __init__(self, bus: Bus, worker: str, pool: BufferPool) -> None:
@@ -267,7 +267,7 @@ class BrokerRoad:
         async def fetch(offset: int) -> None:
             num_bytes = min(CHUNK_BYTES, ref.num_bytes - offset)
             async with credit:
-                question = wire.pack_piece(wire.Piece(wire.GET, ref.key, offset, num_bytes))
+                question = wire.pack_piece(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
                 piece = await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
             if len(piece) != num_bytes:
                 raise BlobLost("a payload has expired where it was kept")
@@ -283,8 +283,8 @@ class BrokerRoad:
                 piece.cancel()
         return Blob(data.toreadonly(), functools.partial(self._pool.give_back, buffer))
 
-    async def tell(self, ref: BlobRef, operation: wire.Operation) -> None:
-        question = wire.pack_piece(wire.Piece(operation, ref.key))
+    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
+        question = wire.pack_piece(wire.BlobChunk(operation, ref.key))
         await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from nats.js.errors import APIError, NotFoundError
 from shared.bus import streams
 from shared.bus.connection import ANSWER_TIMEOUT_S, connect, next_of
 from shared.bus.consumer import Consumer, acknowledge
-from shared.bus.queue_depth import Backlog, Queue
-from shared.bus.stored import NotAnswered, Stored, collect
+from shared.bus.queue_depth import Queue, QueueDepth
+from shared.bus.stored import NotAnswered, StoredMessage, collect
 from shared.bus.subscriptions import Answer, Listener, Share
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import (
@@ -307,12 +307,12 @@ class Bus:
         await consumer.start()
         return consumer
 
-    async def read(self, stream: str, subject: str, first: int = 1) -> list[Stored]:
+    async def read(self, stream: str, subject: str, first: int = 1) -> list[StoredMessage]:
         """The messages of `subject` from sequence `first` on, oldest first.
 
         Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
         """
-        found: list[Stored] = []
+        found: list[StoredMessage] = []
         more = True
         while more:
             request = {
@@ -324,19 +324,19 @@ class Bus:
             found += batch
         return found
 
-    async def last(self, stream: str, subject: str) -> Stored | None:
+    async def last(self, stream: str, subject: str) -> StoredMessage | None:
         """The latest message of `subject`, which may have wildcards."""
         found, _ = await self._get_directly(stream, {"last_by_subj": subject})
         return found[0] if found else None
 
-    async def at(self, stream: str, sequence: int, subject: str = ">") -> Stored | None:
+    async def at(self, stream: str, sequence: int, subject: str = ">") -> StoredMessage | None:
         """The message at or, where it is gone, the first one after `sequence`."""
         found, _ = await self._get_directly(stream, {"seq": sequence, "next_by_subj": subject})
         return found[0] if found else None
 
     async def _get_directly(
         self, stream: str, request: dict[str, object]
-    ) -> tuple[list[Stored], bool]:
+    ) -> tuple[list[StoredMessage], bool]:
         """What a direct get answers, and whether there is more after it."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PUBLISH_DEADLINE_S
@@ -373,7 +373,7 @@ class Bus:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
         return state.first_seq, state.last_seq
 
-    async def backlog(self, stream: str, durable: str) -> Backlog:
+    async def backlog(self, stream: str, durable: str) -> QueueDepth:
         """How a queue stands with its consumer. Raises NotFound if there is no such consumer."""
         try:
             info = await self._js.consumer_info(stream, durable)
@@ -381,7 +381,7 @@ class Bus:
             raise NotFound(f"no worker has ever asked for {durable}") from error
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of consumer {durable}") from error
-        return Backlog.of(info)
+        return QueueDepth.of(info)
 
     async def queues(self, stream: str) -> list[Queue]:
         """How all consumers of a stream stand."""

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ClusterMember:
     """A server's place in a cluster: its own route port, and those of all members."""
 
     name: str
@@ -30,7 +30,7 @@ class Member:
     all_ports: Sequence[int]
 
 
-class Broker:
+class EmbeddedServer:
     """Owns one nats-server process; `url` is where it listens."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Broker:
         store_dir: Path,
         port: int = 0,
         log_file: Path | None = None,
-        member: Member | None = None,
+        member: ClusterMember | None = None,
     ) -> None:
         """`port` 0 takes a free one."""
         self.store_dir = store_dir

@@ -6,7 +6,7 @@ from nats.js import api
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class QueueDepth:
     """`delivered` is the last sequence that a worker has been given."""
 
     delivered: int
@@ -14,7 +14,7 @@ class Backlog:
     in_hand: int
 
     @classmethod
-    def of(cls, info: api.ConsumerInfo) -> "Backlog":
+    def of(cls, info: api.ConsumerInfo) -> "QueueDepth":
         delivered = info.delivered.stream_seq if info.delivered else 0
         return cls(delivered, info.num_pending or 0, info.num_ack_pending or 0)
 
@@ -24,8 +24,8 @@ class Queue:
     """A consumer, on one filter of its stream, and its backlog."""
 
     subject: str
-    backlog: Backlog
+    backlog: QueueDepth
 
     @classmethod
     def of(cls, info: api.ConsumerInfo) -> "Queue":
-        return cls(info.config.filter_subject or "", Backlog.of(info))
+        return cls(info.config.filter_subject or "", QueueDepth.of(info))

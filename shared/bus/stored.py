@@ -10,7 +10,7 @@ from shared.bus.connection import ANSWER_TIMEOUT_S, next_of
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredMessage:
     """A message as a stream keeps it."""
 
     sequence: int
@@ -24,9 +24,9 @@ class NotAnswered(Exception):
     """A read got a status instead of messages."""
 
 
-async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[Stored], bool]:
+async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[StoredMessage], bool]:
     """The answers to one direct get, and whether more are left after a batch of them."""
-    found: list[Stored] = []
+    found: list[StoredMessage] = []
     while True:
         msg = await next_of(subscription, ANSWER_TIMEOUT_S)
         headers = msg.headers or {}
@@ -43,11 +43,11 @@ async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[St
             return found, False
 
 
-def stored_of(msg: Msg) -> Stored:
+def stored_of(msg: Msg) -> StoredMessage:
     """From the headers that the server gives to what it reads or republishes from a stream."""
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
-    return Stored(
+    return StoredMessage(
         int(headers["Nats-Sequence"]),
         headers.get("Nats-Subject", ""),
         bytes(msg.data),

@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from shared.bus.stored import Stored, stored_of
+from shared.bus.stored import StoredMessage, stored_of
 from shared.protocol.messages import TENANT_HEADER
 
 # Live messages that wait for a slow reader; what does not fit it finds in the stream.
@@ -23,7 +23,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
-        self._unread: asyncio.Queue[Stored | None] = asyncio.Queue(MAX_UNREAD)
+        self._unread: asyncio.Queue[StoredMessage | None] = asyncio.Queue(MAX_UNREAD)
 
     async def receive(self, msg: Msg) -> None:
         if "Nats-Sequence" not in (msg.headers or {}):
@@ -38,7 +38,7 @@ class Listener:
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(None)
 
-    async def next(self, timeout_s: float) -> Stored | None:
+    async def next(self, timeout_s: float) -> StoredMessage | None:
         """The next message, or None after `timeout_s` of silence or a `wake`."""
         try:
             async with asyncio.timeout(timeout_s):

@@ -29,14 +29,14 @@ Slices = list[list[int | Bounds | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batched:
+class BatchedField:
     """The item is a row of the batch."""
 
     keep_on_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatField:
     """The items follow each other along `dim`."""
 
     slices: Slices
@@ -45,14 +45,14 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedField:
     """The same for all items."""
 
     batch_size: int
     keep_on_cpu: bool = False
 
 
-Kind = Batched | Flat | Shared
+Kind = BatchedField | FlatField | SharedField
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,11 @@ def _packed(tensor: TensorData) -> list[Any]:
 def _packed_kind(kind: Kind) -> list[Any]:
     on_cpu = {"keep_on_cpu": kind.keep_on_cpu}
     match kind:
-        case Batched():
+        case BatchedField():
             return ["batched", on_cpu]
-        case Flat():
+        case FlatField():
             return ["flat", on_cpu | {"slices": kind.slices, "dim": kind.dim}]
-        case Shared():
+        case SharedField():
             return ["shared", on_cpu | {"batch_size": kind.batch_size}]
 
 
@@ -176,8 +176,8 @@ def _unpacked(element: _Element) -> WireField:
 def _unpacked_kind(name: str, given: dict[str, Any]) -> Kind:
     if name == "flat":
         flat = msgspec.convert(given, _FlatArguments)
-        return Flat(flat.slices, flat.dim, flat.keep_on_cpu)
+        return FlatField(flat.slices, flat.dim, flat.keep_on_cpu)
     if name == "shared":
         shared = msgspec.convert(given, _SharedArguments)
-        return Shared(shared.batch_size, shared.keep_on_cpu)
-    return Batched(msgspec.convert(given, _BatchedArguments).keep_on_cpu)
+        return SharedField(shared.batch_size, shared.keep_on_cpu)
+    return BatchedField(msgspec.convert(given, _BatchedArguments).keep_on_cpu)

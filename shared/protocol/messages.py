@@ -8,7 +8,7 @@ encoder → engine          EmbeddingRecord            pm.embedding.<key>       
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
-gateway → gateways        JobRecord                  pm.job.<id>                 JSON
+gateway → gateways        RequestRecord                  pm.job.<id>                 JSON
 client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
 client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
 renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
@@ -190,7 +190,7 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
 # between workers
 
 
-class Hop(Struct, frozen=True, array_like=True):
+class StageSpan(Struct, frozen=True, array_like=True):
     """One stage of a request's path; times are Unix milliseconds of the broker's clock.
 
     An encoder's is written by the engine that waited: from when it asked until it had the
@@ -205,7 +205,7 @@ class Hop(Struct, frozen=True, array_like=True):
     sent_ms: float
 
 
-class Acceptance(Struct, frozen=True, array_like=True):
+class RequestTicket(Struct, frozen=True, array_like=True):
     """What goes with a request from its acceptance to its end.
 
     The request itself stays in its queue until then; whoever ends it acknowledges it there, by
@@ -234,8 +234,8 @@ class RenderTask(Struct, frozen=True):
     lane: str
     prompt: Prompt
     sampling_params: SamplingParams
-    accepted: Acceptance
-    path: list[Hop]
+    accepted: RequestTicket
+    path: list[StageSpan]
     round: int = 0
     """How often its items have been lost on the way and were made again."""
     adapter: str | None = None
@@ -250,8 +250,8 @@ class EngineTask(Struct, frozen=True):
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
     sampling_params: SamplingParams
-    accepted: Acceptance
-    path: list[Hop]
+    accepted: RequestTicket
+    path: list[StageSpan]
     round: int = 0
     adapter: str | None = None
 
@@ -331,7 +331,7 @@ class Finish(Struct, frozen=True, tag="finish"):
     usage: Usage
     kv_blocks: int
     """The most KV blocks that the request held at one time."""
-    path: list[Hop]
+    path: list[StageSpan]
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -350,7 +350,7 @@ class Failure(Struct, frozen=True, tag="error"):
     index: int
     attempt: int
     error: ErrorInfo
-    path: list[Hop]
+    path: list[StageSpan]
 
 
 LogRecord = TokenChunk | Finish | Failure
@@ -360,7 +360,7 @@ LogRecord = TokenChunk | Finish | Failure
 # between gateways
 
 
-class JobRecord(Struct, frozen=True):
+class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
 
     kind: Literal["chat", "completion", "generate"]
@@ -393,7 +393,7 @@ class DeadLetter(Struct, frozen=True):
     attempts: int
     error: ErrorInfo
     traceback: str
-    history: list["Attempt"]
+    history: list["AttemptRecord"]
     """Who had it in hand before."""
     request: bytes
     """What the client had sent; empty if that cannot be found any more."""
@@ -404,7 +404,7 @@ class DeadLetter(Struct, frozen=True):
     tenant: str = ""
 
 
-class Attempt(Struct, frozen=True):
+class AttemptRecord(Struct, frozen=True):
     """A worker has taken a request in hand; a second record of it tells how that has ended.
 
     An attempt that ended well leaves no second record, for there is nothing left to decide.
@@ -494,10 +494,10 @@ class WorkerMetrics(Struct, frozen=True):
 
 _request_from_json = msgspec.json.Decoder(GenerateRequest)
 _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
-_job_record = msgspec.json.Decoder(JobRecord)
+_job_record = msgspec.json.Decoder(RequestRecord)
 _log_record = msgspec.json.Decoder(LogRecord)
 
-_attempt = msgspec.json.Decoder(Attempt)
+_attempt = msgspec.json.Decoder(AttemptRecord)
 
 to_json = msgspec.json.Encoder().encode
 to_msgpack = msgspec.msgpack.Encoder().encode
@@ -526,8 +526,8 @@ def is_packed(data: bytes) -> bool:
     return bool(data) and data[0] >= 0x80
 
 
-def decode_job_record(data: bytes) -> JobRecord:
-    record: JobRecord = _job_record.decode(data)
+def decode_job_record(data: bytes) -> RequestRecord:
+    record: RequestRecord = _job_record.decode(data)
     return record
 
 
@@ -536,8 +536,8 @@ def decode_log_record(data: bytes) -> LogRecord:
     return record
 
 
-def decode_attempt(data: bytes) -> Attempt:
-    attempt: Attempt = _attempt.decode(data)
+def decode_attempt(data: bytes) -> AttemptRecord:
+    attempt: AttemptRecord = _attempt.decode(data)
     return attempt
 
 

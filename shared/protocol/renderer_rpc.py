@@ -106,7 +106,7 @@ class RenderedPrompt(Struct, frozen=True):
     items: list[MultiModalKwargsItem]
 
 
-class Refusal(Struct, frozen=True, tag="error"):
+class ErrorReply(Struct, frozen=True, tag="error"):
     """An answer that is none."""
 
     error: ErrorInfo
@@ -118,15 +118,15 @@ class Refusal(Struct, frozen=True, tag="error"):
 
 _tokenize_from_json = msgspec.json.Decoder(TokenizeRequest)
 _tokenize_from_msgpack = msgspec.msgpack.Decoder(TokenizeRequest)
-_tokenized = msgspec.json.Decoder(Tokenized | Refusal)
+_tokenized = msgspec.json.Decoder(Tokenized | ErrorReply)
 _features_from_json = msgspec.json.Decoder(FeaturesRequest)
 _features_from_msgpack = msgspec.msgpack.Decoder(FeaturesRequest)
 _rendered_features = msgspec.msgpack.Decoder(RenderedFeatures)
 _detokenize_from_json = msgspec.json.Decoder(DetokenizeRequest)
 _detokenize_from_msgpack = msgspec.msgpack.Decoder(DetokenizeRequest)
-_detokenized = msgspec.json.Decoder(Detokenized | Refusal)
-_model_card = msgspec.json.Decoder(ModelCard | Refusal)
-_refusal = msgspec.json.Decoder(Refusal)
+_detokenized = msgspec.json.Decoder(Detokenized | ErrorReply)
+_model_card = msgspec.json.Decoder(ModelCard | ErrorReply)
+_refusal = msgspec.json.Decoder(ErrorReply)
 
 
 def decode_tokenize_request(data: bytes) -> TokenizeRequest:
@@ -155,22 +155,22 @@ def decode_rendered_features(data: bytes) -> RenderedFeatures:
     return rendered
 
 
-def decode_detokenized(data: bytes) -> Detokenized | Refusal:
-    answer: Detokenized | Refusal = _detokenized.decode(data)
+def decode_detokenized(data: bytes) -> Detokenized | ErrorReply:
+    answer: Detokenized | ErrorReply = _detokenized.decode(data)
     return answer
 
 
-def decode_model_card(data: bytes) -> ModelCard | Refusal:
-    answer: ModelCard | Refusal = _model_card.decode(data)
+def decode_model_card(data: bytes) -> ModelCard | ErrorReply:
+    answer: ModelCard | ErrorReply = _model_card.decode(data)
     return answer
 
 
-def decode_tokenized(data: bytes) -> Tokenized | Refusal:
-    answer: Tokenized | Refusal = _tokenized.decode(data)
+def decode_tokenized(data: bytes) -> Tokenized | ErrorReply:
+    answer: Tokenized | ErrorReply = _tokenized.decode(data)
     return answer
 
 
-def decode_refusal(data: bytes) -> Refusal | None:
+def decode_refusal(data: bytes) -> ErrorReply | None:
     """None for an answer that is none: an envelope does not begin with a brace."""
-    refusal: Refusal | None = _refusal.decode(data) if data[:1] == b"{" else None
+    refusal: ErrorReply | None = _refusal.decode(data) if data[:1] == b"{" else None
     return refusal

@@ -19,27 +19,27 @@ from shared.errors import (
     Unavailable,
     WorkerFailure,
 )
-from shared.protocol.messages import Attempt
+from shared.protocol.messages import AttemptRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerWithError:
     """Tell the client and acknowledge: another attempt would fail in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
+class RetryLater:
     after_s: float
     failed: bool
     """Whether it counts against the request; that the broker is full or away does not."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class GiveUp:
     """Keep the input for an operator, tell the client, and acknowledge."""
 
 
-Decision = Answer | Retry | DeadLetter
+Decision = AnswerWithError | RetryLater | GiveUp
 
 # Doubling from `retry_delay_s`; beyond this a longer pause only adds to the client's wait.
 MAX_DELAY_S = 30.0
@@ -53,12 +53,12 @@ def decide(
     `jitter` in [0, 1) spreads the retries of many requests over half of the delay.
     """
     if isinstance(error, RequestError | DeadlineExceeded | EncodingFailed):
-        return Answer()
+        return AnswerWithError()
     failed = not isinstance(error, Overloaded | Unavailable)
     if not error.retryable or (failed and failures + 1 >= policy.max_deliver):
-        return DeadLetter()
+        return GiveUp()
     delay_s = min(policy.retry_delay_s * 2 ** min(failures, 16), MAX_DELAY_S)
-    return Retry(delay_s * (1.0 - jitter / 2), failed)
+    return RetryLater(delay_s * (1.0 - jitter / 2), failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ class History:
 NO_HISTORY = History(0, 0)
 
 
-def recount(records: Sequence[Attempt], role: str, log_len: int, dead: Collection[str]) -> History:
+def recount(
+    records: Sequence[AttemptRecord], role: str, log_len: int, dead: Collection[str]
+) -> History:
     """`records` in the order in which they were written; `log_len` is that of the token log now.
 
     An attempt that added to the log is not held against its request, however it ended: what kills a

@@ -24,7 +24,7 @@ from shared.stage.loop import Shutdown
 from shared.stage.stage import Stage
 from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
-from shared.telemetry.prometheus import Endpoint
+from shared.telemetry.prometheus import MetricsEndpoint
 
 HEARTBEAT_S = 1.0
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
@@ -64,7 +64,7 @@ class Context:
         self.url: str | None = None
         """Where a gateway serves; told with every heartbeat."""
         self._blobs: Blobs | None = None
-        self._endpoint: Endpoint | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def open_metrics(self) -> None:
@@ -75,7 +75,7 @@ class Context:
         await self.bus.serve(subjects.METRICS, lambda _: to_json(self.metrics.tell()))
         config = self.config.metrics
         if config.listen is not None:
-            self._endpoint = Endpoint(
+            self._endpoint = MetricsEndpoint(
                 lambda: self.metrics.tell().series, config.listen, config.port, METRICS_PORTS
             )
             self.log.info("metrics", address=self._endpoint.address)

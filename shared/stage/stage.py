@@ -21,12 +21,12 @@ from shared.config import DeliveryConfig
 from shared.errors import BlobLost, Fenced, PagemillError, Unavailable, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
-    Attempt,
+    AttemptRecord,
     DeadLetter,
     EngineTask,
-    Hop,
     RenderTask,
+    RequestTicket,
+    StageSpan,
     decode_attempt,
     decode_request,
     error_info,
@@ -61,9 +61,9 @@ class Task(Protocol):
     """What every stage's message says of its request."""
 
     @property
-    def accepted(self) -> Acceptance: ...
+    def accepted(self) -> RequestTicket: ...
     @property
-    def path(self) -> list[Hop]: ...
+    def path(self) -> list[StageSpan]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +74,9 @@ class Job:
     received_ms: float
     request_id: str | None
     """None for a message that does not tell; it can only become a dead letter."""
-    accepted: Acceptance | None = None
-    path: list[Hop] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
+    accepted: RequestTicket | None = None
+    path: list[StageSpan] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
     """Records of earlier attempts, and of this one."""
     history: retry.History = NO_HISTORY
     suspect: bool = False
@@ -188,11 +188,13 @@ class Stage:
     def waiting(self) -> list[Job]:
         return [job for job in self._in_hand.values() if job.waiting]
 
-    def hop(self, job: Job) -> Hop:
+    def span(self, job: Job) -> StageSpan:
         """This stage's entry in the request's path, as of now."""
-        return Hop(self.role, self.worker, job.delivery.attempt, job.received_ms, self.bus.now_ms())
+        return StageSpan(
+            self.role, self.worker, job.delivery.attempt, job.received_ms, self.bus.now_ms()
+        )
 
-    async def take(self, job: Job) -> LogWriter | None:
+    async def claim(self, job: Job) -> LogWriter | None:
         """Take the job in hand: leave a record of that, and open its token log.
 
         None when there is nothing to do here and the job is settled: the request has ended, it is
@@ -213,7 +215,7 @@ class Stage:
             await self.finish(job)
             return None
         if job.delivery.attempt > 1:
-            known = await self._weigh(job, len(log.records))
+            known = await self._load_history(job, len(log.records))
             if not known or not self.may_begin(job):
                 self._release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
@@ -221,7 +223,7 @@ class Stage:
             await self._record(job, log_len=len(log.records))
         return log
 
-    async def _weigh(self, job: Job, log_len: int) -> bool:
+    async def _load_history(self, job: Job, log_len: int) -> bool:
         """Look at what became of earlier attempts. Raises when there must not be another.
 
         False while it cannot be told yet whether a worker that had it is dead.
@@ -250,14 +252,16 @@ class Stage:
         return True
 
     async def _record(self, job: Job, log_len: int) -> None:
-        attempt = Attempt(self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len)
+        attempt = AttemptRecord(
+            self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len
+        )
         job.attempts.append(attempt)
         subject = subjects.attempts(_known(job.request_id))
         await self.bus.publish_unnamed(subject, to_json(attempt))
 
     # -- settling ---------------------------------------------------------------------------
 
-    async def hand_over(
+    async def forward(
         self, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
     ) -> None:
         """Publish `data` for the next stage, then acknowledge the input."""
@@ -287,11 +291,11 @@ class Stage:
                 return
         job.outputs.clear()
 
-    async def take_back(self, job: Job) -> None:
+    async def discard_outputs(self, job: Job) -> None:
         """Release what was made for the next stage, and has not been handed over."""
         await self._release_payloads(job.outputs)
 
-    async def send_back(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
+    async def rerender(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
         """Have what is lost made again, from the request as it was accepted.
 
         Raises `lost` when that cannot be done, or has been done too often.
@@ -306,14 +310,14 @@ class Stage:
             prompt=prompt_of(decode_request(request.data)),
             sampling_params=task.sampling_params,
             accepted=task.accepted,
-            path=[*task.path, self.hop(job)],
+            path=[*task.path, self.span(job)],
             round=task.round + 1,
             adapter=task.adapter,
         )
         _log.warning("sent_back", request_id=task.request_id, round=again.round)
         data = to_msgpack(again)
-        await self.excuse(job)
-        await self.hand_over(job, "renderer", task.model, task.lane, data, again.round)
+        await self.close_attempt(job)
+        await self.forward(job, "renderer", task.model, task.lane, data, again.round)
 
     async def finish(self, job: Job) -> None:
         """The request has ended: its log has the final record. Nothing of it is to come again."""
@@ -322,7 +326,7 @@ class Stage:
             # again to somebody who finds that the request has ended, and tries this once more.
             await self._acknowledge(job)
         else:
-            self.abandon(job)
+            self.drop(job)
 
     async def _request_is_settled(self, job: Job) -> bool:
         """Whether the request has left its queue, by its receipt if need be."""
@@ -349,21 +353,21 @@ class Stage:
         await job.delivery.ack()
         self.count_handled(job)
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
-        self.abandon(job)
+        self.drop(job)
 
-    async def excuse(self, job: Job) -> None:
+    async def close_attempt(self, job: Job) -> None:
         """This attempt ends without an answer, and through no fault of the job's."""
-        await self._close_attempt(job, "handed_back")
+        await self._record_outcome(job, "handed_back")
 
-    async def hand_back(self, job: Job, after_s: float = 0.0) -> None:
+    async def requeue(self, job: Job, after_s: float = 0.0) -> None:
         """Give the job back without a fault of its own; another worker goes on with it."""
         try:
-            await self.excuse(job)
+            await self.close_attempt(job)
         finally:
             self._release(job)
             await job.delivery.retry(after_s)
 
-    def abandon(self, job: Job) -> None:
+    def drop(self, job: Job) -> None:
         """Leave the job without a word: it is another's already, or will be after the ack wait."""
         self._release(job)
         job.delivery.abandon()
@@ -377,14 +381,14 @@ class Stage:
             await self._settle_failure(job, error)
         except Exception:
             _log.exception("unsettled", request_id=job.request_id, attempt=job.delivery.attempt)
-            self.abandon(job)
+            self.drop(job)
 
     async def _settle_failure(self, job: Job, error: Exception) -> None:
         cause = error if isinstance(error, PagemillError) else _as_failure(error)
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
         if isinstance(cause, Fenced):
             log.warning("fenced", reason=cause.message)
-            await self.stand_aside(job)
+            await self.yield_ownership(job)
             return
         decision = retry.decide(
             cause,
@@ -400,32 +404,32 @@ class Stage:
             exc_info=error if cause.fault == "server" else None,
         )
         match decision:
-            case retry.Retry(after_s, failed):
+            case retry.RetryLater(after_s, failed):
                 self._metrics_of(job).counter("stage_retries_total", code=cause.code).add()
-                await self._close_attempt(job, "failed" if failed else "handed_back")
+                await self._record_outcome(job, "failed" if failed else "handed_back")
                 self._release(job)
                 await job.delivery.retry(after_s)
                 return
-            case retry.DeadLetter():
+            case retry.GiveUp():
                 await self._write_dead_letter(job, cause, error)
                 self._metrics_of(job).counter("stage_dead_letters_total", code=cause.code).add()
-            case retry.Answer():
+            case retry.AnswerWithError():
                 pass
         if job.request_id is not None:
-            path = [*job.path, self.hop(job)]
+            path = [*job.path, self.span(job)]
             await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
         self.count_error(cause)
         await self.finish(job)
 
-    async def stand_aside(self, job: Job) -> None:
+    async def yield_ownership(self, job: Job) -> None:
         """Another has ended the request, or has it in hand: its log knows which."""
         record = await last_record(self.bus, _known(job.request_id))
         if record is not None and is_final(record):
             await self.finish(job)
         else:
-            self.abandon(job)
+            self.drop(job)
 
-    async def _close_attempt(self, job: Job, outcome: Literal["handed_back", "failed"]) -> None:
+    async def _record_outcome(self, job: Job, outcome: Literal["handed_back", "failed"]) -> None:
         ours = [a for a in job.attempts if a.worker == self.worker and a.outcome == "open"]
         if ours:
             closed = replace(ours[-1], outcome=outcome)

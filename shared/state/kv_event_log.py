@@ -2,9 +2,9 @@
 
 A message is the payload's number, eight bytes with the highest first, and then the payload as
 `workers/engine/core/kv_events.py` writes it: the last two frames of vLLM's publisher in one. An
-engine counts from 0 on. Whoever sees a number missing, or comes late, reads what the stream has; what is
-not there any more leaves a gap, and an engine's blocks are then known only from its next
-AllBlocksCleared on.
+engine counts from 0. A reader that misses a number, or comes late, reads the stream; what has been
+removed from it leaves a gap, and the engine's blocks are known again from its next AllBlocksCleared
+on.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, JobRecord, decode_job_record, to_json
+from shared.protocol.messages import Heartbeat, RequestRecord, decode_job_record, to_json
 
 # A replica that answers reads may be a moment behind.
 STALE_READ_S = 0.02
@@ -21,7 +21,7 @@ MAX_HOLDERS = 8
 _heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
-async def hold(bus: Bus, request_id: str, record: JobRecord, holder: str) -> JobRecord:
+async def hold(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
     """Answer for a request, of which `record` is noted unless there is a note of it: the first
     stays. `holder` is a name that nobody else has, and begins with that of the worker and a colon.
 
@@ -58,7 +58,7 @@ async def _are_gone(bus: Bus, workers: set[str]) -> bool:
     return True
 
 
-async def get(bus: Bus, request_id: str) -> JobRecord | None:
+async def get(bus: Bus, request_id: str) -> RequestRecord | None:
     """None if there is none, or none any more. Raises Unavailable."""
     stored = await bus.last(subjects.JOBS_STREAM, subjects.job(request_id))
     return None if stored is None else decode_job_record(stored.data)
@@ -66,7 +66,7 @@ async def get(bus: Bus, request_id: str) -> JobRecord | None:
 
 async def _change(
     bus: Bus, request_id: str, change: Callable[[list[str]], list[str]]
-) -> JobRecord | None:
+) -> RequestRecord | None:
     """With other holders; None if there is no note."""
     subject = subjects.job(request_id)
     while (stored := await bus.last(subjects.JOBS_STREAM, subject)) is not None:

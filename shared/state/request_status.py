@@ -9,17 +9,17 @@ from typing import Literal
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.stored import Stored
+from shared.bus.stored import StoredMessage
 from shared.codec import envelope
 from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Attempt,
+    AttemptRecord,
     Failure,
     Finish,
     Heartbeat,
-    Hop,
     LogRecord,
+    StageSpan,
     decode_attempt,
 )
 from shared.state.token_log import is_final, last_record
@@ -30,7 +30,7 @@ State = Literal["unknown", "queued", "in_hand", "finished", "failed"]
 class _OnItsWay(msgspec.Struct, frozen=True):
     """Of a RenderTask, and of an EngineTask."""
 
-    path: list[Hop]
+    path: list[StageSpan]
 
 
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -38,7 +38,7 @@ _on_its_way = msgspec.msgpack.Decoder(_OnItsWay)
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class RequestStatus:
     request_id: str
     state: State
     stage: str | None = None
@@ -49,12 +49,12 @@ class Whereabouts:
     records: int = 0
     """In its token log."""
     why: str = ""
-    attempts: list[Attempt] = field(default_factory=list)
-    path: list[Hop] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    path: list[StageSpan] = field(default_factory=list)
     """The stages that it has left behind."""
 
 
-async def find(bus: Bus, request_id: str) -> Whereabouts:
+async def find(bus: Bus, request_id: str) -> RequestStatus:
     last = await last_record(bus, request_id)
     attempts = [
         decode_attempt(stored.data)
@@ -66,18 +66,18 @@ async def find(bus: Bus, request_id: str) -> Whereabouts:
     work = await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
         why = await _why_unknown(bus)
-        return Whereabouts(request_id, "unknown", records=records, attempts=attempts, why=why)
+        return RequestStatus(request_id, "unknown", records=records, attempts=attempts, why=why)
     role = subjects.role_of_stage(work.subject)
     waits_s = (bus.now_ms() - work.stored_ms) / 1000
     path = _path_of(work.data, role)
     current = next((a for a in reversed(attempts) if a.role == role), None)
     if current is None or current.outcome != "open":
         why = await _why_queued(bus, work, role)
-        return Whereabouts(
+        return RequestStatus(
             request_id, "queued", role, None, None, waits_s, records, why, attempts, path
         )
     why = await _why_in_hand(bus, current)
-    return Whereabouts(
+    return RequestStatus(
         request_id,
         "in_hand",
         role,
@@ -91,14 +91,14 @@ async def find(bus: Bus, request_id: str) -> Whereabouts:
     )
 
 
-def _path_of(task: bytes, role: str) -> list[Hop]:
+def _path_of(task: bytes, role: str) -> list[StageSpan]:
     """What a stage's message says of the stages before."""
     if role == "renderer":
         return _on_its_way.decode(task).path
     return envelope.decode(task, _OnItsWay)[0].path
 
 
-def _ended(request_id: str, last: LogRecord, attempts: list[Attempt]) -> Whereabouts:
+def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> RequestStatus:
     records = last.index + 1
     match last:
         case Finish(path=path):
@@ -112,7 +112,7 @@ def _ended(request_id: str, last: LogRecord, attempts: list[Attempt]) -> Whereab
     stage, worker, attempt = (
         (path[-1].role, path[-1].worker, path[-1].attempt) if path else (None, None, None)
     )
-    return Whereabouts(
+    return RequestStatus(
         request_id, state, stage, worker, attempt, None, records, why, attempts, path
     )
 
@@ -126,7 +126,7 @@ async def _why_unknown(bus: Bus) -> str:
     )
 
 
-async def _why_queued(bus: Bus, work: Stored, role: str) -> str:
+async def _why_queued(bus: Bus, work: StoredMessage, role: str) -> str:
     _, _, _, model, lane, _ = work.subject.split(".")
     beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
     takers = [beat for beat in beats if beat.role == role and model in beat.models]
@@ -146,7 +146,7 @@ async def _why_queued(bus: Bus, work: Stored, role: str) -> str:
     return "was given back, or its worker has died: it comes again after its pause or ack wait"
 
 
-async def _why_in_hand(bus: Bus, attempt: Attempt) -> str:
+async def _why_in_hand(bus: Bus, attempt: AttemptRecord) -> str:
     beat = next(
         (
             beat

@@ -13,8 +13,8 @@ from shared.protocol.messages import (
     ChoiceDelta,
     Failure,
     Finish,
-    Hop,
     LogRecord,
+    StageSpan,
     TokenChunk,
     TokenLogprobs,
     Usage,
@@ -85,7 +85,7 @@ class LogWriter:
     ) -> None:
         await self._append(TokenChunk(self._next_index, self._attempt, choices, prompt_logprobs))
 
-    async def finish(self, usage: Usage, kv_blocks: int, path: list[Hop]) -> None:
+    async def finish(self, usage: Usage, kv_blocks: int, path: list[StageSpan]) -> None:
         await self._append(Finish(self._next_index, self._attempt, usage, kv_blocks, path))
 
     async def _append(self, record: LogRecord) -> None:
@@ -109,7 +109,7 @@ class LogWriter:
 
 
 async def end_request(
-    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[Hop]
+    bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
 ) -> None:
     """End a request with `error`, unless its log has its final record already."""
     subject = subjects.tokens(request_id)

@@ -15,7 +15,7 @@ from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import METRICS, OWN_LABELS
-from shared.telemetry.deltas import StageQueue, Survey
+from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
 # For a worker whose heartbeat is still there, and which is dead or busy.
 ANSWER_S = 0.5
@@ -27,7 +27,7 @@ _heartbeat = msgspec.json.Decoder(Heartbeat)
 _metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
-async def take(bus: Bus) -> Survey:
+async def take(bus: Bus) -> ClusterSnapshot:
     """Raises Unavailable without a broker, or without a Pagemill in it."""
     # First what is answered at once if there is none.
     in_flight, oldest_ms = await bus.size(subjects.REQUESTS_STREAM)
@@ -36,7 +36,7 @@ async def take(bus: Bus) -> Survey:
     queues, told = await asyncio.gather(
         bus.queues(subjects.STAGES_STREAM), _ask(bus, {beat.worker for beat in beats})
     )
-    return Survey(
+    return ClusterSnapshot(
         at_ms=bus.now_ms(),
         beats=sorted(beats, key=lambda beat: (beat.role, beat.worker)),
         told=told,
@@ -100,7 +100,7 @@ def _is_known(series: MetricSeries) -> bool:
     )
 
 
-def as_series(survey: Survey) -> list[MetricSeries]:
+def as_series(survey: ClusterSnapshot) -> list[MetricSeries]:
     """All that workers told, and what the broker knows."""
     return [
         *(series for told in survey.told.values() for series in told.series),
@@ -118,7 +118,7 @@ def _up(beat: Heartbeat, answered: bool) -> MetricSeries:
     return MetricSeries("up", labels, answered)
 
 
-def _of_queue(survey: Survey, queue: StageQueue) -> list[MetricSeries]:
+def _of_queue(survey: ClusterSnapshot, queue: StageQueue) -> list[MetricSeries]:
     labels = {"model": queue.model, "role": queue.role, "lane": queue.lane}
     series = [
         MetricSeries("queue_pending", labels, queue.pending),
@@ -130,5 +130,5 @@ def _of_queue(survey: Survey, queue: StageQueue) -> list[MetricSeries]:
     return series
 
 
-def _age_s(survey: Survey, stored_ms: float | None) -> float:
+def _age_s(survey: ClusterSnapshot, stored_ms: float | None) -> float:
     return 0.0 if stored_ms is None else max(0.0, survey.at_ms - stored_ms) / 1000

@@ -31,7 +31,7 @@ class StageQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class ClusterSnapshot:
     """A cluster at one moment."""
 
     at_ms: float
@@ -65,7 +65,7 @@ def samples_of(told: WorkerMetrics) -> Samples:
     return found
 
 
-def since(before: Survey, now: Survey, worker: str) -> Samples | None:
+def since(before: ClusterSnapshot, now: ClusterSnapshot, worker: str) -> Samples | None:
     """What a worker has counted between two surveys; None where that cannot be told."""
     samples = now.samples[worker]
     if worker in before.samples:

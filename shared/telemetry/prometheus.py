@@ -67,7 +67,7 @@ def _buckets(series: MetricSeries) -> list[tuple[str, float]]:
     return list(zip(bounds, accumulate(series.counts), strict=True))
 
 
-class Endpoint:
+class MetricsEndpoint:
     """An HTTP server in a thread of its own, for whoever may connect to its address."""
 
     def __init__(self, collect: Collect, host: str, port: int, num_ports: int = 1) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.blobs.store import Blobs
 from shared.blobs.transports import Blob
 from shared.bus.bus import Bus
-from shared.bus.stored import Stored
+from shared.bus.stored import StoredMessage
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.config import Config
@@ -63,7 +63,7 @@ class Held:
             self.blob.close()
 
 
-class Embeddings:
+class EmbeddingStore:
     """One model's, as one worker has them: a producer, a consumer, or both."""
 
     def __init__(self, bus: Bus, blobs: Blobs, config: Config, model: str, role: Role) -> None:
@@ -175,7 +175,7 @@ class Embeddings:
         elif self._directory is not None:
             await asyncio.to_thread(self._directory.acknowledge, held.mm_hash)
 
-    async def _open(self, told: Stored, mm_hash: str) -> Held:
+    async def _open(self, told: StoredMessage, mm_hash: str) -> Held:
         ref = _record.decode(told.data).blob
         if ref is None:
             found = None

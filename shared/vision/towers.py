@@ -1,7 +1,7 @@
 """Towers: the part of a multimodal model that makes embeddings of pictures.
 
-An engine may have one beside its language model, or encoders do it for the engine. `Vision` is what
-is known of a family without its weights, so an engine can check what it is given either way.
+An engine may have one beside its language model, or encoders do it for the engine. `TowerAdapter`
+is what is known of a family without its weights, so an engine can check its items either way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ CPU_RUN_LEN = 1024
 LANGUAGE_MODULES = ("model.language_model", "lm_head")
 
 
-class Vision:
+class TowerAdapter:
     """How one family's pictures arrive, and what a tower makes of them."""
 
     modules: tuple[str, ...]
@@ -89,7 +89,7 @@ class Vision:
         _check_finite(embedding)
 
 
-class QwenVision(Vision):
+class QwenTower(TowerAdapter):
     """Still pictures arrive as one 8-bit frame, beside the table that makes them floats again.
 
     pixel_patches   [num_patches, channels, patch_height * patch_width] uint8
@@ -150,8 +150,8 @@ class QwenVision(Vision):
         return frame.view(num_patches, channels, 1, num_pixels).expand(shape).flatten(1)
 
 
-class Qwen3Vision(QwenVision):
-    """As QwenVision; behind each embedding stand the features of earlier layers of the tower."""
+class Qwen3Tower(QwenTower):
+    """As QwenTower; behind each embedding stand the features of earlier layers of the tower."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -163,7 +163,7 @@ class Qwen3Vision(QwenVision):
         return [torch.cat(of_picture, dim=-1) for of_picture in levels]
 
 
-class LlavaVision(Vision):
+class LlavaTower(TowerAdapter):
     """LLaVA 1.5: every picture is one square for a CLIP tower, and a projector follows.
 
     pixels       [channels, image_size, image_size] uint8
@@ -228,7 +228,7 @@ class LlavaVision(Vision):
 class Tower:
     """Weights that make embeddings; the language model beside them is not used, if there is one."""
 
-    vision: Vision
+    vision: TowerAdapter
     model: PreTrainedModel
 
     @torch.inference_mode()
@@ -260,16 +260,16 @@ class Tower:
         return runs
 
 
-_FAMILIES: dict[str, tuple[type[Vision], Any]] = {
-    "qwen2_vl": (QwenVision, Qwen2VLForConditionalGeneration),
-    "qwen2_5_vl": (QwenVision, Qwen2_5_VLForConditionalGeneration),
-    "qwen3_vl": (Qwen3Vision, Qwen3VLForConditionalGeneration),
-    "qwen3_vl_moe": (Qwen3Vision, Qwen3VLMoeForConditionalGeneration),
-    "llava": (LlavaVision, LlavaForConditionalGeneration),
+_FAMILIES: dict[str, tuple[type[TowerAdapter], Any]] = {
+    "qwen2_vl": (QwenTower, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (QwenTower, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3Tower, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3Tower, Qwen3VLMoeForConditionalGeneration),
+    "llava": (LlavaTower, LlavaForConditionalGeneration),
 }
 
 
-def vision_of(config: PreTrainedConfig) -> tuple[Vision, Any] | None:
+def vision_of(config: PreTrainedConfig) -> tuple[TowerAdapter, Any] | None:
     """What a model sees with, and the transformers class of the whole; None if it does not see."""
     found = _FAMILIES.get(config.model_type)
     return None if found is None else (found[0](config), found[1])

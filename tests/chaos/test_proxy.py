@@ -8,7 +8,7 @@ import pytest
 
 from ops.chaos.proxy import Mode, Proxy, Way
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 
@@ -206,7 +206,7 @@ async def test_half_open_the_client_is_gone_and_the_server_not_told(
     assert not echo.ended.is_set()
 
 
-async def test_a_bus_finds_back_after_a_partition(broker: Broker) -> None:
+async def test_a_bus_finds_back_after_a_partition(broker: EmbeddedServer) -> None:
     proxy = Proxy(broker.port)
     await proxy.start()
     bus = await Bus.connect(proxy.url, "test")

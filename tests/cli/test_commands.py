@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import InvalidRequest
 from shared.protocol.messages import error_info
 from tests.cluster.conftest import PAGEMILL, ROOT
@@ -126,7 +126,7 @@ def test_without_a_server_it_says_so(command: list[str], tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_up_says_that_the_port_is_taken(broker: Broker, tmp_path: Path) -> None:
+def test_up_says_that_the_port_is_taken(broker: EmbeddedServer, tmp_path: Path) -> None:
     done = run("up", cwd=tmp_path, PAGEMILL_NATS__PORT=str(broker.port))
     assert done.returncode == 1
     assert str(broker.port) in done.stderr

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat
-from shared.telemetry.deltas import StageQueue, Survey
+from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 from shared.telemetry.metrics import Metrics
 from workers.cli.top import render
 from workers.cli.top_frame import Frame, frame
@@ -37,10 +37,10 @@ def survey(
     *answering: Metrics,
     silent: tuple[str, ...] = (),
     queues: tuple[StageQueue, ...] = (),
-) -> Survey:
+) -> ClusterSnapshot:
     told = [metrics.tell() for metrics in answering]
     workers = [metrics.worker for metrics in told] + list(silent)
-    return Survey(
+    return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[Heartbeat("engine", w, "0.1.0", 1, ["demo"], {}) for w in workers],
         told={metrics.worker: metrics for metrics in told},

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ops.demo import PICTURES
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, new_request_id
 from shared.config import ModelConfig
 from shared.protocol import subjects
@@ -35,7 +35,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
-from workers.cli.ask import Question, build_request
+from workers.cli.ask import AskOptions, build_request
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor
@@ -86,7 +86,7 @@ async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 30) -> N
 
 
 def about(picture: str, text: str = "What color is this image?") -> GenerateRequest:
-    return build_request(Question("demo", text, [PICTURES / picture], {}))
+    return build_request(AskOptions("demo", text, [PICTURES / picture], {}))
 
 
 def about_a_new_picture(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
@@ -117,7 +117,7 @@ async def test_answers_are_right_and_every_picture_went_through_an_encoder(
 ) -> None:
     await until(lambda: encoders_live(client, 3))
     requests = [
-        build_request(Question("demo", case.question, [PICTURES / i for i in case.images], {}))
+        build_request(AskOptions("demo", case.question, [PICTURES / i for i in case.images], {}))
         for case in CASES
     ]
     answers = await asyncio.gather(*(answer(client, request) for request in requests))
@@ -229,7 +229,7 @@ async def test_without_encoders_the_deadline_holds_and_text_goes_on(
     request = msgspec.structs.replace(request, timeout_s=3.0)
     with frozen([beat.pid for beat in await living(client, "encoder")]):
         running = asyncio.create_task(_collect(client, request))
-        text = await answer(client, build_request(Question("demo", "What can you do?", [], {})))
+        text = await answer(client, build_request(AskOptions("demo", "What can you do?", [], {})))
         assert isinstance(text[-1], Finish)
         records = await running
     final = records[-1]
@@ -268,7 +268,7 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
-    broker: Broker, tmp_path: Path
+    broker: EmbeddedServer, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     config = tmp_path / "pagemill.yaml"

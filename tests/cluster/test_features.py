@@ -20,7 +20,7 @@ from shared.protocol.messages import (
     Message,
     TextPart,
 )
-from shared.protocol.renderer_rpc import FeaturesRequest, Refusal, Tokenized, TokenizeRequest
+from shared.protocol.renderer_rpc import ErrorReply, FeaturesRequest, Tokenized, TokenizeRequest
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 
@@ -44,7 +44,7 @@ async def answer(bus: Bus, request: GenerateRequest, **more: Any) -> list[LogRec
 async def processed(bus: Bus, request: GenerateRequest, tenant: str = "") -> GenerateRequest:
     """The same request, rendered by somebody else."""
     rendered = await render_features(bus, FeaturesRequest(request))
-    assert not isinstance(rendered, Refusal), rendered
+    assert not isinstance(rendered, ErrorReply), rendered
     features = []
     for feature in rendered.features:
         assert feature.kwargs_data is not None

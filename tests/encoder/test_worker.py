@@ -20,7 +20,7 @@ from shared.protocol.messages import EncodeTask, Failure
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
-from shared.vision.embedding_store import Embeddings
+from shared.vision.embedding_store import EmbeddingStore
 from workers.encoder.worker import EncoderWorker
 
 Start = Callable[..., Any]
@@ -54,7 +54,7 @@ class Tower:
 class Encoder:
     worker: str
     tower: Tower
-    embeddings: Embeddings
+    embeddings: EmbeddingStore
     stop: Callable[[], Awaitable[None]]
 
 
@@ -76,7 +76,7 @@ async def start(bus: Bus, model: str) -> AsyncIterator[Start]:
             worker = f"encoder-{secrets.token_hex(4)}"
             context = Context("encoder", worker, model, config, bus, structlog.get_logger())
             blobs = await context.open_blobs()
-            embeddings = Embeddings(bus, blobs, config, model, "producer")
+            embeddings = EmbeddingStore(bus, blobs, config, model, "producer")
             tower: Any = Tower()
             serving = asyncio.create_task(
                 EncoderWorker(context, model, tower, blobs, embeddings).serve()

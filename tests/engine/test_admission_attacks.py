@@ -19,7 +19,7 @@ from shared.vision.towers import Fields
 from tests.road import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
 from workers.renderer.media.image_decoder import LoadedImage
@@ -34,7 +34,7 @@ def processor() -> Processor:
 
 
 @pytest.fixture(scope="module")
-def core() -> Core:
+def core() -> EngineCore:
     return build_core(
         MODEL, EngineConfig(num_blocks=128, prefix_caching=False, embedding_cache_mib=0)
     )
@@ -132,7 +132,7 @@ FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
 
 
 @pytest.fixture
-def tower_calls(core: Core, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many items the model was asked to look at."""
     runner: Any = core._runner
     tower, calls = runner._tower, []
@@ -147,7 +147,7 @@ def tower_calls(core: Core, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_as_it_should_be_is_answered(
-    core: Core, good: EngineRequest, tower_calls: list[int]
+    core: EngineCore, good: EngineRequest, tower_calls: list[int]
 ) -> None:
     answers, errors = run(core, [good])
     assert answers["r"]
@@ -157,7 +157,7 @@ def test_what_is_as_it_should_be_is_answered(
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_of_another_kind_or_shape_never_reach_the_model(
-    core: Core, good: EngineRequest, tower_calls: list[int], name: str
+    core: EngineCore, good: EngineRequest, tower_calls: list[int], name: str
 ) -> None:
     spoilt = with_item(good, fields=FIELDS[name](good.items[0]))
     answers, errors = run(core, [spoilt])
@@ -168,7 +168,7 @@ def test_fields_of_another_kind_or_shape_never_reach_the_model(
 
 
 @pytest.mark.parametrize("modality", ["video", "audio", "", "Image"])
-def test_another_modality_is_refused(core: Core, good: EngineRequest, modality: str) -> None:
+def test_another_modality_is_refused(core: EngineCore, good: EngineRequest, modality: str) -> None:
     _, errors = run(core, [with_item(good, modality=modality)])
     assert type(errors["r"]) is UnsupportedContent
 
@@ -203,7 +203,7 @@ WRONG: dict[str, Callable[[EngineRequest], EngineRequest]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_who_has_too_few_embeddings_fails_alone(
-    core: Core, processor: Processor, name: str
+    core: EngineCore, processor: Processor, name: str
 ) -> None:
     colours = ("red", "blue", "green", "yellow", "black", "white", "red")
     others = [unpack(message(processor, f"r{i}", (c,))) for i, c in enumerate(colours)]
@@ -217,7 +217,7 @@ def test_who_has_too_few_embeddings_fails_alone(
 
 @pytest.mark.parametrize("placeholder", [(-1, 4), (0, 0), (0, -1), (10**9, 4), (0, 2**62)])
 def test_places_outside_of_the_prompt_are_refused_at_the_door(
-    core: Core, good: EngineRequest, placeholder: tuple[int, int]
+    core: EngineCore, good: EngineRequest, placeholder: tuple[int, int]
 ) -> None:
     with pytest.raises(InvalidRequest, match="placeholder"):
         core.add(with_item(good, placeholder=PlaceholderRange(*placeholder)))
@@ -230,7 +230,7 @@ def test_places_outside_of_the_prompt_are_refused_at_the_door(
 @pytest.mark.parametrize("token_id", [-1, 10**9, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
 @pytest.mark.parametrize("place", [0, 3, -1])
 def test_token_ids_out_of_range_are_refused_at_the_door(
-    core: Core, good: EngineRequest, token_id: int, place: int
+    core: EngineCore, good: EngineRequest, token_id: int, place: int
 ) -> None:
     token_ids = [1, 2, 3, 4, 5]
     token_ids[place] = token_id
@@ -240,7 +240,9 @@ def test_token_ids_out_of_range_are_refused_at_the_door(
     assert not core.has_work
 
 
-def test_the_first_id_out_of_range_is_the_vocabularys_size(core: Core, good: EngineRequest) -> None:
+def test_the_first_id_out_of_range_is_the_vocabularys_size(
+    core: EngineCore, good: EngineRequest
+) -> None:
     size = core._intake._vocab_size
     with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
         core.add(EngineRequest("r", [size], [], good.sampling))
@@ -265,7 +267,7 @@ def _head(data: bytes) -> bytes:
     return bytes(head)
 
 
-def test_an_empty_prompt_is_refused_at_the_door(core: Core, good: EngineRequest) -> None:
+def test_an_empty_prompt_is_refused_at_the_door(core: EngineCore, good: EngineRequest) -> None:
     with pytest.raises(RequestError):
         core.add(EngineRequest("r", [], [], good.sampling))
     assert not core.has_work
@@ -274,7 +276,9 @@ def test_an_empty_prompt_is_refused_at_the_door(core: Core, good: EngineRequest)
 # -- S29: what is received is only read -----------------------------------------------------------
 
 
-def test_the_engine_writes_into_nothing_that_it_was_sent(core: Core, processor: Processor) -> None:
+def test_the_engine_writes_into_nothing_that_it_was_sent(
+    core: EngineCore, processor: Processor
+) -> None:
     """The memory of this envelope may be written, so a write would show."""
     received = bytearray(message(processor, colours=("red", "blue")))
     before = hashlib.sha256(received).digest()
@@ -289,7 +293,7 @@ def test_the_engine_writes_into_nothing_that_it_was_sent(core: Core, processor: 
     assert [tensor._version for tensor in tensors] == [0] * len(tensors)
 
 
-def test_the_renderers_own_table_is_only_read(core: Core, processor: Processor) -> None:
+def test_the_renderers_own_table_is_only_read(core: EngineCore, processor: Processor) -> None:
     """It is one for all pictures."""
     first = message(processor)
     run(core, [unpack(first)])

@@ -23,9 +23,9 @@ from shared.state import dead_letters
 from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, SampledToken
-from workers.engine.item_loader import Opener
+from workers.engine.item_loader import ItemLoader
 from workers.engine.worker import EngineWorker
 
 
@@ -51,7 +51,7 @@ async def start_worker(
     config = Config({model: ModelConfig("nowhere")}, engine=engine)
     context = Context("engine", name, model, config, bus, structlog.get_logger())
     runner = StepwiseRunner()
-    core = Core(
+    core = EngineCore(
         runner,
         lambda token_ids: "x" * len(token_ids),
         frozenset(),
@@ -61,7 +61,9 @@ async def start_worker(
         max_model_len=512,
         vocab_size=50,
     )
-    opener = Opener(Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data)
+    opener = ItemLoader(
+        Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data
+    )
     worker = EngineWorker(context, model, core, opener)
     await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
     return worker, runner, context

@@ -16,7 +16,7 @@ from shared.codec.tensors import from_torch, to_torch
 from shared.config import BlobsConfig
 from shared.errors import Unavailable
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
-from workers.engine.item_loader import Opener
+from workers.engine.item_loader import ItemLoader
 
 
 class Away:
@@ -58,7 +58,7 @@ async def test_what_was_opened_is_closed(
     fields = {"pixels": from_torch(torch.zeros(600, 256))}  # 0.6 MiB
     ref = mm_items.put(blobs, mm_hash, 4, fields, 60)
     item = MultiModalKwargsItem("image", mm_hash, PlaceholderRange(0, 4), blob=ref)
-    opener = Opener(blobs, embeddings, restore)
+    opener = ItemLoader(blobs, embeddings, restore)
     assert ref is not None
     if error is None:
         opened = await opener.open(item, [], no_progress)

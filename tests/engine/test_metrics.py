@@ -3,21 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.protocol.messages import Acceptance, ChoiceDelta, EngineTask, LogRecord, TokenChunk
+from shared.protocol.messages import ChoiceDelta, EngineTask, LogRecord, RequestTicket, TokenChunk
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import Samples, samples_of, total
 from shared.telemetry.metrics import Metrics
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice
-from workers.engine.metrics import Meters, Timing
+from workers.engine.metrics import EngineMetrics, RequestTiming
 
 STEP_S = 0.25
 
 
-def make_core(runner: FakeRunner, num_blocks: int = 12, **limits: int) -> Core:
-    return Core(
+def make_core(runner: FakeRunner, num_blocks: int = 12, **limits: int) -> EngineCore:
+    return EngineCore(
         runner,
         lambda token_ids: "x" * len(token_ids),
         frozenset(),
@@ -36,8 +36,8 @@ class Rig:
         self.runner = FakeRunner(block_size=4, vocab_size=100)
         self.core = make_core(self.runner, num_blocks)
         self.metrics = Metrics("engine", "engine-1", "demo")
-        self.meters = Meters(self.metrics, self.core.stats(), lambda s: 1000 * s)
-        self.timings: dict[str, Timing] = {}
+        self.meters = EngineMetrics(self.metrics, self.core.stats(), lambda s: 1000 * s)
+        self.timings: dict[str, RequestTiming] = {}
         self.now_s = 10.0
         self.usages: list[int] = []
 
@@ -45,7 +45,7 @@ class Rig:
         name = str(len(self.timings))
         params = SamplingParams(temperature=0.0, **sampling)  # type: ignore[arg-type]
         self.core.add(EngineRequest(name, prompt, [], params))
-        self.timings[name] = Timing(1000 * accepted_s, 1000 * self.now_s, len(prompt), False)
+        self.timings[name] = RequestTiming(1000 * accepted_s, 1000 * self.now_s, len(prompt), False)
 
     def run(self) -> None:
         while self.core.has_work:
@@ -162,7 +162,7 @@ def test_first_tokens_of_somebody_else_are_not_ours() -> None:
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=4)
     rig.core.add(EngineRequest("0", [1, 2, 3], [], params, [LoggedChoice([7, 7], False)]))
-    rig.timings["0"] = Timing(0.0, 0.0, 3, True)
+    rig.timings["0"] = RequestTiming(0.0, 0.0, 3, True)
     rig.run()
     samples = rig.samples
     assert total(samples, "generation_tokens_total") == 2
@@ -173,11 +173,11 @@ def test_first_tokens_of_somebody_else_are_not_ours() -> None:
 
 def test_an_ending_that_is_in_the_log_is_still_known() -> None:
     task = EngineTask(
-        "r", "demo", "batch", [1, 2], [], SamplingParams(n=2), Acceptance(5.0, 9.0, 1, ""), []
+        "r", "demo", "batch", [1, 2], [], SamplingParams(n=2), RequestTicket(5.0, 9.0, 1, ""), []
     )
     log: list[LogRecord] = [
         TokenChunk(0, 1, [ChoiceDelta(0, 0, [7], "x", "length")]),
         TokenChunk(1, 1, [ChoiceDelta(1, 0, [7], "x")]),
     ]
-    assert Timing.of(task, 6.0, log) == Timing(5.0, 6.0, 2, True, "length")
-    assert Timing.of(task, 6.0, []) == Timing(5.0, 6.0, 2, False)
+    assert RequestTiming.of(task, 6.0, log) == RequestTiming(5.0, 6.0, 2, True, "length")
+    assert RequestTiming.of(task, 6.0, []) == RequestTiming(5.0, 6.0, 2, False)

@@ -6,9 +6,9 @@ import time
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core, Stats
+from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.sequence import EngineRequest, RequestOutput
-from workers.engine.step_thread import StepLoop
+from workers.engine.step_thread import StepThread
 
 
 class SlowRunner(FakeRunner):
@@ -27,7 +27,7 @@ class SlowRunner(FakeRunner):
 
 def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     runner = SlowRunner()
-    core = Core(
+    core = EngineCore(
         runner,
         lambda token_ids: "x" * len(token_ids),
         frozenset(),
@@ -37,8 +37,8 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
         max_model_len=128,
         vocab_size=100,
     )
-    told: list[tuple[list[tuple[str, RequestOutput]], Stats]] = []
-    steps: StepLoop[str] = StepLoop(core, lambda o, s: told.append((o, s)), lambda error: None)
+    told: list[tuple[list[tuple[str, RequestOutput]], EngineStats]] = []
+    steps: StepThread[str] = StepThread(core, lambda o, s: told.append((o, s)), lambda error: None)
     sampling = SamplingParams(max_tokens=100, temperature=0.0)
     steps.add(EngineRequest("keep", [1, 2, 3], [], sampling), "keep")
     steps.add(EngineRequest("cancel", [4, 5, 6], [], sampling), "cancel")

@@ -20,13 +20,13 @@ from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
     EngineTask,
     ImagePart,
     ImageURL,
     Message,
     Prompt,
     RenderTask,
+    RequestTicket,
     TextPart,
     to_msgpack,
 )
@@ -66,7 +66,7 @@ def messages_with(urls: Sequence[str], text: str = "What is it?") -> list[Messag
 
 def task_for(bus: Bus, model: str, messages: list[Message]) -> RenderTask:
     now_ms = bus.now_ms()
-    accepted = Acceptance(now_ms, now_ms + 60_000, next(_sequences), "$JS.ACK.none")
+    accepted = RequestTicket(now_ms, now_ms + 60_000, next(_sequences), "$JS.ACK.none")
     request_id = f"t-{secrets.token_hex(6)}"
     prompt = Prompt(messages)
     return RenderTask(request_id, model, "interactive", prompt, SamplingParams(), accepted, [])

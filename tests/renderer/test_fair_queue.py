@@ -1,25 +1,25 @@
-"""Turns are fair, whoever comes and however often."""
+"""FairQueue are fair, whoever comes and however often."""
 
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.renderer.fair_queue import Turns
+from workers.renderer.fair_queue import FairQueue
 
 MAX_HELD = 6
 Waiter = tuple[str, int]
 
 
 def test_tenants_have_turns_and_their_own_come_in_order() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for waiter in ("a1", "a2", "a3", "b1", "c1", "b2"):
         assert turns.enter(waiter[0], waiter, MAX_HELD) is None
     assert [turns.next() for _ in range(7)] == ["a1", "b1", "c1", "a2", "b2", "a3", None]
 
 
 def test_the_newest_of_the_heaviest_goes() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for waiter in ("a1", "a2", "a3", "a4", "b1", "b2"):
         turns.enter(waiter[0], waiter, MAX_HELD)
     assert turns.enter("a", "a5", MAX_HELD) == "a5"
@@ -29,7 +29,7 @@ def test_the_newest_of_the_heaviest_goes() -> None:
 
 
 def test_what_is_being_done_is_not_taken_back() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for waiter in ("a1", "a2", "a3"):
         turns.enter("a", waiter, 3)
     assert [turns.next() for _ in range(3)] == ["a1", "a2", "a3"]
@@ -45,7 +45,7 @@ STEPS = st.sampled_from(["enter", "enter", "next", "leave", "withdraw"])
 def test_nobody_has_more_than_a_share_while_others_are_refused(
     steps: list[tuple[str, str]],
 ) -> None:
-    turns: Turns[Waiter] = Turns()
+    turns: FairQueue[Waiter] = FairQueue()
     waiting: list[Waiter] = []
     working: list[Waiter] = []
     for number, (step, tenant) in enumerate(steps):

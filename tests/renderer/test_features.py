@@ -11,24 +11,24 @@ import pytest
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.vllm_kwargs import mm_hash
 from shared.config import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
     EngineTask,
     Feature,
     GenerateRequest,
     Message,
     Prompt,
+    RequestTicket,
 )
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
+    ErrorReply,
     FeaturesRequest,
     ModelCard,
-    Refusal,
     RenderedFeatures,
     Tokenized,
     TokenizeRequest,
@@ -61,13 +61,13 @@ class Rig:
     ) -> RenderedFeatures:
         asked = FeaturesRequest(GenerateRequest(self.model, messages), **more)
         answer = await client.render_features(self.bus, asked, tenant=tenant)
-        assert not isinstance(answer, Refusal), answer
+        assert not isinstance(answer, ErrorReply), answer
         return answer
 
     async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineTask:
         """What an engine is given, its items with no regard to where their tensors are."""
         task = task_for(self.bus, self.model, [])
-        accepted: Acceptance = msgspec.structs.replace(
+        accepted: RequestTicket = msgspec.structs.replace(
             task.accepted, tenant=tenant, cache_salt=salt
         )
         await publish(self.bus, msgspec.structs.replace(task, prompt=asked, accepted=accepted))
@@ -99,7 +99,7 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(broker: Broker, bus: Bus) -> AsyncIterator[Rig]:
+async def rig(broker: EmbeddedServer, bus: Bus) -> AsyncIterator[Rig]:
     model = new_model()
     sink = await Sink.open(bus, model)
     async with renderer(broker.url, config_for(model)):
@@ -131,7 +131,7 @@ async def test_tokens_and_texts_go_both_ways(rig: Rig) -> None:
     assert told.prompt == text
     assert b"".join(told.token_bytes) == text.encode()
     refused = await client.detokenize(rig.bus, rig.model, DetokenizeRequest([768]))
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, ErrorReply)
     assert refused.error.field == "tokens[0]"
 
 
@@ -150,7 +150,7 @@ async def test_pictures_are_rendered_for_other_servers(rig: Rig, processor: Proc
     messages = messages_with([data_url(PICTURE), data_url(png(2))])
     rendered = await rig.features(messages)
     plain = await client.render(rig.bus, GenerateRequest(rig.model, messages))
-    assert not isinstance(plain, Refusal)
+    assert not isinstance(plain, ErrorReply)
     assert rendered.prompt_token_ids == plain[0].prompt_token_ids
     assert [f.placeholder for f in rendered.features] == [i.placeholder for i in plain[0].items]
     first = rendered.features[0]
@@ -172,12 +172,12 @@ async def test_stored_pictures_are_found_for_their_tenant_alone(rig: Rig) -> Non
     for tenant in ("", "b"):
         asked = FeaturesRequest(GenerateRequest(rig.model, messages))
         answer = await client.render_features(rig.bus, asked, tenant=tenant)
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, ErrorReply)
         assert answer.error.code == "media_not_found"
         counted = await client.tokenize(
             rig.bus, rig.model, TokenizeRequest(messages), tenant=tenant
         )
-        assert isinstance(counted, Refusal)
+        assert isinstance(counted, ErrorReply)
 
 
 async def test_an_engine_is_given_the_same_for_features_as_for_messages(rig: Rig) -> None:
@@ -249,7 +249,7 @@ async def test_rendered_pictures_are_not_rendered_again(rig: Rig) -> None:
         await client.render(rig.bus, request),
         await client.render_features(rig.bus, FeaturesRequest(request)),
     ):
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, ErrorReply)
         assert (answer.error.code, answer.error.field) == ("unsupported_content", "features")
 
 

@@ -17,7 +17,7 @@ from shared.config import BlobsConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia
 from shared.protocol.messages import Heartbeat, to_json
 from workers.cli.settings import DEMO_MODEL
-from workers.renderer.image_cache import Pictures, Prepared
+from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.processing.processor import Processor
 
 FIELD = "messages[0].content[0].image_url.url"
@@ -37,24 +37,24 @@ def processor() -> Processor:
 
 @pytest.fixture
 async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Callable]:
-    """Pictures of a renderer of its own."""
+    """ImageCache of a renderer of its own."""
     role, started = f"renderer-{secrets.token_hex(4)}", []
 
-    async def start(arena_mib: int = 16) -> tuple[Pictures, Blobs]:
+    async def start(arena_mib: int = 16) -> tuple[ImageCache, Blobs]:
         worker = f"{role}-{len(started)}"
         blobs = Blobs(bus, role, worker, BlobsConfig(arena_mib=arena_mib))
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
         await bus.put_heartbeat(worker, to_json(beat))
-        return Pictures(blobs, RendererConfig(), asyncio.to_thread), blobs
+        return ImageCache(blobs, RendererConfig(), asyncio.to_thread), blobs
 
     yield start
     for blobs in started:
         await blobs.close()
 
 
-async def contents(blobs: Blobs, prepared: Prepared) -> dict[str, bytes]:
+async def contents(blobs: Blobs, prepared: PreparedImage) -> dict[str, bytes]:
     assert prepared.ref is not None
     with await blobs.get(prepared.ref) as blob:
         fields, num_tokens = mm_items.read(blob)
@@ -102,7 +102,7 @@ async def test_those_who_come_together_wait_for_the_first(
     prepared = await asyncio.gather(*waiting, return_exceptions=True)
     assert pictures.counters.processed == 1
     assert isinstance(prepared[0], asyncio.CancelledError)
-    found = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, Prepared)]
+    found = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, PreparedImage)]
     assert len(found) == 7
     assert all(one == found[0] for one in found)
 

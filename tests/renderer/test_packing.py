@@ -16,10 +16,10 @@ from shared.codec.tensors import from_numpy
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import Acceptance, EncodeTask, Prompt, RenderTask
+from shared.protocol.messages import EncodeTask, Prompt, RenderTask, RequestTicket
 from shared.protocol.multimodal import BlobRef, PlaceholderRange, embedding_key
 from shared.protocol.sampling import SamplingParams
-from workers.renderer.image_cache import Prepared
+from workers.renderer.image_cache import PreparedImage
 from workers.renderer.packing import Packer
 
 TTL_S = 60.0
@@ -45,12 +45,12 @@ def packer(bus: Bus, blobs: Blobs, model: str, **more: Any) -> Packer:
 
 
 def task_of(bus: Bus, model: str, lane: str = "interactive") -> RenderTask:
-    accepted = Acceptance(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
+    accepted = RequestTicket(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
     id = f"r{secrets.token_hex(4)}"
     return RenderTask(id, model, lane, Prompt(), SamplingParams(), accepted, [])
 
 
-def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> Prepared:
+def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> PreparedImage:
     """A picture of 4 KiB."""
     mm_hash = mm_hash or secrets.token_hex(32)
     fields = {
@@ -59,19 +59,19 @@ def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> Prepared:
     }
     ref = mm_items.put(blobs, mm_hash, num_tokens, fields, TTL_S)
     assert ref is not None
-    return Prepared(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
+    return PreparedImage(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
 
 
-def ranges_of(pictures: list[Prepared]) -> list[PlaceholderRange]:
+def ranges_of(pictures: list[PreparedImage]) -> list[PlaceholderRange]:
     return [PlaceholderRange(100 * i, p.num_tokens) for i, p in enumerate(pictures)]
 
 
-def refs_of(pictures: list[Prepared]) -> list[BlobRef]:
+def refs_of(pictures: list[PreparedImage]) -> list[BlobRef]:
     return [p.ref for p in pictures if p.ref is not None]
 
 
 async def queued(
-    bus: Bus, model: str, picture: Prepared, lane: str = "interactive"
+    bus: Bus, model: str, picture: PreparedImage, lane: str = "interactive"
 ) -> tuple[EncodeTask, list[TensorData]] | None:
     name = subjects.encoding(embedding_key(model, picture.mm_hash))
     subject = subjects.stage("encoder", model, lane, name)
@@ -134,7 +134,7 @@ async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, mo
 async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: str) -> None:
     """It would fit into the arena, but not into a message."""
     fields = {"pixels": from_numpy(np.zeros(bus.max_payload - 4096, dtype=np.uint8))}
-    homeless = Prepared(secrets.token_hex(32), 10, None, fields, {})
+    homeless = PreparedImage(secrets.token_hex(32), 10, None, fields, {})
     large = Blobs(bus, "renderer", "large", BlobsConfig(arena_mib=32))
     with pytest.raises(Unavailable):
         await packer(bus, large, model).pack(

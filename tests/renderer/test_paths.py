@@ -13,7 +13,7 @@ from PIL import Image
 from shared import client
 from shared.blobs import mm_items
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
 from shared.protocol.messages import (
@@ -24,7 +24,7 @@ from shared.protocol.messages import (
     Prompt,
     to_msgpack,
 )
-from shared.protocol.renderer_rpc import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
+from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, Tokenized, TokenizeRequest
 from shared.protocol.subjects import render as render_subject
 from shared.protocol.subjects import tokenize as tokenize_subject
 from tests.renderer.canary import Canary, send
@@ -59,7 +59,7 @@ class Rig:
 
     async def render(self, messages: list[Message]) -> tuple[RenderedPrompt, list[TensorData]]:
         answer = await client.render(self.bus, GenerateRequest(self.model, messages))
-        assert not isinstance(answer, Refusal), answer
+        assert not isinstance(answer, ErrorReply), answer
         return answer
 
     async def tokenize(self, messages: list[Message]) -> Tokenized:
@@ -92,7 +92,7 @@ def canary() -> Iterator[Canary]:
 
 
 @pytest.fixture
-async def rig(broker: Broker, bus: Bus) -> AsyncIterator[Rig]:
+async def rig(broker: EmbeddedServer, bus: Bus) -> AsyncIterator[Rig]:
     model = new_model()
     sink = await Sink.open(bus, model)
     async with renderer(broker.url, config_for(model)) as worker:
@@ -204,7 +204,7 @@ async def test_counting_goes_beyond_what_fits(rig: Rig) -> None:
     assert isinstance(answer, Tokenized)
     assert answer.count > room
     refused = await client.render(rig.bus, GenerateRequest(rig.model, [Message("user", text)]))
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, ErrorReply)
     assert refused.error.code == "context_length_exceeded"
 
 
@@ -230,21 +230,21 @@ async def test_bad_questions_get_one_clear_error(rig: Rig) -> None:
             messages = messages_with(question.get("urls", []))
             question = to_msgpack(GenerateRequest(model, messages))
         subject = (render_subject if service == "render" else tokenize_subject)(rig.model)
-        refusal = msgspec.json.decode(await rig.bus.ask(subject, question, 10), type=Refusal)
+        refusal = msgspec.json.decode(await rig.bus.ask(subject, question, 10), type=ErrorReply)
         assert refusal.error.code == code, question
         assert refusal.error.fault == "client"
         assert (refusal.error.field or "").endswith(field or "")
 
 
 async def test_an_answer_that_does_not_fit_is_an_error(
-    broker: Broker, bus: Bus, canary: Canary
+    broker: EmbeddedServer, bus: Bus, canary: Canary
 ) -> None:
     model = new_model()
     async with renderer(broker.url, config_for(model)) as worker:
         worker._readonly_path.render = _with_little_room(worker)  # type: ignore[method-assign]
         request = GenerateRequest(model, messages_with([data_url(png(1)), data_url(png(2))]))
         refusal = await client.render(bus, request)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, ErrorReply)
     assert refusal.error.code == "payload_too_large"
     assert refusal.error.field == "messages[0].content[1].image_url.url"
 
@@ -287,7 +287,7 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
     task, _ = await rig.engine(messages_with([data_url(png(2))]))
     assert task.items
     answers = await asyncio.gather(*burst)
-    refused = [answer.error.code for answer in answers if isinstance(answer, Refusal)]
+    refused = [answer.error.code for answer in answers if isinstance(answer, ErrorReply)]
     assert most == 1
     assert 0 < len(refused) <= 8
     assert set(refused) == {"overloaded"}
@@ -303,7 +303,7 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
 
     async def ask(tenant: str) -> str:
         answer = await client.render(rig.bus, request, tenant=tenant)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, ErrorReply):
             return answer.error.code
         order.append(tenant)
         return "answered"
@@ -318,7 +318,7 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     assert await asyncio.gather(*(ask("many") for _ in range(8))) == ["answered"] * 8
 
 
-async def test_questions_are_shared_among_renderers(broker: Broker, bus: Bus) -> None:
+async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus: Bus) -> None:
     model = new_model()
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
@@ -326,13 +326,13 @@ async def test_questions_are_shared_among_renderers(broker: Broker, bus: Bus) ->
         roads = second._main_path.pictures._blobs._roads
         assert roads == {}, "the warm-up has left a connection to the first"
         answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
-        assert not any(isinstance(answer, Refusal) for answer in answers)
+        assert not any(isinstance(answer, ErrorReply) for answer in answers)
     with pytest.raises(Unavailable):
         await client.render(bus, request)
 
 
 async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
-    broker: Broker, bus: Bus, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at its last picture, when there is something to leave."""
     rendered = 0
@@ -360,7 +360,7 @@ async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
 
 
 async def test_the_warm_up_reads_every_kind_of_file(
-    broker: Broker, bus: Bus, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str | None] = []
     really = Image.open

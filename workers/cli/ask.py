@@ -40,7 +40,7 @@ errors = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AskOptions:
     """What was given on the command line; `sampling` values of None were not."""
 
     model: str
@@ -52,7 +52,7 @@ class Question:
 
 
 async def ask_and_print(
-    question: Question, request_id: str, url: str, *, as_json: bool, durable: bool
+    question: AskOptions, request_id: str, url: str, *, as_json: bool, durable: bool
 ) -> int:
     """Returns the exit code: 0 for an answer, 1 for an error, 130 if it was interrupted.
 
@@ -120,7 +120,7 @@ def _interruptible() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def build_request(question: Question) -> GenerateRequest:
+def build_request(question: AskOptions) -> GenerateRequest:
     """Read the pictures and put everything into one request.
 
     Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker, end_with_parent
+from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol.messages import Heartbeat
@@ -64,7 +64,7 @@ class LocalCluster:
         self._specs = workers
         self._store_dir = Path(config.nats.store_dir).absolute()
         self._log_file = log_file
-        self._broker: Broker | None = None
+        self._broker: EmbeddedServer | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._refused: asyncio.Future[None] | None = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -78,7 +78,7 @@ class LocalCluster:
         Raises ConfigError or Unavailable when that will not happen.
         """
         if not self.url:
-            self._broker = Broker(self._store_dir, self._config.nats.port)
+            self._broker = EmbeddedServer(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)
             self.url = self._broker.url
             self._keepers.append(asyncio.create_task(self._keep_broker(self._broker)))
@@ -124,7 +124,7 @@ class LocalCluster:
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)
 
-    async def _keep_broker(self, broker: Broker) -> None:
+    async def _keep_broker(self, broker: EmbeddedServer) -> None:
         while True:
             await asyncio.sleep(BROKER_CHECK_S)
             if broker.ended:

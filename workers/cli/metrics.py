@@ -10,7 +10,7 @@ from shared.bus.bus import Bus
 from shared.errors import ConfigError, PagemillError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
-from shared.telemetry.prometheus import Endpoint, text
+from shared.telemetry.prometheus import MetricsEndpoint, text
 
 CONNECT_TIMEOUT_S = 3.0
 # Prometheus itself gives up after ten seconds.
@@ -41,7 +41,7 @@ async def serve_metrics(url: str, listen: str) -> int:
 
     endpoint = None
     try:
-        endpoint = Endpoint(collect, host, port)
+        endpoint = MetricsEndpoint(collect, host, port)
         address = ":".join(map(str, endpoint.address))
         Console(stderr=True).print(f"metrics at http://{address}/metrics; Ctrl-C stops")
         await stopping.wait()

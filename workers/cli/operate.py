@@ -19,7 +19,7 @@ from shared.client import cancel
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol.messages import DeadLetter, GenerateRequest, decode_request, to_json
 from shared.state import dead_letters, request_status
-from shared.state.request_status import Whereabouts
+from shared.state.request_status import RequestStatus
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -40,7 +40,7 @@ async def print_where(request_id: str, url: str, *, as_json: bool) -> int:
     return 0 if found.state != "unknown" else 1
 
 
-def _print_whereabouts(found: Whereabouts) -> None:
+def _print_whereabouts(found: RequestStatus) -> None:
     rows = {
         "state": found.state.replace("_", " "),
         "stage": found.stage,

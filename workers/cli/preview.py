@@ -10,13 +10,13 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
 from shared.protocol.messages import to_json
-from shared.protocol.renderer_rpc import Refusal, RenderedPrompt, Tokenized, TokenizeRequest
-from workers.cli.ask import CONNECT_TIMEOUT_S, Question, build_request, print_error
+from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, Tokenized, TokenizeRequest
+from workers.cli.ask import CONNECT_TIMEOUT_S, AskOptions, build_request, print_error
 
 out = Console()
 
 
-async def render_and_print(question: Question, url: str, *, as_json: bool) -> int:
+async def render_and_print(question: AskOptions, url: str, *, as_json: bool) -> int:
     """Returns the exit code: 0, or 1 for a refusal."""
     request = build_request(question)
     bus = await Bus.connect(url, "render", CONNECT_TIMEOUT_S)
@@ -24,7 +24,7 @@ async def render_and_print(question: Question, url: str, *, as_json: bool) -> in
         answer = await client.render(bus, request)
     finally:
         await bus.close()
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ErrorReply):
         return _print_refusal(answer, as_json=as_json)
     rendered, tensors = answer
     if as_json:
@@ -46,7 +46,7 @@ async def tokenize_and_print(model: str, text: str, url: str, *, as_json: bool) 
         answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
     finally:
         await bus.close()
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ErrorReply):
         return _print_refusal(answer, as_json=as_json)
     _print_json(answer) if as_json else _print_tokens(answer)
     return 0
@@ -77,7 +77,7 @@ def _print_tokens(answer: Tokenized) -> None:
     _plain_line(" ".join(map(str, answer.token_ids)))
 
 
-def _print_refusal(refusal: Refusal, *, as_json: bool) -> int:
+def _print_refusal(refusal: ErrorReply, *, as_json: bool) -> int:
     _print_json(refusal) if as_json else print_error(refusal.error)
     return 1
 

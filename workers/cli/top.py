@@ -16,8 +16,8 @@ from rich.table import Table
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
-from shared.telemetry.deltas import Survey
-from workers.cli.top_frame import EngineRow, Flow, Frame, ModelRow, frame
+from shared.telemetry.deltas import ClusterSnapshot
+from workers.cli.top_frame import EngineRow, Frame, ModelRow, Throughput, frame
 
 CONNECT_TIMEOUT_S = 2.0
 # Where there is no terminal.
@@ -49,7 +49,7 @@ class Viewer:
     def __init__(self, url: str) -> None:
         self._url = url
         self._bus: Bus | None = None
-        self._last: Survey | None = None
+        self._last: ClusterSnapshot | None = None
 
     async def look(self) -> Frame:
         """Raises Unavailable when there is nothing to be seen."""
@@ -216,7 +216,7 @@ def _add(table: Table, *cells: str | int) -> None:
     table.add_row(*(escape(str(cell)) for cell in cells))
 
 
-def _token_rates(flow: Flow) -> tuple[str, str]:
+def _token_rates(flow: Throughput) -> tuple[str, str]:
     return _rate(flow.prompt_tokens_per_s), _rate(flow.generation_tokens_per_s)
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from shared.telemetry.deltas import (
+    ClusterSnapshot,
     Samples,
     StageQueue,
-    Survey,
     buckets,
     quantile,
     since,
@@ -36,7 +36,7 @@ class QueueRow(Struct, frozen=True):
     """Age of the oldest pending message; None without one."""
 
 
-class Flow(Struct, frozen=True):
+class Throughput(Struct, frozen=True):
     """What went through since the last look. All is None in a first frame, and ratios and
     quantiles are where nothing happened."""
 
@@ -65,7 +65,7 @@ class Totals(Struct, frozen=True):
 
 class ModelRow(Struct, frozen=True):
     model: str
-    flow: Flow
+    flow: Throughput
     totals: Totals
 
 
@@ -78,7 +78,7 @@ class EngineRow(Struct, frozen=True):
     """Of the blocks, 0 to 1."""
     kv_waste: float
     """Of the slots in the held blocks, 0 to 1."""
-    flow: Flow
+    flow: Throughput
     totals: Totals
 
 
@@ -96,7 +96,7 @@ class Frame(Struct, frozen=True):
     engines: list[EngineRow]
 
 
-def frame(before: Survey | None, now: Survey) -> Frame:
+def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
     engines = [
         (beat.worker, model)
         for beat in now.beats
@@ -122,7 +122,7 @@ def frame(before: Survey | None, now: Survey) -> Frame:
     )
 
 
-def _pools(now: Survey) -> list[Pool]:
+def _pools(now: ClusterSnapshot) -> list[Pool]:
     keys = dict.fromkeys((beat.role, *beat.models) for beat in now.beats)
     pools = []
     for role, *models in keys:
@@ -137,7 +137,7 @@ def _queue_order(queue: StageQueue) -> tuple[str, str, bool]:
     return queue.role, queue.model, queue.lane != "interactive"
 
 
-def _queue_row(now: Survey, queue: StageQueue) -> QueueRow:
+def _queue_row(now: ClusterSnapshot, queue: StageQueue) -> QueueRow:
     return QueueRow(
         queue.role,
         queue.model,
@@ -148,7 +148,9 @@ def _queue_row(now: Survey, queue: StageQueue) -> QueueRow:
     )
 
 
-def _engine_row(before: Survey | None, now: Survey, worker: str, model: str) -> EngineRow:
+def _engine_row(
+    before: ClusterSnapshot | None, now: ClusterSnapshot, worker: str, model: str
+) -> EngineRow:
     samples = now.samples[worker]
     return EngineRow(
         worker=worker,
@@ -162,14 +164,16 @@ def _engine_row(before: Survey | None, now: Survey, worker: str, model: str) -> 
     )
 
 
-def _flow(before: Survey | None, now: Survey, workers: Sequence[str]) -> Flow:
+def _flow(
+    before: ClusterSnapshot | None, now: ClusterSnapshot, workers: Sequence[str]
+) -> Throughput:
     interval_s = _interval_s(before, now)
     if before is None or interval_s is None:
-        return Flow(None, None, None, None, None, None, None)
+        return Throughput(None, None, None, None, None, None, None)
     parts = [part for worker in workers if (part := since(before, now, worker)) is not None]
     queries = _sum(parts, "prefix_cache_queries_total")
     first_token = buckets(parts, "time_to_first_token_seconds")
-    return Flow(
+    return Throughput(
         prompt_tokens_per_s=_sum(parts, "prompt_tokens_total") / interval_s,
         generation_tokens_per_s=_sum(parts, "generation_tokens_total") / interval_s,
         requests_per_s=_sum(parts, "request_success_total") / interval_s,
@@ -180,7 +184,7 @@ def _flow(before: Survey | None, now: Survey, workers: Sequence[str]) -> Flow:
     )
 
 
-def _totals(now: Survey, workers: Sequence[str]) -> Totals:
+def _totals(now: ClusterSnapshot, workers: Sequence[str]) -> Totals:
     parts = [now.samples[worker] for worker in workers]
     return Totals(
         prompt_tokens=int(_sum(parts, "prompt_tokens_total")),
@@ -196,11 +200,11 @@ def _sum(parts: Iterable[Samples], name: str) -> float:
     return sum(total(part, name) for part in parts)
 
 
-def _interval_s(before: Survey | None, now: Survey) -> float | None:
+def _interval_s(before: ClusterSnapshot | None, now: ClusterSnapshot) -> float | None:
     if before is None or now.at_ms <= before.at_ms:
         return None
     return (now.at_ms - before.at_ms) / 1000
 
 
-def _age_s(now: Survey, stored_ms: float | None) -> float | None:
+def _age_s(now: ClusterSnapshot, stored_ms: float | None) -> float | None:
     return None if stored_ms is None else max(0.0, now.at_ms - stored_ms) / 1000

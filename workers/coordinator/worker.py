@@ -11,10 +11,10 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    Acceptance,
     GenerateRequest,
     Prompt,
     RenderTask,
+    RequestTicket,
     tenant_of,
     to_msgpack,
 )
@@ -73,7 +73,7 @@ class Coordinator:
         try:
             await self._accept_or_end(job)
         except asyncio.CancelledError:
-            await self._stage.hand_back(job)
+            await self._stage.requeue(job)
             raise
         except Exception as error:
             # No records are kept of attempts here, for they are over in a moment.
@@ -96,7 +96,7 @@ class Coordinator:
         request, sampling, prompt = admit(
             delivery.subject, job.request_id, delivery.data, self._context.config.models
         )
-        accepted = Acceptance(
+        accepted = RequestTicket(
             accepted_ms=delivery.stored_ms,
             deadline_ms=deadline_ms(delivery.stored_ms, request.timeout_s, self._delivery),
             sequence=delivery.sequence,
@@ -123,7 +123,7 @@ class Coordinator:
             prompt=prompt,
             sampling_params=sampling,
             accepted=job.accepted,
-            path=[self._stage.hop(job)],
+            path=[self._stage.span(job)],
             adapter=request.adapter,
         )
         await self._stage.publish(job, "renderer", request.model, request.lane, to_msgpack(task))
@@ -138,13 +138,13 @@ class Coordinator:
             lane=request.lane,
         )
 
-    async def _expire(self, job: Job, accepted: Acceptance) -> None:
+    async def _expire(self, job: Job, accepted: RequestTicket) -> None:
         assert job.request_id is not None
         allowed_s = (accepted.deadline_ms - accepted.accepted_ms) / 1000
         error = DeadlineExceeded(
             f"not finished within {allowed_s:g} s of its acceptance", field="timeout_s"
         )
-        path = [self._stage.hop(job)]
+        path = [self._stage.span(job)]
         await end_request(self._context.bus, job.request_id, job.delivery.attempt, error, path)
         await self._context.bus.tell(subjects.ended(job.request_id))
         # Perhaps nobody serves its model any more, and its work would lie in the queue for long.
@@ -166,7 +166,7 @@ class Coordinator:
                 self._context.log.info("cancelled", request_id=request_id)
             await delivery.ack()
         except asyncio.CancelledError:
-            await self._stage.hand_back(job)
+            await self._stage.requeue(job)
             raise
         except Exception as error:
             await self._stage.fail(job, error)

@@ -24,7 +24,7 @@ from shared.stage.loop import serve
 from shared.stage.runtime import Context
 from shared.stage.stage import Job
 from shared.state.token_log import last_record
-from shared.vision.embedding_store import Embeddings
+from shared.vision.embedding_store import EmbeddingStore
 from shared.vision.towers import load_tower
 from workers.encoder.tower import TowerThread
 
@@ -43,7 +43,7 @@ async def main(context: Context) -> None:
     dtype = getattr(torch, model.dtype)
     tower = await asyncio.to_thread(load_tower, Path(model.path), dtype, config.encoder.device)
     blobs = await context.open_blobs()
-    embeddings = Embeddings(context.bus, blobs, config, name, "producer")
+    embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")
     thread = TowerThread(tower, config.encoder.max_batch_tokens)
     await EncoderWorker(context, name, thread, blobs, embeddings).serve()
 
@@ -55,7 +55,7 @@ class EncoderWorker:
         model: str,
         tower: TowerThread,
         blobs: Blobs,
-        embeddings: Embeddings,
+        embeddings: EmbeddingStore,
     ) -> None:
         self._context = context
         self._stage = context.stage
@@ -127,7 +127,7 @@ class EncoderWorker:
         try:
             await self._encode(job)
         except asyncio.CancelledError:
-            await self._stage.hand_back(job)
+            await self._stage.requeue(job)
             raise
         except Exception as error:
             await self._stage.fail(job, error)
@@ -139,7 +139,7 @@ class EncoderWorker:
         if task.item.blob is not None:
             job.inputs = [task.item.blob]
         await self._forgive(task.key, job.delivery.attempt)
-        if await self._stage.take(job) is None:
+        if await self._stage.claim(job) is None:
             return
         if await self._embeddings.find_again(task.key, task.item.mm_hash):
             self._found += 1
@@ -147,7 +147,7 @@ class EncoderWorker:
             await self._keep(task, embedding)
             self._log_encoded(job, task)
         else:
-            await self._stage.excuse(job)
+            await self._stage.close_attempt(job)
             await self._stage.finish(job)
             return
         # The next task of this name is not to answer for the attempts at this one, which ended

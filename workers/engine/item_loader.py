@@ -16,14 +16,14 @@ from workers.engine.core.sequence import Item
 if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it
     from torch import Tensor
 
-    from shared.vision.embedding_store import Embeddings, Held
+    from shared.vision.embedding_store import EmbeddingStore, Held
 
 
-class Opener:
+class ItemLoader:
     def __init__(
         self,
         blobs: Blobs,
-        embeddings: "Embeddings | None",
+        embeddings: "EmbeddingStore | None",
         restore: Callable[[TensorData], Any],
     ) -> None:
         """`restore` makes of a tensor's bytes what the runner takes; `embeddings` is None where

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.vision.towers import Tower, load_tower, vision_of
 from shared.vision.weights import load_weights
 from workers.engine.cpu.decoder import NativeModel, why_not
-from workers.engine.model.families import Family, class_of, family_of
+from workers.engine.model.families import LanguageAdapter, class_of, family_of
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
@@ -116,7 +116,7 @@ def _check_files(folder: Path) -> None:
 
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
-) -> Family:
+) -> LanguageAdapter:
     """The language model alone."""
     found = vision_of(config)
     without = () if found is None else found[0].modules
@@ -124,7 +124,11 @@ def _load_weights(
 
 
 def _make_model(
-    family: Family, engine: EngineConfig, block_size: int, max_model_len: int, adapted: bool
+    family: LanguageAdapter,
+    engine: EngineConfig,
+    block_size: int,
+    max_model_len: int,
+    adapted: bool,
 ) -> DecoderModel:
     """On the kernels of its device where there are any for it, else on torch."""
     # Adapters hang on modules of transformers, which kernels go past.
@@ -140,7 +144,7 @@ def _make_model(
 
 
 def _make_gpu_model(
-    family: Family, engine: EngineConfig, max_model_len: int, adapted: bool
+    family: LanguageAdapter, engine: EngineConfig, max_model_len: int, adapted: bool
 ) -> DecoderModel:
     try:
         from workers.engine.cuda.model import GpuModel

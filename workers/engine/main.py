@@ -12,14 +12,14 @@ from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
-from shared.vision.embedding_store import Embeddings
+from shared.vision.embedding_store import EmbeddingStore
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
-from workers.engine.item_loader import Opener
+from workers.engine.item_loader import ItemLoader
 from workers.engine.loader import LoadedModel, load
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import Grammars
 from workers.engine.worker import EngineWorker
 
@@ -34,10 +34,10 @@ async def main(context: Context) -> None:
     blobs = await context.open_blobs()
     embeddings = None
     if model.tower == "encoder":
-        embeddings = Embeddings(context.bus, blobs, config, name, "consumer")
+        embeddings = EmbeddingStore(context.bus, blobs, config, name, "consumer")
     elif model.share_embeddings:
-        embeddings = Embeddings(context.bus, blobs, config, name, "both")
-    opener = Opener(blobs, embeddings, to_torch)
+        embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
+    opener = ItemLoader(blobs, embeddings, to_torch)
     loaded = await asyncio.to_thread(load, model, config.engine)
     core = await asyncio.to_thread(assemble, loaded, config.engine, opener.share)
     # Before there is anybody to wait for it: it holds Python's lock, a second for 150 000 tokens.
@@ -45,7 +45,7 @@ async def main(context: Context) -> None:
     await EngineWorker(context, name, core, opener, grammars).serve()
 
 
-def build_core(model: ModelConfig, engine: EngineConfig) -> Core:
+def build_core(model: ModelConfig, engine: EngineConfig) -> EngineCore:
     """Load a model and everything around it; raises ConfigError when it cannot be served."""
     return assemble(load(model, engine), engine, lambda mm_hash, embedding: None)
 
@@ -67,9 +67,9 @@ def new_grammars(loaded: LoadedModel) -> Grammars | None:
 
 def assemble(
     loaded: LoadedModel, engine: EngineConfig, on_encoded: Callable[[str, Tensor], None]
-) -> Core:
-    return Core(
-        Runner(
+) -> EngineCore:
+    return EngineCore(
+        ModelRunner(
             loaded.model,
             loaded.num_blocks,
             loaded.block_size,

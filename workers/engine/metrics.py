@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from shared.protocol.messages import EngineTask, LogRecord, TokenChunk
 from shared.telemetry.metrics import Metrics
-from workers.engine.core.engine import Stats
+from workers.engine.core.engine import EngineStats
 from workers.engine.core.sequence import RequestOutput
 
 
 @dataclass(slots=True)
-class Timing:
+class RequestTiming:
     """Of a request in hand; `_ms` by the broker's clock, `_s` by the monotonic one."""
 
     accepted_ms: float
@@ -25,7 +25,7 @@ class Timing:
     """By choice."""
 
     @classmethod
-    def of(cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]) -> "Timing":
+    def of(cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]) -> "RequestTiming":
         timing = cls(
             task.accepted.accepted_ms, arrived_ms, len(task.prompt_token_ids), bool(records)
         )
@@ -35,10 +35,12 @@ class Timing:
         return timing
 
 
-class Meters:
+class EngineMetrics:
     """At each step a few additions for all of it, and two dictionary look-ups for each token."""
 
-    def __init__(self, metrics: Metrics, stats: Stats, at_ms: Callable[[float], float]) -> None:
+    def __init__(
+        self, metrics: Metrics, stats: EngineStats, at_ms: Callable[[float], float]
+    ) -> None:
         """`at_ms` turns the monotonic clock's seconds into the broker's milliseconds."""
         self._metrics = metrics
         self._stats = stats
@@ -79,9 +81,9 @@ class Meters:
 
     def step(
         self,
-        begun: Iterable[Timing],
-        outputs: Iterable[tuple[Timing, RequestOutput]],
-        stats: Stats,
+        begun: Iterable[RequestTiming],
+        outputs: Iterable[tuple[RequestTiming, RequestOutput]],
+        stats: EngineStats,
         began_s: float,
         ended_s: float,
     ) -> None:
@@ -97,7 +99,7 @@ class Meters:
         self._count_tokens(outputs, ended_s)
 
     def _count_tokens(
-        self, outputs: Iterable[tuple[Timing, RequestOutput]], ended_s: float
+        self, outputs: Iterable[tuple[RequestTiming, RequestOutput]], ended_s: float
     ) -> None:
         num_tokens = 0
         # Tokens of one step have their predecessors in few others, mostly in the same.
@@ -120,7 +122,7 @@ class Meters:
         for gap_s, count in gaps.items():
             self._inter_token.observe(gap_s, count)
 
-    def _note_first_token(self, timing: Timing, ended_s: float) -> None:
+    def _note_first_token(self, timing: RequestTiming, ended_s: float) -> None:
         timing.prefilled = True
         self._prompt_tokens.add(timing.num_prompt_tokens)
         if not timing.resumed:
@@ -128,7 +130,7 @@ class Meters:
             self._first_token.observe(_seconds(timing.accepted_ms, first_ms))
             self._engine_first_token.observe(_seconds(timing.arrived_ms, first_ms))
 
-    def finished(self, timing: Timing, ended_ms: float) -> None:
+    def finished(self, timing: RequestTiming, ended_ms: float) -> None:
         """The last record of its log is stored, and says that it has ended well."""
         self._metrics.counter("request_success_total", finished_reason=timing.finished_reason).add()
         self._latency.observe(_seconds(timing.accepted_ms, ended_ms))

@@ -32,7 +32,7 @@ class _Prepared:
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
 
 
-class Runner:
+class ModelRunner:
     def __init__(
         self,
         model: DecoderModel,

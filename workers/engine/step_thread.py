@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from shared.errors import PagemillError, WorkerFailure
-from workers.engine.core.engine import Core, Stats
+from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 
 LAST_STEP_S = 1.0
@@ -18,7 +18,7 @@ LAST_STEP_S = 1.0
 Owner = TypeVar("Owner")
 
 
-class StepLoop(Generic[Owner]):
+class StepThread(Generic[Owner]):
     """Owns the core: nobody else touches it after the start.
 
     Every output goes to the owner that its request came with. The name of the request would not do:
@@ -27,8 +27,8 @@ class StepLoop(Generic[Owner]):
 
     def __init__(
         self,
-        core: Core,
-        on_step: Callable[[list[tuple[Owner, RequestOutput]], Stats], object],
+        core: EngineCore,
+        on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object],
         on_crash: Callable[[Exception], object],
     ) -> None:
         self._core = core

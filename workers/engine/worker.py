@@ -1,6 +1,6 @@
 """Engine: rendered requests in, token log out.
 
-Everything here runs in the asyncio loop; the steps themselves run in `StepLoop`'s thread.
+Everything here runs in the asyncio loop; the steps themselves run in `StepThread`'s thread.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.codec import envelope
 from shared.errors import BlobLost, InvalidGrammar
 from shared.protocol import subjects
-from shared.protocol.messages import EngineTask, Hop
+from shared.protocol.messages import EngineTask, StageSpan
 from shared.stage.loop import serve
 from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S, Job
 from shared.state.kv_event_log import KVLogWriter
 from shared.state.token_log import LogWriter, is_final, last_record
-from workers.engine.core.engine import Core, Stats
+from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
-from workers.engine.item_loader import Opener
+from workers.engine.item_loader import ItemLoader
 from workers.engine.log_records import logged_choices, merge_deltas, num_for_record
-from workers.engine.metrics import Meters, Timing
+from workers.engine.metrics import EngineMetrics, RequestTiming
 from workers.engine.sampling.grammar import Grammar, Grammars
-from workers.engine.step_thread import StepLoop
+from workers.engine.step_thread import StepThread
 
 # A text that grows so often is seen to flow. An append is a synced write, and work for four
 # processes.
@@ -42,13 +42,13 @@ GRACE_MS = 2000.0
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
+class OpenRequest:
     """A request in hand: from its delivery to the last record of its log."""
 
     job: Job
     task: EngineTask
     log: LogWriter
-    timing: Timing
+    timing: RequestTiming
     pending: list[RequestOutput] = field(default_factory=list)
     """Outputs that are not in the log yet."""
     begun: bool = False
@@ -68,8 +68,8 @@ class EngineWorker:
         self,
         context: Context,
         model: str,
-        core: Core,
-        opener: Opener,
+        core: EngineCore,
+        opener: ItemLoader,
         grammars: Grammars | None = None,
     ) -> None:
         """Without `grammars`, requests that have one are refused."""
@@ -82,11 +82,11 @@ class EngineWorker:
         """Requests that wait for what encoders make."""
         self._ended: set[str] = set()
         """Of these, the ones that have ended meanwhile."""
-        self._flows: dict[str, Flow] = {}
+        self._flows: dict[str, OpenRequest] = {}
         self._consumers: list[Consumer] = []
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
-        self._meters = Meters(context.metrics.of(model), self._stats, context.bus.at_ms)
+        self._meters = EngineMetrics(context.metrics.of(model), self._stats, context.bus.at_ms)
         self._kv_events = core.kv_events
         self._kv_log = KVLogWriter(context.bus, context.worker)
         self._max_num_seqs = context.config.engine.max_num_seqs
@@ -96,7 +96,7 @@ class EngineWorker:
         self._release_timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._crash: asyncio.Future[None] = loop.create_future()
-        self._steps: StepLoop[Flow] = StepLoop(
+        self._steps: StepThread[OpenRequest] = StepThread(
             core,
             lambda outputs, stats: loop.call_soon_threadsafe(
                 self._on_step, outputs, stats, self._steps.began_s, time.monotonic()
@@ -179,11 +179,11 @@ class EngineWorker:
         await self._context.shutdown.drained(writers, drain_s)
         await asyncio.gather(*(self._hand_back(flow) for flow in list(self._flows.values())))
 
-    async def _hand_back(self, flow: Flow) -> None:
+    async def _hand_back(self, flow: OpenRequest) -> None:
         if await self._stop(flow):
             with contextlib.suppress(Exception):
                 # Without a broker there is nobody to give it to: it comes again after its ack wait.
-                await self._stage.hand_back(flow.job)
+                await self._stage.requeue(flow.job)
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class EngineWorker:
         try:
             await self._begin(job)
         except asyncio.CancelledError:
-            await self._stage.hand_back(job)
+            await self._stage.requeue(job)
             raise
         except Exception as error:
             await self._stage.fail(job, error)
@@ -203,20 +203,20 @@ class EngineWorker:
         task, _ = envelope.decode(job.delivery.data, EngineTask)
         job.identify(task)
         job.inputs = [item.blob for item in task.items if item.blob is not None]
-        log = await self._stage.take(job)
+        log = await self._stage.claim(job)
         if log is None:
             return
         try:
             opened = await self._wait_for(job, task)
         except BlobLost as lost:
-            await self._stage.send_back(job, task, lost)
+            await self._stage.rerender(job, task, lost)
             return
         if opened is None:
-            await self._stage.stand_aside(job)
+            await self._stage.yield_ownership(job)
             return
         items, grammar = opened
         if not self._stage.may_begin(job):
-            await self._stage.hand_back(job, SUSPECT_PAUSE_S)
+            await self._stage.requeue(job, SUSPECT_PAUSE_S)
             return
         request = EngineRequest(
             request_id=task.request_id,
@@ -229,7 +229,7 @@ class EngineWorker:
             adapter=task.adapter,
             new_token_mask=None if grammar is None else grammar.new_mask,
         )
-        flow = Flow(job, task, log, Timing.of(task, job.received_ms, log.records))
+        flow = OpenRequest(job, task, log, RequestTiming.of(task, job.received_ms, log.records))
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
         self._steps.add(request, flow)
@@ -262,7 +262,7 @@ class EngineWorker:
             items = [await self._opener.open(item, tensors, progress) for item in task.items]
             if any(item.embedding is not None for item in task.items):
                 there_ms = self._context.bus.now_ms()
-                encoded = Hop("encoder", "", job.delivery.attempt, asked_ms, there_ms)
+                encoded = StageSpan("encoder", "", job.delivery.attempt, asked_ms, there_ms)
                 job.path = [*job.path, encoded]
             return items, await self._compile(task, progress)
         except _Ended:
@@ -293,8 +293,8 @@ class EngineWorker:
 
     def _on_step(
         self,
-        outputs: list[tuple[Flow, RequestOutput]],
-        stats: Stats,
+        outputs: list[tuple[OpenRequest, RequestOutput]],
+        stats: EngineStats,
         began_s: float,
         ended_s: float,
     ) -> None:
@@ -339,7 +339,7 @@ class EngineWorker:
             now_s = self._context.bus.now_ms() / 1000
             self._kv_log.put(encode_batches(self._kv_events.take(), now_s))
 
-    async def _write(self, flow: Flow) -> None:
+    async def _write(self, flow: OpenRequest) -> None:
         try:
             while not await self._write_pending(flow):
                 if flow.stopped:
@@ -360,7 +360,7 @@ class EngineWorker:
         finally:
             self._drop(flow)
 
-    async def _write_pending(self, flow: Flow) -> bool:
+    async def _write_pending(self, flow: OpenRequest) -> bool:
         """Append what the steps have put out meanwhile; returns whether that ends the request."""
         await flow.changed.wait()
         flow.changed.clear()
@@ -380,7 +380,7 @@ class EngineWorker:
             raise last.error
         if last.usage is None:
             return False
-        hop = self._stage.hop(flow.job)
+        hop = self._stage.span(flow.job)
         await flow.log.finish(last.usage, last.kv_blocks, [*flow.job.path, hop])
         self._meters.finished(flow.timing, self._context.bus.now_ms())
         return True
@@ -395,13 +395,13 @@ class EngineWorker:
         if flow is not None:
             self._start(self._let_go(flow))
 
-    async def _let_go(self, flow: Flow) -> None:
+    async def _let_go(self, flow: OpenRequest) -> None:
         """Somebody says that the request has ended: a hint, which only its log can confirm."""
         record = await last_record(self._context.bus, flow.task.request_id)
         if record is not None and is_final(record) and await self._stop(flow):
             await self._stage.finish(flow.job)
 
-    async def _stop(self, flow: Flow) -> bool:
+    async def _stop(self, flow: OpenRequest) -> bool:
         """No more steps for it, and no more records; an append under way may come to its end.
 
         Returns whether the job is left to be settled, and by the caller.
@@ -416,7 +416,7 @@ class EngineWorker:
             flow.writer.cancel()
         return not flow.settled
 
-    def _drop(self, flow: Flow) -> None:
+    def _drop(self, flow: OpenRequest) -> None:
         """Forget the request here and in the step loop; does nothing the second time."""
         if self._flows.get(flow.task.request_id) is flow:
             del self._flows[flow.task.request_id]

@@ -19,20 +19,20 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
-from shared.protocol.messages import JobRecord
-from shared.protocol.renderer_rpc import ModelCard, Refusal
+from shared.protocol.messages import RequestRecord
+from shared.protocol.renderer_rpc import ErrorReply, ModelCard
 from shared.telemetry.metrics import Metrics
-from workers.gateway.core.assembler import Assembler, Spelling
-from workers.gateway.core.memory_budget import Shelf
+from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring
-from workers.gateway.http.body import Room
-from workers.gateway.http.middleware import Edge
+from workers.gateway.http.body import BodyBudget
+from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.rate_limits import Limits
-from workers.gateway.token_bytes import Spellings
+from workers.gateway.token_bytes import TokenBytesCache
 
-Endpoint = Callable[[Request, Caller], Awaitable[Response]]
-MakeAssembler = Callable[[str, JobRecord, Spelling], Assembler]
+RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
+MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
 """Of a request's id, what is noted of it, and its model's tokens."""
 
 # Renderers answer it from memory.
@@ -52,7 +52,7 @@ class Json(Response):
         return errors.to_json(content)
 
 
-class Door:
+class AppContext:
     """What all routes share."""
 
     def __init__(self, bus: Bus, config: Config, metrics: Metrics, worker: str) -> None:
@@ -64,15 +64,15 @@ class Door:
         self.draining = False
         self.over = asyncio.Event()
         """The drain is, and nothing is waited for any more."""
-        self.spellings = Spellings(bus)
+        self.spellings = TokenBytesCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
-        """By the kind of a JobRecord."""
+        """By the kind of a RequestRecord."""
         self._keyring = Keyring(config.gateway.api_keys)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """With the loop's time at which they were told."""
         self._background: set[asyncio.Task[None]] = set()
-        self.room = Room(config.gateway)
-        self.shelf = Shelf(config.gateway)
+        self.room = BodyBudget(config.gateway)
+        self.shelf = AnswerBudget(config.gateway)
         self._accounts = Limits(asyncio.get_running_loop().time)
 
     async def card(self, model: str) -> ModelCard:
@@ -83,7 +83,7 @@ class Door:
         if known is not None and now_s - told_s < CARD_FRESH_S:
             return known
         answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, ErrorReply):
             raise errors.Failed(answer.error, "")
         self._cards[model] = now_s, answer
         return answer
@@ -107,7 +107,7 @@ class Door:
     def route(
         self,
         path: str,
-        endpoint: Endpoint,
+        endpoint: RouteHandler,
         methods: Sequence[str] = ("GET",),
         *,
         public: bool = False,
@@ -133,10 +133,10 @@ class Door:
         return Route(path, guarded, methods=list(methods))
 
 
-def application(door: Door, routes: Iterable[Route]) -> Edge:
+def application(door: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
     # A redirect would be to where the client says that we are.
     router = Router(list(routes), redirect_slashes=False)
-    return Edge(router, door.limits, door.metrics, answer_of)
+    return EdgeMiddleware(router, door.limits, door.metrics, answer_of)
 
 
 def answer_of(error: Exception) -> Response:

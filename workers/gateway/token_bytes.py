@@ -4,17 +4,17 @@ from collections.abc import Collection
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.protocol.renderer_rpc import DetokenizeRequest, Refusal
-from workers.gateway.core.assembler import Spelling
+from shared.protocol.renderer_rpc import DetokenizeRequest, ErrorReply
+from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http.errors import Failed
 
 
-class Spellings:
+class TokenBytesCache:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._known: dict[str, dict[int, bytes]] = {}
 
-    def of(self, model: str) -> Spelling:
+    def of(self, model: str) -> TokenBytes:
         return self._known.setdefault(model, {})
 
     async def learn(self, model: str, token_ids: Collection[int], tenant: str) -> None:
@@ -26,6 +26,6 @@ class Spellings:
             return
         question = DetokenizeRequest(unknown)
         answer = await client.detokenize(self._bus, model, question, tenant=tenant)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, ErrorReply):
             raise Failed(answer.error, "")
         known.update(zip(unknown, answer.token_bytes, strict=True))

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
-from workers.gateway.app import Door, application
-from workers.gateway.http.connection import Entrance, Wire
+from workers.gateway.app import AppContext, application
+from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.http.tls import Handshakes
 from workers.gateway.openapi import document
 from workers.gateway.routes import (
@@ -53,12 +53,12 @@ OTHER_FILES = 192
 
 async def main(context: Context) -> None:
     config = context.config.gateway
-    door = Door(context.bus, context.config, context.metrics, context.worker)
+    door = AppContext(context.bus, context.config, context.metrics, context.worker)
     with _listening(config) as listener:
         num_connections = _affordable(config.max_connections)
         if num_connections < config.max_connections:
             context.log.warning("fewer_connections", max_connections=num_connections)
-        entrance = Entrance(
+        entrance = ConnectionLimits(
             config,
             num_connections,
             refused=context.metrics.counter("http_connections_refused_total"),
@@ -84,12 +84,12 @@ async def main(context: Context) -> None:
         await door.close()
 
 
-def every_route(door: Door) -> list[Route]:
+def every_route(door: AppContext) -> list[Route]:
     return [route for feature in FEATURES for route in feature.routes(door)]
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, entrance: Entrance) -> None:
+    def __init__(self, config: uvicorn.Config, entrance: ConnectionLimits) -> None:
         super().__init__(config)
         self.servers = []
         self._entrance = entrance
@@ -121,14 +121,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(door: Door, routes: list[Route], entrance: Entrance) -> _Server:
+def _server(door: AppContext, routes: list[Route], entrance: ConnectionLimits) -> _Server:
     limits = door.limits
     config = uvicorn.Config(
         application(door, routes),
         # What uvicorn calls a class, it only calls.
         http=cast(
             type[asyncio.Protocol],
-            partial(Wire, entrance),
+            partial(LimitedHttpProtocol, entrance),
         ),
         ws="none",
         lifespan="off",

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """Tenants take turns, and each one's waiters come in their order.
 
     Whoever has entered is held until it leaves: first it waits, then it has its turn.

@@ -16,21 +16,21 @@ from shared.config import RendererConfig
 from shared.errors import BlobLost, RequestError
 from shared.protocol.multimodal import BlobRef
 from workers.renderer.media.image_decoder import decode_image, hash_source
-from workers.renderer.processing.processor import Picture, Processor
+from workers.renderer.processing.processor import ProcessedImage, Processor
 from workers.renderer.threads import InThread
 
 
 @dataclass(slots=True)
-class Counters:
+class CacheCounters:
     queries: int = 0
-    """Pictures asked for."""
+    """ImageCache asked for."""
     hits: int = 0
-    """Pictures that had been made before."""
+    """ImageCache that had been made before."""
     processed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedImage:
     """A picture on its way to the engine."""
 
     mm_hash: str
@@ -48,35 +48,35 @@ def copied(tensor: TensorData) -> TensorData:
     return replace(tensor, data=memoryview(bytes(tensor.data)))
 
 
-class Pictures:
+class ImageCache:
     def __init__(self, blobs: Blobs, config: RendererConfig, in_thread: InThread) -> None:
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self._blobs = blobs
         self._config = config
         self._in_thread = in_thread
-        self._making: dict[str, asyncio.Task[Picture]] = {}
+        self._making: dict[str, asyncio.Task[ProcessedImage]] = {}
 
     async def prepare(
         self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
-    ) -> Prepared:
+    ) -> PreparedImage:
         """`data` is the picture's file, `ttl_s` how long the engine may ask for what is made of it.
 
         Raises a RequestError naming `field`.
         """
         mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
 
-        def process() -> Picture:
+        def process() -> ProcessedImage:
             return processor.process(decode_image(data, self._config, field), field, tenant)
 
         return await self._prepare(processor, mm_hash, process, field, ttl_s)
 
     async def prepare_item(
         self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
-    ) -> Prepared:
+    ) -> PreparedImage:
         """Like `prepare`, of a picture that another server has processed: `data` is its item."""
         mm_hash = processor.hash_item(await self._in_thread(hash_source, data), tenant)
 
-        def take() -> Picture:
+        def take() -> ProcessedImage:
             return processor.take_item(data, mm_hash, field)
 
         return await self._prepare(processor, mm_hash, take, field, ttl_s)
@@ -85,10 +85,10 @@ class Pictures:
         self,
         processor: Processor,
         mm_hash: str,
-        process: Callable[[], Picture],
+        process: Callable[[], ProcessedImage],
         field: str,
         ttl_s: float,
-    ) -> Prepared:
+    ) -> PreparedImage:
         self.counters.queries += 1
         if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
@@ -96,7 +96,7 @@ class Pictures:
         picture = await self._make(mm_hash, process, field, ttl_s)
         ref = self._put(mm_hash, picture, ttl_s)
         metadata = {name: picture.fields[name] for name in processor.metadata}
-        return Prepared(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
+        return PreparedImage(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
 
     def clear(self) -> None:
         """Forget everything, and that it ever was."""
@@ -105,7 +105,7 @@ class Pictures:
         self._blobs.clear()
         self.counters.queries = self.counters.hits = self.counters.processed = 0
 
-    async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> Prepared | None:
+    async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> PreparedImage | None:
         ref = await self._blobs.find(mm_hash, ttl_s)
         if ref is None:
             return None
@@ -118,19 +118,19 @@ class Pictures:
             if isinstance(error, BlobLost):
                 return None
             raise
-        return Prepared(mm_hash, num_tokens, ref, {}, metadata)
+        return PreparedImage(mm_hash, num_tokens, ref, {}, metadata)
 
-    def _put(self, mm_hash: str, picture: Picture, ttl_s: float) -> BlobRef | None:
+    def _put(self, mm_hash: str, picture: ProcessedImage, ttl_s: float) -> BlobRef | None:
         return mm_items.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
 
     async def _make(
-        self, mm_hash: str, process: Callable[[], Picture], field: str, ttl_s: float
-    ) -> Picture:
+        self, mm_hash: str, process: Callable[[], ProcessedImage], field: str, ttl_s: float
+    ) -> ProcessedImage:
         """Those who want the same picture at the same time wait for the first."""
         making = self._making.get(mm_hash)
         if making is None:
 
-            async def make() -> Picture:
+            async def make() -> ProcessedImage:
                 picture = await self._in_thread(process)
                 # It is there before this is over: who came between would make it again.
                 if (ref := self._put(mm_hash, picture, ttl_s)) is not None:

@@ -17,7 +17,7 @@ from shared.protocol.multimodal import (
     PlaceholderRange,
     embedding_key,
 )
-from workers.renderer.image_cache import Prepared, copied
+from workers.renderer.image_cache import PreparedImage, copied
 
 # Of a message, for all that is not tensors.
 HEAD_BYTES = 256 * 2**10
@@ -32,7 +32,7 @@ class Packer:
     async def pack(
         self,
         task: RenderTask | None,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedImage],
         ranges: Sequence[PlaceholderRange],
         made: list[BlobRef],
     ) -> tuple[list[MultiModalKwargsItem], list[TensorData]]:
@@ -56,7 +56,7 @@ class Packer:
         self._check_room(prepared, tensors)
         return items, tensors
 
-    def _goes_to_encoder(self, task: RenderTask | None, picture: Prepared) -> bool:
+    def _goes_to_encoder(self, task: RenderTask | None, picture: PreparedImage) -> bool:
         if task is None:
             return False
         model = self._config.models[task.model]
@@ -65,7 +65,7 @@ class Packer:
     async def _send_to_encoder(
         self,
         task: RenderTask,
-        picture: Prepared,
+        picture: PreparedImage,
         placeholder: PlaceholderRange,
         tensors: list[TensorData],
     ) -> MultiModalKwargsItem:
@@ -83,7 +83,7 @@ class Packer:
         good_ms = 1000 * self._config.embeddings.ttl_s / 2
         return told is not None and self._bus.now_ms() - told.stored_ms < good_ms
 
-    async def _is_queued(self, key: str, task: RenderTask, picture: Prepared) -> bool:
+    async def _is_queued(self, key: str, task: RenderTask, picture: PreparedImage) -> bool:
         """Whether somebody else's task for the picture was there before ours, which is dropped."""
         if task.lane == "batch":
             # One that waits in the faster lane will do.
@@ -104,7 +104,7 @@ class Packer:
 
     async def _item(
         self,
-        picture: Prepared,
+        picture: PreparedImage,
         placeholder: PlaceholderRange,
         tensors: list[TensorData],
         *,
@@ -121,11 +121,11 @@ class Packer:
         indexes = _append(tensors, fields)
         return MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes)
 
-    def _fit_inline(self, prepared: Sequence[Prepared]) -> bool:
+    def _fit_inline(self, prepared: Sequence[PreparedImage]) -> bool:
         num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)
         return num_bytes <= self._config.blobs.inline_kib * 2**10
 
-    def _check_room(self, prepared: Sequence[Prepared], tensors: Sequence[TensorData]) -> None:
+    def _check_room(self, prepared: Sequence[PreparedImage], tensors: Sequence[TensorData]) -> None:
         """What finds no room in the arena goes with the message.
 
         Raises Unavailable when that is too large, and there will be room once others have ended.
@@ -142,7 +142,7 @@ class Packer:
             return {name: copied(tensor) for name, tensor in fields.items()}
 
 
-def _remove(made: list[BlobRef], picture: Prepared) -> None:
+def _remove(made: list[BlobRef], picture: PreparedImage) -> None:
     """Somebody else is to release it, or it is released."""
     if picture.ref is not None:
         made.remove(picture.ref)

@@ -18,11 +18,11 @@ from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored
 from workers.renderer.processing import prompt
-from workers.renderer.processing.processor import Picture, Processor, Rendered, join
+from workers.renderer.processing.processor import ProcessedImage, Processor, Rendered, join
 from workers.renderer.threads import InThread
 
 
-class ReadOnlyPath:
+class PreviewPath:
     def __init__(
         self, bus: Bus, loader: MediaLoader, config: RendererConfig, in_thread: InThread
     ) -> None:
@@ -40,7 +40,7 @@ class ReadOnlyPath:
         there are so many.
         """
         token_ids = await self._tokenize(processor, asked)
-        pictures: list[Picture] = []
+        pictures: list[ProcessedImage] = []
         budget = Budget(max_bytes)
         async for field, data in self._files(asked, tenant):
             picture = await self._process(processor, data, field)
@@ -64,7 +64,7 @@ class ReadOnlyPath:
         Raises what `render` raises.
         """
         token_ids = await self._tokenize(processor, asked)
-        pictures: list[Picture] = []
+        pictures: list[ProcessedImage] = []
         found: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
         async for field, data in self._files(asked, tenant):
@@ -100,7 +100,11 @@ class ReadOnlyPath:
         return await self._in_thread(processor.tokenize, asked)
 
     async def _expand(
-        self, processor: Processor, asked: Prompt, token_ids: list[int], pictures: list[Picture]
+        self,
+        processor: Processor,
+        asked: Prompt,
+        token_ids: list[int],
+        pictures: list[ProcessedImage],
     ) -> tuple[list[int], list[PlaceholderRange]]:
         field = prompt.field_of(asked)
         if asked.token_ids is not None:
@@ -119,8 +123,8 @@ class ReadOnlyPath:
             else:
                 yield field, await self._in_thread(self._loader.read_afresh, url, field)
 
-    async def _process(self, processor: Processor, data: bytes, field: str) -> Picture:
-        def process() -> Picture:
+    async def _process(self, processor: Processor, data: bytes, field: str) -> ProcessedImage:
+        def process() -> ProcessedImage:
             return processor.process(decode_image(data, self._config, field), field, "")
 
         return await self._in_thread(process)

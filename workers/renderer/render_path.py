@@ -10,8 +10,8 @@ from shared.config import Config
 from shared.errors import InvalidRequest
 from shared.protocol.messages import Prompt, RenderTask
 from shared.protocol.multimodal import BlobRef, PlaceholderRange
-from workers.renderer.image_cache import Pictures, Prepared
-from workers.renderer.media.request_media import JobMedia, Source
+from workers.renderer.image_cache import ImageCache, PreparedImage
+from workers.renderer.media.request_media import RequestMedia, Source
 from workers.renderer.packing import Packer
 from workers.renderer.processing import prompt
 from workers.renderer.processing.processor import Processor, Rendered
@@ -22,9 +22,9 @@ async def _nothing() -> None:
     pass
 
 
-class MainPath:
+class RenderPath:
     def __init__(self, bus: Bus, blobs: Blobs, config: Config, in_thread: InThread) -> None:
-        self.pictures = Pictures(blobs, config.renderer, in_thread)
+        self.pictures = ImageCache(blobs, config.renderer, in_thread)
         self._packer = Packer(bus, blobs, config)
         self._in_thread = in_thread
 
@@ -32,7 +32,7 @@ class MainPath:
         self,
         processor: Processor,
         asked: Prompt,
-        media: JobMedia,
+        media: RequestMedia,
         ttl_s: float,
         task: RenderTask | None,
         made: list[BlobRef],
@@ -91,12 +91,12 @@ class MainPath:
         ttl_s: float,
         data: bytes,
         field: str,
-    ) -> Prepared:
+    ) -> PreparedImage:
         prepare = self.pictures.prepare if asked.token_ids is None else self.pictures.prepare_item
         return await prepare(processor, data, field, scope, ttl_s)
 
 
-async def _sources(asked: Prompt, media: JobMedia) -> AsyncIterator[tuple[str, Source]]:
+async def _sources(asked: Prompt, media: RequestMedia) -> AsyncIterator[tuple[str, Source]]:
     """The pictures' files or items, each read when its turn comes, with their fields."""
     for field, part in prompt.image_parts(asked.messages):
         yield field, await media.read(part.image_url.url, field)
@@ -105,7 +105,7 @@ async def _sources(asked: Prompt, media: JobMedia) -> AsyncIterator[tuple[str, S
         yield field, await media.read_item(feature, field)
 
 
-def _check_counts(ranges: Sequence[PlaceholderRange], prepared: Sequence[Prepared]) -> None:
+def _check_counts(ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]) -> None:
     for i, (placeholder, picture) in enumerate(zip(ranges, prepared, strict=True)):
         if placeholder.length != picture.num_tokens:
             raise InvalidRequest(

@@ -31,15 +31,15 @@ from shared.protocol.messages import (
 from shared.protocol.prompts import prompt_of, prompt_to_count
 from shared.protocol.renderer_rpc import (
     Detokenized,
-    Refusal,
+    ErrorReply,
     RenderedPrompt,
     Tokenized,
     decode_detokenize_request,
     decode_features_request,
     decode_tokenize_request,
 )
-from workers.renderer.fair_queue import Turns
-from workers.renderer.preview_path import ReadOnlyPath
+from workers.renderer.fair_queue import FairQueue
+from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.threads import InThread
 
@@ -51,11 +51,11 @@ Asked = TypeVar("Asked")
 _log = structlog.get_logger()
 
 
-class Services:
+class RendererRpc:
     def __init__(
         self,
         bus: Bus,
-        path: ReadOnlyPath,
+        path: PreviewPath,
         processors: Mapping[str, Processor],
         config: Config,
         in_thread: InThread,
@@ -65,7 +65,7 @@ class Services:
         self._processors = processors
         self._config = config
         self._in_thread = in_thread
-        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
         self._num_free = max(1, config.renderer.threads // 2)
         self._shares: list[Share] = []
 
@@ -188,4 +188,4 @@ async def _decoded(decode: Callable[[bytes], Asked], question: bytes) -> Asked:
 
 
 def _refusal(error: PagemillError) -> bytes:
-    return to_json(Refusal(error_info(error)))
+    return to_json(ErrorReply(error_info(error)))

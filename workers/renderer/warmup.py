@@ -15,17 +15,17 @@ from shared.codec import envelope
 from shared.protocol.messages import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.renderer_rpc import RenderedPrompt
 from workers.renderer.media.image_decoder import FORMATS
-from workers.renderer.media.request_media import JobMedia
-from workers.renderer.preview_path import ReadOnlyPath
+from workers.renderer.media.request_media import RequestMedia
+from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor, Rendered
-from workers.renderer.render_path import MainPath
+from workers.renderer.render_path import RenderPath
 
 SIZE = (448, 448)
 TTL_S = 60.0
 MAX_BYTES = 2**30
 
 
-async def main_path(path: MainPath, processor: Processor, media: JobMedia) -> None:
+async def main_path(path: RenderPath, processor: Processor, media: RequestMedia) -> None:
     """Before anything else is in its cache, which is empty again afterwards."""
 
     async def render(messages: list[Message]) -> None:
@@ -37,7 +37,7 @@ async def main_path(path: MainPath, processor: Processor, media: JobMedia) -> No
         path.pictures.clear()
 
 
-async def readonly_path(path: ReadOnlyPath, processor: Processor) -> None:
+async def readonly_path(path: PreviewPath, processor: Processor) -> None:
     async def render(messages: list[Message]) -> None:
         _encode(await path.render(processor, Prompt(messages), MAX_BYTES))
 

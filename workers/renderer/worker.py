@@ -20,12 +20,12 @@ from shared.stage.stage import Job
 from shared.telemetry.logs import Logger
 from workers.renderer import warmup
 from workers.renderer.media.loader import MediaLoader, is_remote
-from workers.renderer.media.request_media import JobMedia
-from workers.renderer.preview_path import ReadOnlyPath
+from workers.renderer.media.request_media import RequestMedia
+from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing import prompt
 from workers.renderer.processing.processor import Processor
-from workers.renderer.render_path import MainPath
-from workers.renderer.rpc import Services
+from workers.renderer.render_path import RenderPath
+from workers.renderer.rpc import RendererRpc
 from workers.renderer.threads import Args, Result
 
 _decode_task = msgspec.msgpack.Decoder(RenderTask).decode
@@ -54,8 +54,8 @@ class RendererWorker:
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._loader = MediaLoader(limits)
-        self._main_path = MainPath(context.bus, blobs, self._config, self._in_thread)
-        self._readonly_path = ReadOnlyPath(context.bus, self._loader, limits, self._in_thread)
+        self._main_path = RenderPath(context.bus, blobs, self._config, self._in_thread)
+        self._readonly_path = PreviewPath(context.bus, self._loader, limits, self._in_thread)
 
     async def load(self) -> None:
         for name, model in self._config.models.items():
@@ -96,7 +96,7 @@ class RendererWorker:
             for lane in subjects.LANES
         ]
         await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
-        services = Services(
+        services = RendererRpc(
             context.bus, self._readonly_path, self._processors, config, self._in_thread
         )
         await services.start()
@@ -132,7 +132,7 @@ class RendererWorker:
         try:
             task = _decode(delivery.data)
             job.identify(task)
-            if await stage.take(job) is None:
+            if await stage.claim(job) is None:
                 return
             self._in_hand.add(task.request_id)
             job.waiting = True
@@ -145,7 +145,7 @@ class RendererWorker:
             if task.request_id in self._ended:
                 await stage.finish(job)
                 return
-            await stage.hand_over(job, "engine", task.model, task.lane, data, task.round)
+            await stage.forward(job, "engine", task.model, task.lane, data, task.round)
             metrics.counter("rendered_requests_total").add()
             self._context.log.info(
                 "rendered",
@@ -155,14 +155,14 @@ class RendererWorker:
                 ms=round(self._context.bus.now_ms() - job.received_ms, 1),
             )
         except asyncio.CancelledError:
-            await stage.hand_back(job)
+            await stage.requeue(job)
             raise
         except Exception as error:
             await stage.fail(job, error)
         finally:
             self._in_hand.discard(job.request_id)
             self._ended.discard(job.request_id)
-            await stage.take_back(job)
+            await stage.discard_outputs(job)
 
     async def _render(self, task: RenderTask, job: Job) -> bytes:
         def begun() -> None:
@@ -190,13 +190,13 @@ class RendererWorker:
             items=rendered.items,
             sampling_params=task.sampling_params,
             accepted=task.accepted,
-            path=[*task.path, self._context.stage.hop(job)],
+            path=[*task.path, self._context.stage.span(job)],
             round=task.round,
             adapter=task.adapter,
         )
         return envelope.encode(engine_task, rendered.tensors)
 
-    async def _media_of(self, task: RenderTask, job: Job) -> JobMedia:
+    async def _media_of(self, task: RenderTask, job: Job) -> RequestMedia:
         accepted = task.accepted
         media = self._open_media(
             task.request_id, accepted.sequence, accepted.tenant, accepted.cache_scope, task.model
@@ -207,9 +207,9 @@ class RendererWorker:
             await media.recall()
         return media
 
-    def _open_media(self, request_id: str, sequence: int, *whose: str) -> JobMedia:
+    def _open_media(self, request_id: str, sequence: int, *whose: str) -> RequestMedia:
         limits = self._config.renderer
-        return JobMedia(
+        return RequestMedia(
             self._context.bus, self._loader, limits, self._in_thread, request_id, sequence, *whose
         )
 

@@ -16,7 +16,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from workers.engine import runner
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
 from workers.renderer.media.image_decoder import LoadedImage, hash_source
@@ -102,7 +102,7 @@ def message(request: Request, url: str) -> Message:
     return Message("user", [ImagePart(ImageURL(url)), TextPart(request.text)])
 
 
-def watch(core: Core, stopwatch: Stopwatch) -> None:
+def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
     """From outside, for the engine has no clock of its own; a phase's name is that of a method."""
     inside: Any = core
     for owner, name, phase in (

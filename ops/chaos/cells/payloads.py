@@ -54,7 +54,7 @@ MIB = 2**20
 _SLOW_READER = """
 import asyncio, sys
 from ops.chaos import worker
-from shared.blobs import Blobs
+from shared.blobs.store import Blobs
 get = Blobs.get
 async def slow(self, ref):
     blob = await get(self, ref)
@@ -67,7 +67,7 @@ sys.exit(worker.app(sys.argv[1:], result_action="return_value"))
 _WITHOUT_ROADS = """
 import sys
 from ops.chaos import worker
-from shared import roads
+from shared.blobs import transports as roads
 def refuse(self):
     raise ConnectionRefusedError("no way")
 for name in {roads!r}:
@@ -126,7 +126,7 @@ async def no_shm(scene: Scene) -> None:
         began = now()
         await scene.probe("shm_full", WORKER_S)
         await asyncio.sleep(3.0)
-        if not _num_read(scene, "LocalRoad", began):
+        if not _num_read(scene, "SharedMemoryTransport", began):
             scene.note("no payload was read")
 
 
@@ -152,7 +152,7 @@ async def forged_reference(scene: Scene) -> None:
             for _ in range(20):
                 key = secrets.token_bytes(wire.KEY_BYTES)
                 await _must_be_lost(scene, blobs, BlobRef(beat.worker, key, MIB), "never given")
-                piece = wire.pack_piece(wire.Piece(wire.GET, key, 0, 2**62))
+                piece = wire.pack_piece(wire.BlobChunk(wire.GET, key, 0, 2**62))
                 if await bus.ask(subjects.blob(beat.worker), piece, 2.0):
                     scene.note("I7: a piece was given for a forged key")
     await scene.probe("after_forging", WORKER_S)

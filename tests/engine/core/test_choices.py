@@ -17,7 +17,7 @@ from tests.fakes import FakeRunner
 from workers.engine import log_records as outputs_module
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.detokenizer import Detokenizer
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -68,8 +68,8 @@ class Script(FakeRunner):
         ]
 
 
-def make_core(runner: FakeRunner, **rest: Any) -> Core:
-    return Core(
+def make_core(runner: FakeRunner, **rest: Any) -> EngineCore:
+    return EngineCore(
         runner,
         decode,
         frozenset([EOS]),
@@ -86,7 +86,7 @@ def make_request(**params: Any) -> EngineRequest:
     return EngineRequest("r", [3, 4], [], SamplingParams(**params))
 
 
-def finish(core: Core, request: EngineRequest) -> list[ChoiceDelta]:
+def finish(core: EngineCore, request: EngineRequest) -> list[ChoiceDelta]:
     core.add(request)
     deltas: list[ChoiceDelta] = []
     while core.has_work:

@@ -12,7 +12,7 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -38,8 +38,8 @@ def make_core(
     num_blocks: int = 64,
     prefix_caching: bool = True,
     **limits: int,
-) -> Core:
-    return Core(
+) -> EngineCore:
+    return EngineCore(
         runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),
         decode,
         frozenset([EOS]),
@@ -58,7 +58,7 @@ def make_request(
     return EngineRequest(request_id, prompt or [1, 2, 3], [], SamplingParams(**p))  # type: ignore[arg-type]
 
 
-def finish_all(core: Core) -> list[RequestOutput]:
+def finish_all(core: EngineCore) -> list[RequestOutput]:
     outputs = []
     while core.has_work:
         outputs += core.step()
@@ -356,7 +356,7 @@ def pictured(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object)
     return replace(request, items=[item(mm_hash, 3, 4)], tenant=tenant)
 
 
-def cached_tokens(core: Core, request: EngineRequest) -> int:
+def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
     """After it has run to its end."""
     core.add(request)
     usage = finish_all(core)[-1].usage

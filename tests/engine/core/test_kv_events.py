@@ -15,14 +15,14 @@ from shared.client import follow
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Acceptance, EngineTask, Finish
+from shared.protocol.messages import EngineTask, Finish, RequestTicket
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.stage.runtime import Context
 from shared.state import kv_event_log
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import (
     MAX_EVENT_TOKENS,
     AllBlocksCleared,
@@ -34,7 +34,7 @@ from workers.engine.core.kv_events import (
     event_hash,
 )
 from workers.engine.core.sequence import EngineRequest, Item
-from workers.engine.item_loader import Opener
+from workers.engine.item_loader import ItemLoader
 from workers.engine.worker import EngineWorker
 
 BLOCK_SIZE = 2
@@ -84,8 +84,8 @@ class Findable:
             parent = block_hash
 
 
-def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = True) -> Core:
-    return Core(
+def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = True) -> EngineCore:
+    return EngineCore(
         FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"]),
         lambda token_ids: "x" * len(token_ids),
         frozenset([0]),
@@ -98,7 +98,7 @@ def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = T
     )
 
 
-def registered(core: Core) -> set[int]:
+def registered(core: EngineCore) -> set[int]:
     return {event_hash(block_hash) for block_hash in core._pool.registered}
 
 
@@ -225,7 +225,7 @@ async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus
     context = Context("engine", engine, model, config, bus, structlog.get_logger())
     core = make_core(20, KVEvents())
     blobs = Blobs(bus, "engine", engine, BlobsConfig(arena_mib=1))
-    worker = EngineWorker(context, model, core, Opener(blobs, None, lambda data: data))
+    worker = EngineWorker(context, model, core, ItemLoader(blobs, None, lambda data: data))
     live: list[bytes] = []
 
     async def receive(msg: Any) -> None:
@@ -277,7 +277,7 @@ async def put_task(
         sampling_params=SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, structured_outputs=structured_outputs
         ),
-        accepted=Acceptance(now_ms, now_ms + 60_000, 1, "pm.test.receipt"),
+        accepted=RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt"),
         path=[],
     )
     await bus.publish(subjects.stage("engine", model, lane, name), envelope.encode(task, []), name)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.core.ngram_drafter import REGAIN, Credit, NgramDrafter, NgramIndex
+from workers.engine.core.ngram_drafter import REGAIN, DraftBudget, NgramDrafter, NgramIndex
 
 # Few different tokens, so that much comes again.
 tokens = st.lists(st.integers(0, 3), max_size=40)
@@ -48,7 +48,7 @@ def test_a_circle_goes_on() -> None:
 
 @given(st.integers(1, 16), st.lists(st.floats(0, 1), max_size=60))
 def test_credit_stays_within_its_bounds(most: int, shares: list[float]) -> None:
-    credit = Credit(most)
+    credit = DraftBudget(most)
     for share in shares:
         granted = credit.grant()
         assert 0 <= granted <= most
@@ -61,7 +61,7 @@ def test_credit_stays_within_its_bounds(most: int, shares: list[float]) -> None:
 
 @given(st.integers(1, 16))
 def test_drafts_that_keep_failing_become_few_and_are_tried_again(most: int) -> None:
-    credit, num_steps = Credit(most), 400
+    credit, num_steps = DraftBudget(most), 400
     granted = []
     for _ in range(num_steps):
         granted.append(credit.grant())

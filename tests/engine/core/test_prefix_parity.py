@@ -22,7 +22,7 @@ from tests.engine.model.test_parity import (
     reference_answer,
 )
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,7 +75,7 @@ class Engine:
         self.runner = CountingRunner(twins, num_blocks, BLOCK_SIZE, embedding_cache_bytes)
         order = random.Random(budget).sample(range(num_blocks), num_blocks)
         self._pool = BlockPool(num_blocks, BLOCK_SIZE, order)
-        self._core = Core(
+        self._core = EngineCore(
             self.runner,
             lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
             frozenset(),

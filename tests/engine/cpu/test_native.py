@@ -309,8 +309,8 @@ LEAVES_IN_THE_MIDDLE = """
 import threading, time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from workers.engine.families import family_of
-from workers.engine.native.decoder import NativeModel
+from workers.engine.model.families import family_of
+from workers.engine.cpu.decoder import NativeModel
 
 config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
 native = NativeModel(family_of(LlamaForCausalLM(config).requires_grad_(False)), 2)

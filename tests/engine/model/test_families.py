@@ -29,7 +29,7 @@ from tests.engine.model.test_parity import (
 from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.support import TEXT_FAMILIES, layer_windows
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -205,7 +205,7 @@ def test_levels_are_felt_also_where_a_chunk_cuts_the_picture(deep: Twins, max_ch
 def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, change: Any):
     assert deep.tower is not None
     case = from_afar(make_case("one", [(90, 60)], 4, 4), deep.tower)
-    runner = Runner(deep.served, num_blocks=4, block_size=4)
+    runner = ModelRunner(deep.served, num_blocks=4, block_size=4)
     runner.prepare(case.request)
     with pytest.raises(InvalidRequest, match="embeddings"):
         runner.prepare(with_embeddings(case, change).request)
@@ -213,7 +213,7 @@ def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, ch
 
 def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins):
     case = make_case("moved", [(56, 56)], 4, 4)
-    runner = Runner(deep.served, num_blocks=4, block_size=4, tower=deep.tower)
+    runner = ModelRunner(deep.served, num_blocks=4, block_size=4, tower=deep.tower)
     (item,) = case.request.items
     offset, length = item.placeholder.offset, item.placeholder.length
     for place in (PlaceholderRange(offset, length + 1), PlaceholderRange(offset - 1, length)):
@@ -228,7 +228,7 @@ def test_features_that_are_not_finite_stay_with_their_picture(deep: Twins):
     table = torch.full((3, 256), 3e38)
     (item,) = bad.items
     bad = replace(bad, items=[replace(item, fields={**item.fields, "pixel_table": table})])
-    runner = Runner(deep.served, num_blocks=4, block_size=4, tower=deep.tower)
+    runner = ModelRunner(deep.served, num_blocks=4, block_size=4, tower=deep.tower)
     for request in (good, bad):
         runner.prepare(request)
     with pytest.raises(InvalidRequest, match="finite"):

@@ -17,21 +17,21 @@ from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.protocol.messages import (
-    Acceptance,
     EngineTask,
     ImagePart,
     ImageURL,
     Message,
+    RequestTicket,
     TextPart,
 )
 from shared.protocol.multimodal import PlaceholderRange, pack_mask
 from shared.protocol.sampling import SamplingParams
-from shared.vision.towers import LlavaVision
+from shared.vision.towers import LlavaTower
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.loader import load
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing.processor import Processor
 
@@ -63,7 +63,7 @@ class Road:
             rendered.prompt_token_ids,
             rendered.items,
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            Acceptance(0.0, 1.0, 1, "receipt"),
+            RequestTicket(0.0, 1.0, 1, "receipt"),
             [],
         )
         received, tensors = decode(encode(task, rendered.tensors), EngineTask)
@@ -247,7 +247,7 @@ def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road):
 )
 def test_malformed_fields_are_the_requests_own_failure(plain: Road, fields: dict[str, Any]):
     request = plain.case("spoilt", "See?", [llava.picture(1, 42, 42)], 4).request
-    runner = Runner(plain.twins.served, 4, 4, plain.twins.tower)
+    runner = ModelRunner(plain.twins.served, 4, 4, plain.twins.tower)
     runner.prepare(request)
     (item,) = request.items
     changed = {k: v for k, v in {**item.fields, **fields}.items() if v is not None}
@@ -325,7 +325,7 @@ def test_a_missing_projector_is_named(tmp_path: Path):
 def test_a_layer_that_the_tower_lacks_is_refused(plain: Road, layer: int | list[int]):
     config = llava.make_config(layer=layer, image_token_id=7)
     with pytest.raises(ConfigError, match="vision_feature_layer"):
-        LlavaVision(config)
+        LlavaTower(config)
 
 
 def test_other_towers_are_refused(tmp_path: Path):

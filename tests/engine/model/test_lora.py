@@ -32,7 +32,7 @@ from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.lora import AdaptedLinear, Adapters, Run, Step, load_adapters
 from workers.engine.model.peft_format import LowRank
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -205,12 +205,12 @@ def test_what_has_no_adapter_is_multiplied_with_nothing() -> None:
 
 def test_an_unknown_adapter_is_the_requests_own_failure(seeing: Mixed) -> None:
     request = replace(make_cases(False)[0].request, adapter="other")
-    runner = Runner(seeing.twins.served, 4, 4, adapters=seeing.twins.adapters)
+    runner = ModelRunner(seeing.twins.served, 4, 4, adapters=seeing.twins.adapters)
     with pytest.raises(UnknownAdapter, match="large, small") as caught:
         runner.prepare(request)
     assert caught.value.field == "adapter"
     with pytest.raises(UnknownAdapter, match="none"):
-        Runner(seeing.twins.served, 4, 4).prepare(request)
+        ModelRunner(seeing.twins.served, 4, 4).prepare(request)
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, "x", "y"]), st.integers(1, 4)), min_size=1))

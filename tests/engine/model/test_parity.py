@@ -43,9 +43,9 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.protocol.multimodal import PlaceholderRange, content_hash
 from shared.protocol.sampling import SamplingParams
-from shared.vision.towers import QwenVision, Tower
+from shared.vision.towers import QwenTower, Tower
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,
     EngineRequest,
@@ -56,10 +56,10 @@ from workers.engine.core.sequence import (
     Sequence,
 )
 from workers.engine.loader import LoadedModel, load
-from workers.engine.model.families import Family, family_of
+from workers.engine.model.families import LanguageAdapter, family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.lora import Adapters
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,7 +303,7 @@ class RandomSchedule:
 
 
 def run_schedule(twins: Twins, cases: list[Case], schedule: RandomSchedule) -> dict[str, list[int]]:
-    runner = Runner(
+    runner = ModelRunner(
         twins.served,
         schedule.num_blocks,
         schedule.block_size,
@@ -378,7 +378,7 @@ def test_pictures_are_seen(seeing: Twins):
 # -- through the real scheduler, pool and preemption ----------------------------------------------
 
 
-class CountingRunner(Runner):
+class CountingRunner(ModelRunner):
     """Counts how often each request did not go on where it was: more than once a choice after a
     preemption."""
 
@@ -420,7 +420,7 @@ def run_core(
     block_size = 4
     runner = CountingRunner(twins, num_blocks, block_size)
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
-    core = Core(
+    core = EngineCore(
         runner,
         lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
         eos_token_ids,
@@ -486,7 +486,7 @@ def test_a_remote_tower_gives_the_tokens_of_generate(twins: Twins, budget: int):
 
 def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
     case = make_case("blind", [(56, 56)], 4, 4)
-    runner = Runner(seeing.served, num_blocks=4, block_size=4)
+    runner = ModelRunner(seeing.served, num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match="tower"):
         runner.prepare(case.request)
     assert seeing.tower is not None
@@ -509,7 +509,7 @@ def run_sampled(
 ) -> tuple[dict[tuple[str, int], list[int]], CountingRunner]:
     """Tokens of every choice, from a pool whose blocks are scattered by `seed`."""
     runner = CountingRunner(twins, num_blocks, 4)
-    core = Core(
+    core = EngineCore(
         runner,
         lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
         frozenset(),
@@ -595,7 +595,7 @@ def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seei
 
     good, bad = make_case("good", [], 9, 12), make_case("bad", [], 9, 12)
     runner = Spoilt(seeing, 17, 4)
-    core = Core(
+    core = EngineCore(
         runner,
         str,
         frozenset(),
@@ -679,7 +679,7 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
 def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]):
     image = picture(sum(size), *size)
     vision = seeing.served.family.vision
-    assert isinstance(vision, QwenVision)
+    assert isinstance(vision, QwenTower)
     expected = PROCESSOR(image, return_tensors="pt")["pixel_values"]
     assert torch.equal(vision.restore(item_of(image, 0).fields), expected)
 
@@ -711,7 +711,7 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
 )
 def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: dict[str, Any]):
     case = make_case("spoilt", [(56, 56)], 4, 4)
-    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
+    runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     runner.prepare(case.request)
     with pytest.raises(InvalidRequest):
         runner.prepare(spoilt(case, **fields))
@@ -719,7 +719,7 @@ def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: di
 
 def test_placeholders_must_be_where_the_item_says(seeing: Twins):
     case = make_case("moved", [(56, 56), (84, 56)], 4, 4)
-    runner = Runner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
+    runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     first, second = case.request.items
     offset, length = first.placeholder.offset, first.placeholder.length
     for placeholder in (
@@ -736,7 +736,7 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins):
 
 
 def test_a_text_model_refuses_pictures():
-    family = Family(build("llama"))
+    family = LanguageAdapter(build("llama"))
     with pytest.raises(UnsupportedContent):
         family.check(make_case("picture", [(56, 56)], 4, 4).request)
 

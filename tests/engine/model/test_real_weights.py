@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shared.config import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 
@@ -40,7 +40,7 @@ def reference() -> PreTrainedModel:
     return model.eval()
 
 
-def answers(core: Core, prompts: list[list[int]]) -> list[list[int]]:
+def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     """All at once; the model's own end included."""
     params = SamplingParams(temperature=0, max_tokens=48)
     for i, prompt in enumerate(prompts):

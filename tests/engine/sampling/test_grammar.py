@@ -25,7 +25,7 @@ from shared.protocol.messages import ChoiceDelta
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from tests.engine.model.test_parity import widen
 from workers.cli.settings import DEMO_MODEL
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice, RequestOutput
 from workers.engine.loader import LoadedModel, load
 from workers.engine.log_records import merge_deltas
@@ -51,7 +51,7 @@ class Rig:
     blanks: dict[int, float]
     """A bias against tokens of white space."""
 
-    def core(self, **changes: Any) -> Core:
+    def core(self, **changes: Any) -> EngineCore:
         engine = EngineConfig(num_blocks=256, **changes)
         return assemble(self.loaded, engine, lambda mm_hash, embedding: None)
 
@@ -128,7 +128,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 Ended = tuple[list[ChoiceDelta], type[PagemillError] | None]
 
 
-def run(core: Core, *requests: EngineRequest) -> dict[str, Ended]:
+def run(core: EngineCore, *requests: EngineRequest) -> dict[str, Ended]:
     """Whole choices by request, and what it has failed with."""
     outputs: dict[str, list[RequestOutput]] = {}
     for request in requests:

@@ -19,9 +19,9 @@ from tests.engine.model.test_parity import (
     make_twins,
 )
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 from workers.engine.sampling import row_chunks
 from workers.engine.sampling.logprobs import IMPOSSIBLE, logprobs_of
 
@@ -73,9 +73,9 @@ def ask(case: Case, **params: object) -> Case:
     return replace(case, request=replace(case.request, sampling=sampling))
 
 
-def make_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> Core:
-    return Core(
-        Runner(twins.served, num_blocks, 4, twins.tower),
+def make_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> EngineCore:
+    return EngineCore(
+        ModelRunner(twins.served, num_blocks, 4, twins.tower),
         str,
         frozenset(),
         pool=BlockPool(num_blocks, 4),
@@ -86,7 +86,7 @@ def make_core(twins: Twins, num_blocks: int = 100, budget: int = 64) -> Core:
     )
 
 
-def run(core: Core, *cases: Case) -> dict[str, list[RequestOutput]]:
+def run(core: EngineCore, *cases: Case) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {case.request.request_id: [] for case in cases}
     for case in cases:
         core.add(case.request)

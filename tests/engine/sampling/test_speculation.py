@@ -25,7 +25,7 @@ from tests.engine.cpu.test_native import needs_kernels
 from tests.engine.model.test_parity import build, make_case, widen
 from tests.fakes import FakeRunner, ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.core.sequence import (
     Drafter,
@@ -37,11 +37,11 @@ from workers.engine.core.sequence import (
     Sequence,
 )
 from workers.engine.cpu.decoder import NativeModel
-from workers.engine.metrics import Meters
+from workers.engine.metrics import EngineMetrics
 from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
-from workers.engine.runner import Runner
+from workers.engine.runner import ModelRunner
 from workers.engine.sampling.verifier import sample_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,8 +70,8 @@ def drafting_core(
     budget: int = 64,
     max_drafting_tokens: int = 64,
     runner: FakeRunner | None = None,
-) -> Core:
-    return Core(
+) -> EngineCore:
+    return EngineCore(
         runner or FakeRunner(test_engine.BLOCK_SIZE, test_engine.VOCAB_SIZE),
         test_engine.decode,
         frozenset([test_engine.EOS]),
@@ -85,7 +85,7 @@ def drafting_core(
     )
 
 
-def finish(core: Core) -> list[RequestOutput]:
+def finish(core: EngineCore) -> list[RequestOutput]:
     outputs = []
     while core.has_work:
         outputs += core.step()
@@ -179,7 +179,7 @@ def test_what_was_drafted_is_told() -> None:
     request = test_engine.make_request(max_tokens=12, ignore_eos=True)
     core = drafting_core(shaky(whole_answers(request, run_alone(request)), 8, 1))
     metrics = Metrics("engine", "engine-1", "demo")
-    meters = Meters(metrics, core.stats(), lambda s: 1000 * s)
+    meters = EngineMetrics(metrics, core.stats(), lambda s: 1000 * s)
     core.add(request)
     finish(core)
     stats = core.stats()
@@ -280,9 +280,9 @@ class Engine:
             self.adapters = load_adapters(family, {"a": str(folder)})
         self.model: DecoderModel = NativeModel(family, 2) if native else FlatModel(family)
 
-    def core(self, new_drafter: NewDrafter, num_blocks: int = 100, budget: int = 64) -> Core:
-        return Core(
-            Runner(self.model, num_blocks, 8, self.tower, adapters=self.adapters),
+    def core(self, new_drafter: NewDrafter, num_blocks: int = 100, budget: int = 64) -> EngineCore:
+        return EngineCore(
+            ModelRunner(self.model, num_blocks, 8, self.tower, adapters=self.adapters),
             lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
             frozenset([7]),
             pool=BlockPool(num_blocks, 8),
@@ -324,7 +324,7 @@ class Engine:
 Told = dict[tuple[str, int], tuple[list[int], str, str | None, str | int | None]]
 
 
-def run(core: Core, requests: list[EngineRequest]) -> tuple[Told, dict[str, list[float]]]:
+def run(core: EngineCore, requests: list[EngineRequest]) -> tuple[Told, dict[str, list[float]]]:
     """Answers by request and choice; log probabilities by request, where they were asked for."""
     outputs: list[RequestOutput] = []
     for request in requests:

@@ -19,7 +19,7 @@ from shared.errors import Overloaded
 from shared.protocol.messages import (
     ChoiceDelta,
     GenerateRequest,
-    JobRecord,
+    RequestRecord,
     TokenChunk,
     TokenLogprobs,
     Usage,
@@ -30,16 +30,16 @@ from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Start, start_gateway_at
 from tests.gateway.http.test_middleware import ask, check_error
 from tests.gateway.routes.test_requests import long
-from workers.gateway.core.assembler import Assembler, Spelling
+from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
-    Kept,
-    Shelf,
+    AnswerBudget,
+    LogprobSize,
     kept_in,
     kept_of,
     noted,
 )
-from workers.gateway.core.plan import Order
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 from workers.gateway.openai.chat import chat_order
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
@@ -58,23 +58,23 @@ SPELLING = {i: f" t{i:05d}".encode() for i in range(10_000)}
 PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
 
 
-def chat(**fields: Any) -> Order:
+def chat(**fields: Any) -> SubmitPlan:
     message = {"role": "user", "content": "Hi"}
     body = {"model": "demo", "messages": [message]} | fields
     return chat_order(msgspec.convert(body, ChatRequest))
 
 
-def completion(**fields: Any) -> Order:
+def completion(**fields: Any) -> SubmitPlan:
     body = {"model": "demo", "prompt": "Hi"} | fields
     return completion_order(msgspec.convert(body, CompletionRequest))
 
 
 def test_who_wants_no_log_probabilities_meets_no_limit() -> None:
-    shelf = Shelf(GatewayConfig(max_answer_mib=1))
+    shelf = AnswerBudget(GatewayConfig(max_answer_mib=1))
     for order in (
         chat(n=8),
         completion(prompt=["Hi"] * 64, n=8),
-        Order([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
+        SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
     ):
         kept = kept_of(order, {"logprobs": 20})
         assert not kept.needs_max_model_len
@@ -100,27 +100,27 @@ def test_all_that_makes_it_large_counts() -> None:
     assert kept_of(echoed, {}).at_most() == 4 * one
     asked = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = kept_of(Order([asked], sampling, {}), {})
+    scored = kept_of(SubmitPlan([asked], sampling, {}), {})
     assert scored.at_most() == one
     assert scored.field_of(one, "generate") == "prompt_logprobs"
 
 
 @given(
     st.builds(
-        Kept,
+        LogprobSize,
         per_token=st.integers(1, 22),
         of_prompt=st.integers(0, 10**6),
         choices=st.integers(1, 512),
         max_tokens=st.none() | st.integers(1, 10**6),
     )
 )
-def test_a_note_of_it_tells_the_same(kept: Kept) -> None:
-    record = JobRecord("chat", "demo", "", 0, False, noted({"logprobs": True}, kept))
-    assert kept_in(msgspec.json.decode(to_json(record), type=JobRecord)) == kept
+def test_a_note_of_it_tells_the_same(kept: LogprobSize) -> None:
+    record = RequestRecord("chat", "demo", "", 0, False, noted({"logprobs": True}, kept))
+    assert kept_in(msgspec.json.decode(to_json(record), type=RequestRecord)) == kept
 
 
 def test_one_answer_and_all_together_have_a_limit() -> None:
-    shelf = Shelf(GatewayConfig(max_answer_mib=1))
+    shelf = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
         shelf.take({}, 2**20 + 1, "max_tokens")
     assert refused.value.field == "max_tokens"
@@ -137,7 +137,7 @@ def test_one_answer_and_all_together_have_a_limit() -> None:
         shelf.take({}, 1, "max_tokens")
 
 
-def assembler(kind: str, spelling: Spelling, num_others: int) -> Assembler:
+def assembler(kind: str, spelling: TokenBytes, num_others: int) -> Assembler:
     if kind == "chat":
         return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), spelling)
     if kind == "completion":
@@ -190,7 +190,7 @@ def test_no_form_of_answer_takes_more_than_is_reckoned(kind: str, num_others: in
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < Kept(per_token=2 + num_others).of_tokens(NUM_TOKENS)
+    assert peak < LogprobSize(per_token=2 + num_others).of_tokens(NUM_TOKENS)
 
 
 async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:

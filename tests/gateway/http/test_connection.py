@@ -20,7 +20,7 @@ from shared.telemetry.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_middleware import certificate, check_error
 from tests.gateway.openai.test_chat import question
-from workers.gateway.http.connection import MAX_TURNED_AWAY, Entrance, Wire
+from workers.gateway.http.connection import MAX_TURNED_AWAY, ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.worker import OTHER_FILES
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -237,10 +237,12 @@ class Unread(asyncio.Transport):
 
 def test_who_takes_something_is_waited_for() -> None:
     clock, transport, slow = Clock(), Unread(), Counter()
-    entrance = Entrance(GatewayConfig(), 8, Counter(), slow)
+    entrance = ConnectionLimits(GatewayConfig(), 8, Counter(), slow)
     config = uvicorn.Config(lambda: None)
     config.load()
-    wire = Wire(entrance, config, server_state=ServerState(), app_state={}, _loop=clock)
+    wire = LimitedHttpProtocol(
+        entrance, config, server_state=ServerState(), app_state={}, _loop=clock
+    )
     wire.connection_made(transport)
     wire._stop_timer()
     transport.size = 100_000

@@ -16,7 +16,7 @@ from shared.telemetry.metrics import Metrics
 from tests.cluster.conftest import CONFIG, Cluster
 from tests.gateway.conftest import Gateway, start_gateway
 from workers.gateway import worker
-from workers.gateway.app import Door
+from workers.gateway.app import AppContext
 from workers.gateway.openapi.document import document
 from workers.gateway.routes import page
 
@@ -30,8 +30,8 @@ OPERATIONS = [
 
 
 @pytest.fixture
-async def door(bus: Bus) -> Door:
-    return Door(bus, parse(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
+async def door(bus: Bus) -> AppContext:
+    return AppContext(bus, parse(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_names_of_operations_are_theirs_alone() -> None:
     assert len(set(names)) == len(names)
 
 
-async def test_it_has_every_route_and_no_other(door: Door) -> None:
+async def test_it_has_every_route_and_no_other(door: AppContext) -> None:
     of_page = {route.path for route in page.routes(door)}
     there = {
         (method.lower(), route.path)

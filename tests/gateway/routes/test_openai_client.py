@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.protocol import subjects
 from tests.gateway.conftest import Gateway, Start, start_gateway_at
 from tests.gateway.http.test_auth import ALICE, KEYS
@@ -245,7 +245,7 @@ async def test_keys_and_retries(another: Start) -> None:
 
 
 async def test_a_full_queue_is_asked_again(tmp_path: Path) -> None:
-    broker = Broker(tmp_path / "nats")
+    broker = EmbeddedServer(tmp_path / "nats")
     broker.start()
     tree = {
         "models": {"demo": {"path": str(MODEL)}},

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from shared.bus.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from shared.protocol.messages import JobRecord
+from shared.protocol.messages import RequestRecord
 from shared.state import request_registry
 from shared.state.token_log import last_record
 from tests.cluster.conftest import Cluster
@@ -255,7 +255,7 @@ async def test_a_request_whose_log_is_gone_is_not_waited_for(
 ) -> None:
     request_id = f"chatcmpl-{time.time_ns()}"
     await request_registry.hold(
-        bus, request_id, JobRecord("chat", "demo", "", 1, True), "gateway-dead:a"
+        bus, request_id, RequestRecord("chat", "demo", "", 1, True), "gateway-dead:a"
     )
     for path in ("", "/stream"):
         told = await http.get(f"/v1/requests/{request_id}{path}")
@@ -380,7 +380,7 @@ async def test_a_note_of_what_was_never_asked_is_not_waited_for(
     """Its gateway has died between the two."""
     request_id = f"chatcmpl-{time.time_ns()}"
     now_s = int(bus.now_ms() / 1000)
-    note = JobRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
+    note = RequestRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
     await request_registry.hold(bus, request_id, note, "gateway-dead:a")
     for path in ("", "/stream"):
         assert (await http.get(f"/v1/requests/{request_id}{path}")).status_code == 404

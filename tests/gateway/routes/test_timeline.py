@@ -1,23 +1,25 @@
 """The way of a request, from what is known of it."""
 
-from shared.protocol.messages import Attempt, Hop
-from shared.state.request_status import State, Whereabouts
-from workers.gateway.routes.timeline import Stop, way_of
+from shared.protocol.messages import AttemptRecord, StageSpan
+from shared.state.request_status import RequestStatus, State
+from workers.gateway.routes.timeline import TimelineEntry, way_of
 
-COORDINATOR = Hop("coordinator", "c-1", 1, 100.0, 101.0)
-RENDERER = Hop("renderer", "r-1", 1, 102.0, 110.0)
-ENGINE = Hop("engine", "e-1", 1, 112.0, 190.0)
-
-
-def attempt(role: str, number: int, began_ms: float) -> Attempt:
-    return Attempt(role, f"{role[0]}-{number}", number, began_ms, 0)
+COORDINATOR = StageSpan("coordinator", "c-1", 1, 100.0, 101.0)
+RENDERER = StageSpan("renderer", "r-1", 1, 102.0, 110.0)
+ENGINE = StageSpan("engine", "e-1", 1, 112.0, 190.0)
 
 
-def found(state: State, stage: str, path: list[Hop], *attempts: Attempt) -> Whereabouts:
-    return Whereabouts("req-1", state, stage, path=path, attempts=list(attempts))
+def attempt(role: str, number: int, began_ms: float) -> AttemptRecord:
+    return AttemptRecord(role, f"{role[0]}-{number}", number, began_ms, 0)
 
 
-def seen(whereabouts: Whereabouts) -> list[tuple[str, int, bool]]:
+def found(
+    state: State, stage: str, path: list[StageSpan], *attempts: AttemptRecord
+) -> RequestStatus:
+    return RequestStatus("req-1", state, stage, path=path, attempts=list(attempts))
+
+
+def seen(whereabouts: RequestStatus) -> list[tuple[str, int, bool]]:
     """Stage, attempt and whether it has ended there."""
     stops = way_of(whereabouts)
     return [(stop.stage, stop.attempt, stop.ended_ms is not None) for stop in stops]
@@ -34,7 +36,7 @@ def test_a_request_in_hand_is_with_its_latest_attempt() -> None:
     path = [COORDINATOR, RENDERER]
     attempts = [attempt("renderer", 1, 102.0), attempt("engine", 1, 112.0)]
     there = found("in_hand", "engine", path, *attempts, attempt("engine", 2, 150.0))
-    assert way_of(there)[-1] == Stop("engine", "e-2", 2, 150.0, None)
+    assert way_of(there)[-1] == TimelineEntry("engine", "e-2", 2, 150.0, None)
     assert seen(there)[:2] == [("coordinator", 1, True), ("renderer", 1, True)]
 
 

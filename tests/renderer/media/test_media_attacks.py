@@ -18,7 +18,7 @@ from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
-from workers.engine.core.engine import Core
+from workers.engine.core.engine import EngineCore
 from workers.engine.main import build_core
 from workers.renderer.media.image_decoder import MAX_SCANS, LoadedImage, decode_image
 from workers.renderer.processing.processor import Processor
@@ -249,7 +249,7 @@ def test_no_other_reader_of_pillow_is_asked(asked: list[str], fmt: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple[Processor, Core]:
+def demo() -> tuple[Processor, EngineCore]:
     model = ModelConfig(str(DEMO_MODEL))
     return Processor(model), build_core(model, EngineConfig())
 
@@ -261,7 +261,7 @@ SIZES += [(16_384, 82), (81, 16_384)]
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_picture_of_any_size_is_answered_or_refused(
-    demo: tuple[Processor, Core], size: tuple[int, int]
+    demo: tuple[Processor, EngineCore], size: tuple[int, int]
 ) -> None:
     processor, core = demo
     parts = [ImagePart(ImageURL("data:,")), TextPart("What color is this image?")]
@@ -285,7 +285,9 @@ LOOKALIKES = [
 ]
 
 
-def test_no_control_token_of_the_demo_model_can_be_typed(demo: tuple[Processor, Core]) -> None:
+def test_no_control_token_of_the_demo_model_can_be_typed(
+    demo: tuple[Processor, EngineCore],
+) -> None:
     processor, _ = demo
     image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
@@ -303,7 +305,9 @@ def test_no_control_token_of_the_demo_model_can_be_typed(demo: tuple[Processor, 
 
 
 @pytest.mark.parametrize("text", LOOKALIKES, ids=ascii)
-def test_lookalikes_leave_the_picture_where_it_is(demo: tuple[Processor, Core], text: str) -> None:
+def test_lookalikes_leave_the_picture_where_it_is(
+    demo: tuple[Processor, EngineCore], text: str
+) -> None:
     processor, core = demo
     image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
     parts = [ImagePart(ImageURL("data:,")), TextPart(text)]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from shared import client
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
 from shared.errors import Fenced
 from shared.protocol import subjects
@@ -35,7 +35,7 @@ from tests.renderer.rig import (
 )
 from workers.cli.settings import as_tree
 from workers.renderer.media.loader import MediaLoader
-from workers.renderer.media.request_media import JobMedia
+from workers.renderer.media.request_media import RequestMedia
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +71,7 @@ async def hashes_of(
 
 
 async def test_a_renderer_killed_between_fetch_and_hand_over(
-    broker: Broker, bus: Bus, sink: Sink, model: str, canary: Canary, tmp_path: Path
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary, tmp_path: Path
 ) -> None:
     """One URL serves another picture by then, the other one nothing any more."""
     config = config_for(model)
@@ -100,7 +100,7 @@ async def test_a_renderer_killed_between_fetch_and_hand_over(
 
 
 async def test_rendered_again_for_the_engine(
-    broker: Broker, bus: Bus, sink: Sink, model: str, canary: Canary
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
     task = task_for(bus, model, messages_with([canary.url("/a.png")]))
     async with renderer(broker.url, config_for(model)):
@@ -121,7 +121,7 @@ async def test_rendered_again_for_the_engine(
 
 
 async def test_what_the_store_has_lost_is_fetched_again(
-    broker: Broker, bus: Bus, sink: Sink, model: str, canary: Canary
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
     task = task_for(bus, model, messages_with([canary.url("/a.png")]))
     async with renderer(broker.url, config_for(model)):
@@ -136,7 +136,7 @@ async def test_what_the_store_has_lost_is_fetched_again(
 
 
 async def test_without_a_store_nothing_is_handed_over(
-    broker: Broker,
+    broker: EmbeddedServer,
     bus: Bus,
     sink: Sink,
     model: str,
@@ -159,7 +159,7 @@ async def test_without_a_store_nothing_is_handed_over(
 
 
 async def test_the_store_is_each_tenants_own(
-    broker: Broker, bus: Bus, sink: Sink, model: str, canary: Canary
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
     """Who knows a file's hash is told nothing of whether others have sent or fetched the file."""
     pinned = await client.pin_media(bus, png(61), "a")
@@ -187,7 +187,7 @@ async def test_the_store_is_each_tenants_own(
 
 
 async def test_one_stored_picture_in_many_requests(
-    broker: Broker, bus: Bus, sink: Sink, model: str
+    broker: EmbeddedServer, bus: Bus, sink: Sink, model: str
 ) -> None:
     url = await client.pin_media(bus, png(1))
     async with renderer(broker.url, config_for(model)) as worker:
@@ -207,7 +207,7 @@ async def test_one_stored_picture_in_many_requests(
     ],
 )
 async def test_a_picture_that_nobody_has_stored(
-    broker: Broker, bus: Bus, model: str, url: str, code: str
+    broker: EmbeddedServer, bus: Bus, model: str, url: str, code: str
 ) -> None:
     async with renderer(broker.url, config_for(model)):
         task = task_for(bus, model, messages_with([url]))
@@ -222,26 +222,28 @@ async def test_a_picture_that_nobody_has_stored(
 
 
 @pytest.fixture
-async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], JobMedia]:
+async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], RequestMedia]:
     """Attempts at one request, each with an empty cache."""
     task = task_for(bus, model, messages_with([canary.url("/a.png")]))
 
-    def new() -> JobMedia:
+    def new() -> RequestMedia:
         limits = config_for(model).renderer
         loader = MediaLoader(limits)
         sequence = task.accepted.sequence
-        return JobMedia(bus, loader, limits, asyncio.to_thread, task.request_id, sequence)
+        return RequestMedia(bus, loader, limits, asyncio.to_thread, task.request_id, sequence)
 
     return new
 
 
-async def read_all(job: JobMedia, canary: Canary) -> bytes:
+async def read_all(job: RequestMedia, canary: Canary) -> bytes:
     source = await job.read(canary.url("/a.png"), "field")
     await job.keep(source)
     return source.data
 
 
-async def test_of_two_workers_one_decides(attempt: Callable[[], JobMedia], canary: Canary) -> None:
+async def test_of_two_workers_one_decides(
+    attempt: Callable[[], RequestMedia], canary: Canary
+) -> None:
     """The slow one has fetched first, and may not hand on what nobody else will see."""
     slow, quick = attempt(), attempt()
     assert await read_all(slow, canary) == png(1)
@@ -258,7 +260,7 @@ async def test_of_two_workers_one_decides(attempt: Callable[[], JobMedia], canar
 
 
 async def test_who_has_fetched_the_same_may_go_on(
-    attempt: Callable[[], JobMedia], canary: Canary
+    attempt: Callable[[], RequestMedia], canary: Canary
 ) -> None:
     one, other = attempt(), attempt()
     assert await read_all(one, canary) == await read_all(other, canary)
@@ -267,7 +269,7 @@ async def test_who_has_fetched_the_same_may_go_on(
 
 
 async def test_the_pin_does_not_tell_the_url(
-    attempt: Callable[[], JobMedia], bus: Bus, canary: Canary
+    attempt: Callable[[], RequestMedia], bus: Bus, canary: Canary
 ) -> None:
     job = attempt()
     await read_all(job, canary)

@@ -16,7 +16,7 @@ from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
-from shared.vision.towers import LlavaVision
+from shared.vision.towers import LlavaTower
 from tests import llava
 from workers.renderer.media.image_decoder import LoadedImage, decode_image
 from workers.renderer.processing.processor import Processor
@@ -61,7 +61,7 @@ def image() -> ImagePart:
 def restored(folder: Path, image: LoadedImage) -> torch.Tensor:
     """What the tower is given of a picture that has been sent."""
     fields = Processor(ModelConfig(str(folder))).process(image, "field", "").fields
-    vision = LlavaVision(AutoConfig.from_pretrained(folder))
+    vision = LlavaTower(AutoConfig.from_pretrained(folder))
     opened = {name: to_torch(tensor) for name, tensor in fields.items()}
     vision.check(opened)
     return vision.restore(opened)

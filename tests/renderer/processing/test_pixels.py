@@ -19,7 +19,7 @@ from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from tests.renderer.processing.test_processor import TEMPLATE, VISION, write_model
 from workers.renderer.media.image_decoder import LoadedImage, decode_image
-from workers.renderer.processing.processor import Picture, Processor
+from workers.renderer.processing.processor import ProcessedImage, Processor
 
 FIELD = "field"
 QWEN2_VL = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 64}
@@ -71,7 +71,7 @@ def noise(size: tuple[int, int], channels: int = 3) -> np.ndarray:
     return rng.integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
-def restored(picture: Picture, num_frames: int) -> np.ndarray:
+def restored(picture: ProcessedImage, num_frames: int) -> np.ndarray:
     """As the engine does it: values by the table, and the one frame repeated."""
     names = ("pixel_patches", "pixel_table")
     patches, table = (to_torch(picture.fields[name]).numpy() for name in names)

@@ -27,11 +27,11 @@ from shared.errors import (
     UnsupportedContent,
 )
 from shared.protocol.messages import (
-    Acceptance,
     EngineTask,
     ImagePart,
     ImageURL,
     Message,
+    RequestTicket,
     SamplingParams,
     TextPart,
 )
@@ -288,7 +288,7 @@ def test_every_picture_fills_its_own_placeholder(processor):
 
 def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
     rendered = processor.render([user(image())], [loaded((56, 84))])
-    ids, accepted = rendered.prompt_token_ids, Acceptance(0.0, 1.0, 1, "receipt")
+    ids, accepted = rendered.prompt_token_ids, RequestTicket(0.0, 1.0, 1, "receipt")
     task = EngineTask("r", "m", "batch", ids, rendered.items, SamplingParams(), accepted, [])
     received, tensors = decode(encode(task, rendered.tensors), EngineTask)
     assert received == task

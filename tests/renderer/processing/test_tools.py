@@ -282,12 +282,12 @@ def test_every_token_is_told_alone(processor: Processor) -> None:
 def test_pieces_of_sentencepiece_are_told_alone() -> None:
     from tokenizers import Tokenizer, decoders, models
 
-    from workers.renderer.processing.token_bytes import Spelling
+    from workers.renderer.processing.token_bytes import TokenByteDecoder
 
     pieces = {"<unk>": 0, "▁wo": 1, "rd": 2, "<0xE4>": 3, "é": 4}
     tokenizer = Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    spelling = Spelling(tokenizer)
+    spelling = TokenByteDecoder(tokenizer)
     assert [spelling.bytes_of(i) for i in range(6)] == [
         b"<unk>",
         b" wo",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec.tensors import from_numpy, from_torch
-from shared.codec.vllm_kwargs import Batched, Flat, WireField, decode_item, encode_item
+from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.protocol.messages import Feature, Prompt
@@ -20,7 +20,7 @@ from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import decode_image
-from workers.renderer.processing.processor import Picture, Processor
+from workers.renderer.processing.processor import ProcessedImage, Processor
 from workers.renderer.processing.vllm_kwargs import indexed, to_numpy
 
 FILE = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
@@ -34,16 +34,16 @@ def processor() -> Processor:
     return Processor(ModelConfig(str(DEMO_MODEL)))
 
 
-def picture_of(processor: Processor, file: bytes = FILE) -> Picture:
+def picture_of(processor: Processor, file: bytes = FILE) -> ProcessedImage:
     return processor.process(decode_image(file, RendererConfig(), FIELD), FIELD, "")
 
 
-def same(ours: Picture, theirs: Picture) -> bool:
+def same(ours: ProcessedImage, theirs: ProcessedImage) -> bool:
     """Whether an engine restores the same pixels for both."""
     return restored(ours) == restored(theirs) and ours.num_tokens == theirs.num_tokens
 
 
-def restored(picture: Picture) -> dict[str, bytes]:
+def restored(picture: ProcessedImage) -> dict[str, bytes]:
     fields = dict(picture.fields)
     table = to_numpy(fields.pop("pixel_table"))
     name = "pixel_patches" if "pixel_patches" in fields else "pixels"
@@ -74,7 +74,7 @@ def test_normalised_values_are_restored_bit_for_bit(processor: Processor, dtype:
     table = to_numpy(ours.fields["pixel_table"])
     values = table[np.arange(3)[:, None, None], rows].reshape(32, 1176)
     cast = torch.from_numpy(values).to(getattr(torch, dtype))
-    field = WireField(from_torch(cast), Flat([[[0, 32, None]]]))
+    field = WireField(from_torch(cast), FlatField([[[0, 32, None]]]))
     theirs = processor.take_item(encode_item(wire | {"pixel_values": field}), "h", FIELD)
     patches, own = to_numpy(theirs.fields["pixel_patches"]), to_numpy(theirs.fields["pixel_table"])
     expected = cast.float().numpy().reshape(32, 3, 2, 196)[:, :, 0]
@@ -95,8 +95,8 @@ def test_values_are_found_in_their_table(values: list[float]) -> None:
 def item_of(grid: object = (1, 4, 8), rows: np.ndarray | None = None, **more: WireField) -> bytes:
     given = np.zeros((32, 1176), np.uint8) if rows is None else rows
     fields = {
-        "image_grid_thw": WireField(from_numpy(np.array(grid, np.int64)), Batched(True)),
-        "pixel_values": WireField(from_numpy(given), Flat([[[0, len(given), None]]])),
+        "image_grid_thw": WireField(from_numpy(np.array(grid, np.int64)), BatchedField(True)),
+        "pixel_values": WireField(from_numpy(given), FlatField([[[0, len(given), None]]])),
     }
     return encode_item(fields | more)
 
@@ -121,7 +121,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "two frames": lambda: item_of((2, 4, 4)),
     "grid of two": lambda: item_of((4, 8)),
     "grid of floats": lambda: item_of(
-        image_grid_thw=WireField(from_numpy(np.array([1.0, 4.0, 8.0])), Batched(True))
+        image_grid_thw=WireField(from_numpy(np.array([1.0, 4.0, 8.0])), BatchedField(True))
     ),
     "short rows": lambda: item_of(rows=np.zeros((32, 1175), np.uint8)),
     "rows in three dimensions": lambda: item_of(rows=np.zeros((32, 3, 392), np.uint8)),
@@ -130,9 +130,9 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "not a number": lambda: item_of(rows=np.full((32, 1176), np.nan, np.float32)),
     "infinite": lambda: item_of(rows=np.full((32, 1176), np.inf, np.float16)),
     "whole numbers": lambda: item_of(rows=np.zeros((32, 1176), np.int32)),
-    "another field": lambda: item_of(other=WireField(from_numpy(np.zeros(1)), Batched())),
+    "another field": lambda: item_of(other=WireField(from_numpy(np.zeros(1)), BatchedField())),
     "a field too few": lambda: encode_item(
-        {"pixel_values": WireField(from_numpy(np.zeros(1)), Batched())}
+        {"pixel_values": WireField(from_numpy(np.zeros(1)), BatchedField())}
     ),
     "garbage": lambda: b"garbage",
     "nothing": lambda: b"",
@@ -152,11 +152,13 @@ def test_a_llava_picture_travels_as_its_values(tmp_path: Path) -> None:
     ours = picture_of(processor)
     item, metadata = processor.give_item(ours)
     (field,) = decode_item(item, FIELD).values()
-    assert (field.tensor.dtype, field.kind, metadata) == ("float32", Batched(), b"\x80")
+    assert (field.tensor.dtype, field.kind, metadata) == ("float32", BatchedField(), b"\x80")
     assert same(processor.take_item(item, ours.mm_hash, FIELD), ours)
     small = replace(field.tensor, shape=(3, 1, field.tensor.shape[1] * field.tensor.shape[2]))
     with pytest.raises(InvalidRequest):
-        processor.take_item(encode_item({"pixel_values": WireField(small, Batched())}), "h", FIELD)
+        processor.take_item(
+            encode_item({"pixel_values": WireField(small, BatchedField())}), "h", FIELD
+        )
 
 
 # ---------------------------------------------------------------------------------------------

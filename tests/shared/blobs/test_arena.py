@@ -77,7 +77,7 @@ def test_a_full_arena_refuses() -> None:
 
 WRITER = """
 import os, signal, sys
-from shared.arena import Arena
+from shared.blobs.arena import Arena
 arena = Arena(2**24)
 arena.put("a", [b"abc"], "x")
 print(arena.fd, flush=True)

@@ -21,7 +21,7 @@ from shared.blobs import protocol as wire
 from shared.blobs.arena import Arena
 from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
-from shared.blobs.transports import CHUNK_BYTES, LocalRoad
+from shared.blobs.transports import CHUNK_BYTES, SharedMemoryTransport
 from shared.bus.bus import Bus
 from shared.codec.tensors import from_numpy, to_torch
 from shared.config import BlobsConfig
@@ -115,7 +115,7 @@ async def test_over_the_network_a_name_brings_no_key(start: Callable) -> None:
 async def test_no_key_is_given_for_a_time_that_is_none(start: Callable, ttl_s: float) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     await owner.release(put(owner, b"a" * MIB))
-    road = LocalRoad(owner.address.local)
+    road = SharedMemoryTransport(owner.address.local)
     with pytest.raises(OSError, match="closed"):
         await road.find(NAME, ttl_s)
     road.close()
@@ -131,7 +131,7 @@ async def test_no_piece_lies_outside_of_a_blob(
 ) -> None:
     owner, asker = await start(), await start()
     ref = put(owner, b"abcde")
-    question = wire.pack_piece(wire.Piece(wire.GET, ref.key, offset, num_bytes))
+    question = wire.pack_piece(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
     assert await asker._bus.ask(subjects.blob(ref.worker), question, 1) == b""
 
 
@@ -144,7 +144,7 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
     listeners: list[socket.socket] = []
     tasks: list[asyncio.Task[None]] = []
 
-    async def serve(listener: socket.socket, fd: int, answer: wire.Answer) -> None:
+    async def serve(listener: socket.socket, fd: int, answer: wire.BlobReply) -> None:
         loop = asyncio.get_running_loop()
         sock, _ = await loop.sock_accept(listener)
         with sock:
@@ -153,7 +153,7 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
             await wire.send_answer(sock, answer)
             await asyncio.sleep(60)
 
-    async def lie(fd: int, answer: wire.Answer) -> tuple[Blobs, BlobRef]:
+    async def lie(fd: int, answer: wire.BlobReply) -> tuple[Blobs, BlobRef]:
         name = f"pagemill-test-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
@@ -181,7 +181,7 @@ async def test_a_place_outside_of_the_arena_is_not_read(
     start: Callable, lie: Callable, offset: int
 ) -> None:
     arena, reader = Arena(MIB), await start()
-    _, ref = await lie(arena.fd, wire.Answer(True, offset, 100))
+    _, ref = await lie(arena.fd, wire.BlobReply(True, offset, 100))
     with pytest.raises(BlobLost):
         await reader.get(ref)
 
@@ -190,7 +190,7 @@ async def test_memory_that_may_shrink_is_not_mapped(start: Callable, lie: Callab
     fd = os.memfd_create("pagemill", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
     reader = await start()
-    _, ref = await lie(fd, wire.Answer(True, 0, 100))
+    _, ref = await lie(fd, wire.BlobReply(True, 0, 100))
     with pytest.raises(BlobLost):
         await reader.get(ref)
     os.close(fd)
@@ -201,7 +201,7 @@ async def test_another_users_memory_is_not_mapped(
 ) -> None:
     owner = await start()
     ref = put(owner, b"abc")
-    road = LocalRoad(owner.address.local)
+    road = SharedMemoryTransport(owner.address.local)
     monkeypatch.setattr(wire, "is_same_user", lambda _: False)
     with pytest.raises(ValueError, match="another user"):
         await road.get(ref)
@@ -238,12 +238,12 @@ async def test_the_memory_under_a_reader_cannot_be_cut(start: Callable) -> None:
 
 READERS = """
 import asyncio, os, signal, sys
-from shared.multimodal import BlobRef
-from shared.roads import LocalRoad
+from shared.protocol.multimodal import BlobRef
+from shared.blobs.transports import SharedMemoryTransport
 
 async def read(told):
     ref = BlobRef("", bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
-    blob = await LocalRoad(sys.argv[1]).get(ref)
+    blob = await SharedMemoryTransport(sys.argv[1]).get(ref)
     os.write(told, bytes(blob.data[:1]))
     await asyncio.sleep(60)
 
@@ -286,7 +286,7 @@ async def test_a_hundred_killed_readers_leave_nothing(start: Callable) -> None:
 
 OWNERS = """
 import asyncio, os, sys
-from shared.blobserver import BlobServer
+from shared.blobs.server import BlobServer
 
 async def own(told):
     server = BlobServer("owner", 2**20)

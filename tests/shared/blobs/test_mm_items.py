@@ -12,7 +12,7 @@ from shared.blobs.transports import Blob
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import Acceptance, EngineTask
+from shared.protocol.messages import EngineTask, RequestTicket
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, pack_mask
 from shared.protocol.sampling import SamplingParams
 
@@ -41,7 +41,7 @@ async def test_levels_and_masks_fit_the_envelope():
         "image", "ab" * 32, PlaceholderRange(3, 8, mask), {n: i for i, n in enumerate(fields)}
     )
     task = EngineTask(
-        "r", "m", "batch", list(range(20)), [item], SamplingParams(), Acceptance(0, 1, 1, ""), []
+        "r", "m", "batch", list(range(20)), [item], SamplingParams(), RequestTicket(0, 1, 1, ""), []
     )
     data = envelope.encode(task, [from_torch(tensor) for tensor in fields.values()])
     received, tensors = envelope.decode(data, EngineTask)
@@ -59,7 +59,7 @@ class OneBlob:
     """Of an item with six embeddings."""
 
     async def get(self, ref: object) -> Blob:
-        contents = mm_items.Contents({"embedding": 0}, 6)
+        contents = mm_items.ItemContents({"embedding": 0}, 6)
         data = envelope.encode(contents, [from_torch(torch.zeros(6, 4))])
         return Blob(memoryview(data), lambda: None)
 

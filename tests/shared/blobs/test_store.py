@@ -15,7 +15,7 @@ import pytest
 
 from shared.blobs import protocol as wire
 from shared.blobs.store import Blobs
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
@@ -163,10 +163,10 @@ async def test_a_cancelled_reader_does_not_confuse_the_next(start: Callable) -> 
 
 OWNER = """
 import asyncio, sys
-from shared.blobs import Blobs
-from shared.bus import Bus
+from shared.blobs.store import Blobs
+from shared.bus.bus import Bus
 from shared.config import BlobsConfig
-from shared.messages import Heartbeat, to_json, to_msgpack
+from shared.protocol.messages import Heartbeat, to_json, to_msgpack
 
 async def main():
     bus = await Bus.connect(sys.argv[1], "owner")
@@ -182,7 +182,7 @@ asyncio.run(main())
 
 
 async def test_a_killed_owner_is_lost_and_what_is_being_read_stays(
-    broker: Broker, start: Callable
+    broker: EmbeddedServer, start: Callable
 ) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
@@ -198,15 +198,18 @@ async def test_a_killed_owner_is_lost_and_what_is_being_read_stays(
             await reader.get(ref)
 
 
-async def test_a_killed_reader_frees_what_it_was_reading(start: Callable, broker: Broker) -> None:
+async def test_a_killed_reader_frees_what_it_was_reading(
+    start: Callable, broker: EmbeddedServer
+) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
     script = f"""
 import asyncio, sys, msgspec
-from shared.roads import LocalRoad
-from shared.multimodal import BlobRef
+from shared.blobs.transports import SharedMemoryTransport
+from shared.protocol.multimodal import BlobRef
 async def main():
-    blob = await LocalRoad({owner.address.local!r}).get(BlobRef("", {ref.key!r}, {ref.num_bytes}))
+    transport = SharedMemoryTransport({owner.address.local!r})
+    blob = await transport.get(BlobRef("", {ref.key!r}, {ref.num_bytes}))
     print(blob.data.nbytes, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -262,7 +265,9 @@ def num_mapped_arenas() -> int:
         return sum("/memfd:pagemill" in line for line in maps)
 
 
-async def test_the_memory_of_a_dead_owner_is_let_go(broker: Broker, start: Callable) -> None:
+async def test_the_memory_of_a_dead_owner_is_let_go(
+    broker: EmbeddedServer, start: Callable
+) -> None:
     reader = await start()
     num_at_first, fds_at_first = num_mapped_arenas(), len(os.listdir("/proc/self/fd"))
     with run(OWNER, broker.url) as owner:
@@ -281,7 +286,7 @@ async def test_the_memory_of_a_dead_owner_is_let_go(broker: Broker, start: Calla
 
 
 async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
-    broker: Broker, start: Callable
+    broker: EmbeddedServer, start: Callable
 ) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
@@ -301,7 +306,9 @@ async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
     assert all(isinstance(error, BlobLost) for error in found), found
 
 
-async def test_a_release_reaches_an_owner_that_was_frozen(broker: Broker, start: Callable) -> None:
+async def test_a_release_reaches_an_owner_that_was_frozen(
+    broker: EmbeddedServer, start: Callable
+) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
         assert owner.stdout is not None

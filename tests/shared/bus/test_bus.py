@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from shared.bus.bus import Bus
 from shared.bus.connection import next_of
 from shared.bus.consumer import Consumer
-from shared.bus.embedded_server import Broker
+from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
@@ -127,7 +127,7 @@ async def test_no_server_is_said_plainly() -> None:
         await Bus.connect("nats://127.0.0.1:1", "test", timeout_s=0.5)
 
 
-async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Broker) -> None:
+async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: EmbeddedServer) -> None:
     """The library writes by itself where its writer has ended, and its reader has not seen why."""
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.prepare(NatsConfig(), DeliveryConfig())
@@ -149,7 +149,7 @@ async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Broker
     await bus.close()
 
 
-async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker) -> None:
+async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: EmbeddedServer) -> None:
     """The library's reader dies of an answer that nobody waits for any more."""
     bus = await Bus.connect(broker.url, "test-deaf")
     await bus.prepare(NatsConfig(), DeliveryConfig())
@@ -168,7 +168,7 @@ async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Broker
 @pytest.mark.parametrize("steps", range(8))
 @pytest.mark.parametrize("waits_for", ["an answer", "the server", "a message"])
 async def test_who_is_cancelled_just_when_it_comes_is_cancelled(
-    broker: Broker, waits_for: str, steps: int
+    broker: EmbeddedServer, waits_for: str, steps: int
 ) -> None:
     """The library forgets it in one of the steps between what comes and who waits for it."""
     bus = await Bus.connect(broker.url, "test-cancelled")

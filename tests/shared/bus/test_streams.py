@@ -14,7 +14,7 @@ import pytest
 
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import Broker, find_binary, free_port
+from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
 from shared.bus.streams import ANSWER_TIMEOUT_S
 from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
@@ -89,7 +89,7 @@ async def test_an_operator_may_vouch_for_a_silent_server(tmp_path: Path) -> None
         process.wait()
 
 
-async def test_more_replicas_than_servers_are_refused(broker: Broker) -> None:
+async def test_more_replicas_than_servers_are_refused(broker: EmbeddedServer) -> None:
     bus = await Bus.connect(broker.url, "test")
     with pytest.raises(ConfigError, match="replicas"):
         await bus.prepare(NatsConfig(replicas=3), DeliveryConfig())
@@ -97,14 +97,16 @@ async def test_more_replicas_than_servers_are_refused(broker: Broker) -> None:
 
 
 @pytest.fixture
-def own_broker(tmp_path: Path) -> Iterator[Broker]:
-    server = Broker(tmp_path / "nats")
+def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "nats")
     server.start()
     yield server
     server.stop()
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(own_broker: Broker) -> None:
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(
+    own_broker: EmbeddedServer,
+) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig(max_queued=2))
     request = GenerateRequest("demo", [Message("user", "hello")])
@@ -119,7 +121,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(own_broke
 
 
 async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
-    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+    own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others who wait for it would have given up by now.
     monkeypatch.setattr(bus_module, "PUBLISH_DEADLINE_S", 0.5)
@@ -136,7 +138,7 @@ async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
     await bus.close()
 
 
-async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Broker) -> None:
+async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: EmbeddedServer) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     await bus.put_heartbeat("engine-1", b"{}")
@@ -149,7 +151,9 @@ async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Brok
     await bus.close()
 
 
-async def test_acknowledgements_in_groups_reach_a_server_that_was_away(own_broker: Broker) -> None:
+async def test_acknowledgements_in_groups_reach_a_server_that_was_away(
+    own_broker: EmbeddedServer,
+) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     queue = subjects.stage_filter("renderer", "m", "batch")

@@ -18,7 +18,7 @@ from shared.blobs import mm_items
 from shared.codec.envelope import ALIGNMENT, TensorData, decode, encode, encode_parts
 from shared.codec.tensors import from_numpy, to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import Acceptance, EngineTask
+from shared.protocol.messages import EngineTask, RequestTicket
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.shared.codec.test_envelope import DEEP, Head, envelope, packed
@@ -75,10 +75,10 @@ FLOODS = {  # what is repeated, and how many values it is
 CHILD = """
 import json, re, sys, threading
 from pathlib import Path
-from shared.codec import decode, encode
+from shared.codec.envelope import decode, encode
 from shared.errors import DecodeError
-from shared.messages import EngineTask
-from tests.shared.test_codec import Head
+from shared.protocol.messages import EngineTask
+from tests.shared.codec.test_envelope import Head
 
 def peak_kib():
     status = Path("/proc/self/status").read_text()
@@ -140,7 +140,7 @@ def task() -> EngineTask:
     item = MultiModalKwargsItem(
         "image", "ab" * 32, PlaceholderRange(0, 1), {"pixel_patches": 0, "image_grid_thw": 1}
     )
-    accepted = Acceptance(0.0, 1.0, 1, "receipt")
+    accepted = RequestTicket(0.0, 1.0, 1, "receipt")
     return EngineTask("r1", "m", "batch", [1, 2], [item], SamplingParams(), accepted, [])
 
 
@@ -174,7 +174,7 @@ def test_token_ids_may_be_keys_and_come_once() -> None:
 def test_no_name_of_a_tensor_comes_twice() -> None:
     contents = b"\x82\xa6fields\x82\xa1a\0\xa1a\1\xaanum_tokens\1"
     with pytest.raises(DecodeError, match="twice"):
-        decode(envelope(b"\x92\x90" + contents), mm_items.Contents)
+        decode(envelope(b"\x92\x90" + contents), mm_items.ItemContents)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.codec.envelope import ITEM_BYTES, TensorData, decode, encode
 from shared.codec.tensors import from_numpy, from_torch, to_torch
-from shared.protocol.messages import Hop
+from shared.protocol.messages import StageSpan
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
@@ -22,8 +22,8 @@ def some_tensor(dtype, shape):
 @given(st.sampled_from(sorted(ITEM_BYTES)), shapes)
 def test_every_dtype_and_shape_crosses_the_envelope(dtype, shape):
     sent = some_tensor(dtype, shape)
-    data = encode(Hop("r", "w", 1, 0.0, 0.0), [from_torch(sent)])
-    received = to_torch(decode(data, Hop)[1][0])
+    data = encode(StageSpan("r", "w", 1, 0.0, 0.0), [from_torch(sent)])
+    received = to_torch(decode(data, StageSpan)[1][0])
     assert received.dtype == sent.dtype
     assert received.shape == sent.shape
     assert torch.equal(received, sent)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shared.codec.envelope import ITEM_BYTES, TensorData
 from shared.codec.vllm_kwargs import (
-    Batched,
-    Flat,
+    BatchedField,
+    FlatField,
     Kind,
-    Shared,
+    SharedField,
     WireField,
     decode_item,
     encode_item,
@@ -29,10 +29,10 @@ GRID = struct.pack("<3q", 1, 4, 8)
 PIXELS = bytes(range(256)) * 147
 FIELDS = {
     "image_grid_thw": WireField(
-        TensorData("int64", (3,), memoryview(GRID)), Batched(keep_on_cpu=True)
+        TensorData("int64", (3,), memoryview(GRID)), BatchedField(keep_on_cpu=True)
     ),
     "pixel_values": WireField(
-        TensorData("uint8", (32, 1176), memoryview(PIXELS)), Flat([[[0, 32, None]]])
+        TensorData("uint8", (32, 1176), memoryview(PIXELS)), FlatField([[[0, 32, None]]])
     ),
 }
 # Of a picture of 112 x 56, as vLLM 0.32.0 has written it.
@@ -62,9 +62,9 @@ def test_an_item_is_read_as_it_was_written() -> None:
 
 
 kinds = st.one_of(
-    st.builds(Batched, st.booleans()),
+    st.builds(BatchedField, st.booleans()),
     st.builds(
-        Flat,
+        FlatField,
         st.lists(
             st.one_of(
                 st.lists(st.none() | st.integers(0, 2**40), min_size=3, max_size=3),
@@ -75,7 +75,7 @@ kinds = st.one_of(
         st.integers(0, 7),
         st.booleans(),
     ),
-    st.builds(Shared, st.integers(0, 2**31), st.booleans()),
+    st.builds(SharedField, st.integers(0, 2**31), st.booleans()),
 )
 
 
@@ -196,4 +196,4 @@ def test_the_hash_is_the_recorded_one() -> None:
 
 def test_kinds_are_what_they_say() -> None:
     kind: Kind = decode_item(packed(field=("shared", {"batch_size": 2})), "f")["a"].kind
-    assert kind == Shared(2)
+    assert kind == SharedField(2)

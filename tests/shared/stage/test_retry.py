@@ -16,13 +16,13 @@ from shared.errors import (
     UnknownModel,
     WorkerFailure,
 )
-from shared.protocol.messages import Attempt
+from shared.protocol.messages import AttemptRecord
 from shared.stage.retry import (
     MAX_DELAY_S,
-    Answer,
-    DeadLetter,
+    AnswerWithError,
+    GiveUp,
     History,
-    Retry,
+    RetryLater,
     decide,
     recount,
     verdict,
@@ -33,45 +33,47 @@ failures = st.integers(min_value=0, max_value=10_000)
 jitters = st.floats(min_value=0, max_value=1, exclude_max=True)
 
 
-def attempt(worker: str, log_len: int = 0, outcome: str = "open", role: str = "engine") -> Attempt:
-    return Attempt(role, worker, 1, float(ord(worker)), log_len, outcome)  # type: ignore[arg-type]
+def attempt(
+    worker: str, log_len: int = 0, outcome: str = "open", role: str = "engine"
+) -> AttemptRecord:
+    return AttemptRecord(role, worker, 1, float(ord(worker)), log_len, outcome)  # type: ignore[arg-type]
 
 
 @given(failures)
 def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
     for error in (InvalidRequest("x"), UnknownModel("x"), Cancelled("x"), DeadlineExceeded("x")):
-        assert decide(error, before, POLICY) == Answer()
+        assert decide(error, before, POLICY) == AnswerWithError()
 
 
 @given(failures)
 def test_what_nobody_can_read_or_survive_goes_to_the_dead_letters(before: int) -> None:
     for error in (DecodeError("x"), Poisoned("x")):
-        assert decide(error, before, POLICY) == DeadLetter()
+        assert decide(error, before, POLICY) == GiveUp()
 
 
 @given(failures, jitters)
 def test_our_own_errors_are_retried_until_the_last_attempt(before: int, jitter: float) -> None:
     decision = decide(WorkerFailure("x"), before, POLICY, jitter)
     if before + 1 < POLICY.max_deliver:
-        assert isinstance(decision, Retry)
+        assert isinstance(decision, RetryLater)
         assert decision.failed
         assert POLICY.retry_delay_s / 2 <= decision.after_s <= MAX_DELAY_S
     else:
-        assert decision == DeadLetter()
+        assert decision == GiveUp()
 
 
 @given(failures, jitters)
 def test_a_broker_that_is_full_or_away_never_counts(before: int, jitter: float) -> None:
     for error in (Unavailable("x"), Overloaded("x")):
         decision = decide(error, before, POLICY, jitter)
-        assert isinstance(decision, Retry)
+        assert isinstance(decision, RetryLater)
         assert not decision.failed
 
 
 def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
     pauses = [decide(WorkerFailure("x"), before, POLICY) for before in (0, 1, 2)]
-    assert pauses == [Retry(0.5, True), Retry(1.0, True), Retry(2.0, True)]
-    assert decide(WorkerFailure("x"), 2, POLICY, 0.5) == Retry(1.5, True)
+    assert pauses == [RetryLater(0.5, True), RetryLater(1.0, True), RetryLater(2.0, True)]
+    assert decide(WorkerFailure("x"), 2, POLICY, 0.5) == RetryLater(1.5, True)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
         # Twice in the hands of the same worker, which has died once.
         (
-            [attempt("a"), Attempt("engine", "a", 2, 0.0, 0)],
+            [attempt("a"), AttemptRecord("engine", "a", 2, 0.0, 0)],
             0,
             {"a"},
             History(2, 1),
@@ -98,7 +100,9 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         ([attempt("r", role="renderer")], 0, {"r"}, History(0, 0)),
     ],
 )
-def test_recounting(records: list[Attempt], log_len: int, dead: set[str], wanted: History) -> None:
+def test_recounting(
+    records: list[AttemptRecord], log_len: int, dead: set[str], wanted: History
+) -> None:
     assert recount(records, "engine", log_len, dead) == wanted
 
 
@@ -112,12 +116,13 @@ attempts = st.builds(
 
 @given(st.lists(attempts, max_size=12), st.integers(0, 5), st.sets(st.sampled_from("abcdef")))
 def test_a_request_is_never_given_up_for_being_handed_back(
-    records: list[Attempt], log_len: int, dead: set[str]
+    records: list[AttemptRecord], log_len: int, dead: set[str]
 ) -> None:
     history = recount(records, "engine", log_len, dead)
     assert 0 <= history.deaths <= history.failures <= len(records)
     returned = [
-        Attempt(a.role, a.worker, a.number, a.began_ms, a.log_len, "handed_back") for a in records
+        AttemptRecord(a.role, a.worker, a.number, a.began_ms, a.log_len, "handed_back")
+        for a in records
     ]
     assert recount([*records, *returned], "engine", log_len, dead) == History(0, 0)
 

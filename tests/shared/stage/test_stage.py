@@ -11,7 +11,7 @@ import pytest
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
-from shared.bus.stored import Stored
+from shared.bus.stored import StoredMessage
 from shared.config import BlobsConfig, DeliveryConfig
 from shared.errors import (
     BlobLost,
@@ -25,14 +25,14 @@ from shared.errors import (
 from shared.protocol import subjects
 from shared.protocol.messages import (
     TENANT_HEADER,
-    Acceptance,
-    Attempt,
+    AttemptRecord,
     DeadLetter,
     EngineTask,
     Failure,
     GenerateRequest,
     Message,
     RenderTask,
+    RequestTicket,
     decode_attempt,
     decode_request,
     to_json,
@@ -50,7 +50,7 @@ POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)
 
 @dataclass
 class Task:
-    accepted: Acceptance
+    accepted: RequestTicket
     path: list  # type: ignore[type-arg]
 
 
@@ -85,7 +85,7 @@ async def put(bus: Bus, model: str, request_id: str, data: bytes = b"task") -> N
     await bus.publish(subject, data, f"{request_id}:{secrets.token_hex(4)}")
 
 
-async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = None) -> Job:
+async def next_job(stage: Stage, inbox: Consumer, accepted: RequestTicket | None = None) -> Job:
     job = stage.receive(await asyncio.wait_for(inbox.next(), 5))
     assert job is not None
     if accepted is not None:
@@ -95,7 +95,7 @@ async def next_job(stage: Stage, inbox: Consumer, accepted: Acceptance | None = 
 
 async def accept(
     bus: Bus, model: str, request_id: str, headers: dict[str, str] | None = None
-) -> tuple[Acceptance, bytes]:
+) -> tuple[RequestTicket, bytes]:
     """A client's request, taken by a coordinator and put off for long."""
     request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
     subject = subjects.request(model)
@@ -104,7 +104,7 @@ async def accept(
     delivery = await asyncio.wait_for(inbox.next(), 5)
     await delivery.retry(600)
     await inbox.stop()
-    return Acceptance(0.0, 0.0, delivery.sequence, delivery.receipt), request
+    return RequestTicket(0.0, 0.0, delivery.sequence, delivery.receipt), request
 
 
 async def assert_nothing_more(consumer: Consumer, within_s: float = 1.0) -> None:
@@ -117,7 +117,7 @@ async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
     return None if stored is None else msgspec.msgpack.decode(stored.data, type=DeadLetter)
 
 
-async def attempts(bus: Bus, request_id: str) -> list[Attempt]:
+async def attempts(bus: Bus, request_id: str) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     return [decode_attempt(message.data) for message in stored]
 
@@ -128,8 +128,8 @@ async def test_what_comes_again_during_its_acknowledgement_is_let_go(
     stage = make_stage(bus)
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
-    assert await stage.take(job) is not None
+    job = await next_job(stage, inbox, RequestTicket(0.0, 0.0, 1, ""))
+    assert await stage.claim(job) is not None
     again = await asyncio.wait_for(inbox.next(), 5)
     acknowledging = asyncio.Event()
     ack = job.delivery.ack
@@ -141,7 +141,7 @@ async def test_what_comes_again_during_its_acknowledgement_is_let_go(
 
     job.delivery.ack = slow_ack  # type: ignore[method-assign]
     handing_over = asyncio.create_task(
-        stage.hand_over(job, "engine", model, "interactive", b"engine task")
+        stage.forward(job, "engine", model, "interactive", b"engine task")
     )
     await acknowledging.wait()
     assert stage.receive(again) is None
@@ -155,13 +155,13 @@ async def test_a_crash_between_publish_and_ack_hands_over_once(
     stage = make_stage(bus)
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    accepted = Acceptance(0.0, 0.0, 1, "")
+    accepted = RequestTicket(0.0, 0.0, 1, "")
     first = await next_job(stage, inbox, accepted)
     await stage.publish(first, "engine", model, "interactive", b"rendered")
     first.delivery.abandon()
     again = await next_job(stage, inbox, accepted)
     assert again.delivery.attempt == 2
-    await stage.hand_over(again, "engine", model, "interactive", b"rendered")
+    await stage.forward(again, "engine", model, "interactive", b"rendered")
     outbox = await consume(bus, "engine", model)
     await (await outbox.next()).ack()
     await assert_nothing_more(outbox)
@@ -202,7 +202,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     for attempt in (1, 2):
         job = await next_job(stage, inbox, accepted)
         assert job.delivery.attempt == attempt
-        assert await stage.take(job) is not None
+        assert await stage.claim(job) is not None
         await stage.fail(job, RuntimeError("secret at 0x7f00"))
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
@@ -259,7 +259,7 @@ async def test_a_stage_counts_what_becomes_of_its_work(
     await put(bus, model, request_id)
     for _ in range(2):
         job = await next_job(stage, inbox)
-        await stage.take(job)
+        await stage.claim(job)
         await stage.fail(job, RuntimeError("twice"))
     await put(bus, model, f"{request_id}-2")
     await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
@@ -284,7 +284,7 @@ async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     await put(bus, model, request_id)
     job = await next_job(stage, inbox, accepted)
-    await stage.take(job)
+    await stage.claim(job)
     await stage.fail(job, Poisoned("twice dead"))
     assert len(await read_log(bus, request_id)) == 1
     letter = await dead_letters.find(bus, request_id)
@@ -313,7 +313,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     await put(bus, model, request_id)
     await end_request(bus, request_id, 1, Cancelled("no more"), [])
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
-    assert await stage.take(await next_job(stage, inbox, accepted)) is None
+    assert await stage.claim(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
     assert await bus.queued_request(accepted.sequence) is None
 
@@ -327,12 +327,12 @@ async def test_a_request_in_hand_at_two_deaths_is_poison(
     for worker in ("renderer-one", "renderer-two"):
         stage = make_stage(bus, worker)
         job = await next_job(stage, inbox)
-        assert await stage.take(job) is not None
+        assert await stage.claim(job) is not None
         job.delivery.abandon()
     stage = make_stage(bus, "renderer-three")
     job = await next_job(stage, inbox)
     with pytest.raises(Poisoned) as caught:
-        await stage.take(job)
+        await stage.claim(job)
     await stage.fail(job, caught.value)
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
@@ -349,7 +349,7 @@ async def two_suspects(bus: Bus, model: str) -> Consumer:
     for number in range(2):
         await put(bus, model, f"{number}-{model}")
         job = await next_job(first, inbox)
-        await first.take(job)
+        await first.claim(job)
         job.delivery.abandon()
     return inbox
 
@@ -358,13 +358,13 @@ async def test_suspects_are_taken_one_at_a_time(bus: Bus, model: str) -> None:
     inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     suspect = await next_job(second, inbox)
-    assert await second.take(suspect) is not None
+    assert await second.claim(suspect) is not None
     other = await next_job(second, inbox)
-    assert await second.take(other) is None
+    assert await second.claim(other) is None
     assert [a.worker for a in await attempts(bus, str(other.request_id))] == ["renderer-one"]
     await second.finish(suspect)
     other = await next_job(second, inbox)
-    assert await second.take(other) is not None
+    assert await second.claim(other) is not None
     await second.finish(other)
 
 
@@ -372,10 +372,10 @@ async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model:
     inbox = await two_suspects(bus, model)
     second = make_stage(bus, "renderer-two")
     waiting = await next_job(second, inbox)
-    assert await second.take(waiting) is not None
+    assert await second.claim(waiting) is not None
     waiting.suspect = False  # it waits for something
     other = await next_job(second, inbox)
-    assert await second.take(other) is not None
+    assert await second.claim(other) is not None
     assert not second.may_begin(waiting)
     await second.finish(other)
     assert second.may_begin(waiting)
@@ -388,7 +388,7 @@ async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
     await put(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     job = await next_job(stage, inbox)
-    assert await stage.take(job) is not None
+    assert await stage.claim(job) is not None
     first = job.delivery
     assert stage.receive(await asyncio.wait_for(inbox.next(), 5)) is None
     assert job.delivery is not first
@@ -403,7 +403,9 @@ async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
     """Otherwise nobody would acknowledge the request before its deadline."""
     await put(bus, model, request_id)
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
-    await stage.finish(await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, "pm.nobody.listens")))
+    await stage.finish(
+        await next_job(stage, inbox, RequestTicket(0.0, 0.0, 1, "pm.nobody.listens"))
+    )
     again = await asyncio.wait_for(inbox.next(), 5)
     assert again.attempt == 2
     await again.ack()
@@ -415,8 +417,8 @@ async def test_handing_back_is_no_fault(bus: Bus, model: str, request_id: str) -
     for attempt in range(1, 8):
         job = await next_job(stage, inbox)
         assert job.delivery.attempt == attempt
-        assert await stage.take(job) is not None
-        await stage.hand_back(job)
+        assert await stage.claim(job) is not None
+        await stage.requeue(job)
     await (await asyncio.wait_for(inbox.next(), 5)).ack()
 
 
@@ -442,7 +444,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
         try:
             await asyncio.sleep(0.2 if job.request_id == quick else 60)
         except asyncio.CancelledError:
-            await stage.hand_back(job)
+            await stage.requeue(job)
             raise
         await stage.finish(job)
         finished.append(job.request_id)
@@ -468,7 +470,7 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     parts[-4], parts[-3] = str(10**9), str(10**9)
     await put(bus, model, request_id)
     job = await next_job(stage, inbox, msgspec.structs.replace(accepted, receipt=".".join(parts)))
-    assert await stage.take(job) is not None
+    assert await stage.claim(job) is not None
     await end_request(bus, request_id, 1, Cancelled("no"), [])
     await stage.finish(job)
     assert inbox.held == 0
@@ -499,18 +501,18 @@ async def test_payloads_of_a_job_end_with_its_acknowledgement_and_not_before(
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
     ref = put_payload(blobs)
-    accepted = Acceptance(bus.now_ms() + 60_000, 0.0, 1, "")
+    accepted = RequestTicket(bus.now_ms() + 60_000, 0.0, 1, "")
     for settle in ("hand back", "fail", "hand over"):
         job = await next_job(stage, inbox, accepted)
         job.inputs = [ref]
         assert blobs.load()["arena_pinned"] == 1
         match settle:
             case "hand back":
-                await stage.hand_back(job)
+                await stage.requeue(job)
             case "fail":
                 await stage.fail(job, RuntimeError("this time"))
             case _:
-                await stage.hand_over(job, "engine", model, "interactive", b"rendered")
+                await stage.forward(job, "engine", model, "interactive", b"rendered")
     assert blobs.load()["arena_pinned"] == 0
 
 
@@ -521,17 +523,17 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
     stage.blobs = blobs
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    accepted = Acceptance(0.0, 0.0, 1, "")
+    accepted = RequestTicket(0.0, 0.0, 1, "")
     first = await next_job(stage, inbox, accepted)
     first.outputs = [put_payload(blobs)]
     await stage.publish(first, "engine", model, "interactive", b"rendered")
-    await stage.take_back(first)
+    await stage.discard_outputs(first)
     first.delivery.abandon()
     assert blobs.load()["arena_pinned"] == 1, "its message is on its way"
     again = await next_job(stage, inbox, accepted)
     again.outputs = [put_payload(blobs)]
-    await stage.hand_over(again, "engine", model, "interactive", b"rendered anew")
-    await stage.take_back(again)
+    await stage.forward(again, "engine", model, "interactive", b"rendered anew")
+    await stage.discard_outputs(again)
     assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
 
 
@@ -541,14 +543,14 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     stage = make_stage(bus)
     inbox, outbox = [await consume(bus, role, model) for role in ("renderer", "engine")]
     await put(bus, model, request_id)
-    job = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
+    job = await next_job(stage, inbox, RequestTicket(0.0, 0.0, 1, ""))
     await stage.publish(job, "engine", model, "interactive", b"lost")
     in_the_way = await asyncio.wait_for(outbox.next(), 5)
     with pytest.raises(Unavailable):
         await stage.publish(job, "engine", model, "interactive", b"made again", 1)
     last = bus.last
 
-    async def too_late(*args: str) -> Stored | None:
+    async def too_late(*args: str) -> StoredMessage | None:
         await in_the_way.ack()
         return await last(*args)
 
@@ -567,8 +569,8 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
     stage = make_stage(bus)
     inbox = await consume(bus, "renderer", model)
     await put(bus, model, request_id)
-    lost = await next_job(stage, inbox, Acceptance(0.0, 0.0, 1, ""))
-    assert await stage.take(lost) is not None
+    lost = await next_job(stage, inbox, RequestTicket(0.0, 0.0, 1, ""))
+    assert await stage.claim(lost) is not None
     other = await consume(bus, "renderer", model)
     async with asyncio.timeout(10):
         # The message that this worker has in hand is another's meanwhile, who settles it.
@@ -580,7 +582,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
             assert stage.receive(again) is None
             again = await inbox.next()
         assert stage.receive(again) is None
-        await stage.hand_over(lost, "engine", model, "interactive", b"rendered")
+        await stage.forward(lost, "engine", model, "interactive", b"rendered")
         job = await next_job(stage, inbox)
         assert job.delivery.data == b"made again"
         await job.delivery.ack()
@@ -599,8 +601,8 @@ async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     subject = subjects.stage("engine", model, "interactive", request_id)
     await bus.publish(subject, b"task", f"{request_id}:{secrets.token_hex(4)}")
     job = await next_job(stage, inbox, accepted)
-    assert await stage.take(job) is not None
-    await stage.send_back(job, task, BlobLost("gone"))
+    assert await stage.claim(job) is not None
+    await stage.rerender(job, task, BlobLost("gone"))
     rendering = msgspec.msgpack.decode((await again.next()).data, type=RenderTask)
     assert rendering.prompt.messages == decode_request(request).messages
     assert (rendering.sampling_params, rendering.adapter) == (SamplingParams(n=2), "tuned")

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.protocol.messages import (
-    Acceptance,
     GenerateRequest,
     Heartbeat,
-    JobRecord,
     Message,
+    RequestRecord,
+    RequestTicket,
     encode_request,
     to_json,
 )
@@ -25,9 +25,9 @@ from shared.state import request_registry
 async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     assert await request_registry.get(bus, request_id) is None
-    first = JobRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
+    first = RequestRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
     assert await request_registry.hold(bus, request_id, first, "gateway-1:a") == first
-    other = JobRecord("completion", "demo", "a", 2, False)
+    other = RequestRecord("completion", "demo", "a", 2, False)
     assert (
         replace(await request_registry.hold(bus, request_id, other, "gateway-2:b"), holders=[])
         == first
@@ -38,7 +38,7 @@ async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
 
 async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
-    note = JobRecord("chat", "demo", "a", 1, False)
+    note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
     await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     names = [f"{worker}:{number}" for number in range(6)]
@@ -50,7 +50,7 @@ async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) ->
 
 async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
-    note = JobRecord("chat", "demo", "a", 1, False)
+    note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
     for name in (f"{worker}:a", "gateway-alive:b"):
         await request_registry.hold(bus, request_id, note, name)
@@ -62,7 +62,7 @@ async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
 
 async def test_the_dead_hold_nothing(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
-    note = JobRecord("chat", "demo", "a", 1, False)
+    note = RequestRecord("chat", "demo", "a", 1, False)
     for name in ("gateway-dead:a", "gateway-alive:b"):
         await request_registry.hold(bus, request_id, note, name)
     assert await request_registry.leave(bus, request_id, "gateway-alive:b")
@@ -80,7 +80,7 @@ def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:
 
 def test_scopes_of_caches_differ_by_tenant_and_salt() -> None:
     def scope(tenant: str, salt: str) -> str:
-        return Acceptance(0, 0, 0, "", tenant, salt).cache_scope
+        return RequestTicket(0, 0, 0, "", tenant, salt).cache_scope
 
     pairs = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("b", "a"), ("ab", ""), ("", "ab")]
     assert len({scope(*pair) for pair in pairs}) == len(pairs)

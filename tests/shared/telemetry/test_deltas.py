@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from shared.protocol.messages import MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import LONG_S, SHORT_S
 from shared.telemetry.deltas import (
+    ClusterSnapshot,
     Samples,
-    Survey,
     buckets,
     increase,
     quantile,
@@ -39,9 +39,9 @@ def observed(values: list[float], worker: str = "w") -> Samples:
     return samples_of(metrics.tell())
 
 
-def survey(at_s: float, **told: tuple[float, float]) -> Survey:
+def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
     """Of each worker its start in seconds, and how much it has counted."""
-    return Survey(
+    return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[],
         told={

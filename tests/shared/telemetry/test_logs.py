@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-from shared import telemetry
+from shared.telemetry import logs as telemetry
 log = telemetry.setup("info", role="test")
 for number in range(3):
     log.info("said", number=number, text="x" * 1000)

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry.catalog import METRICS, PREFIX
 from shared.telemetry.metrics import Metrics
-from shared.telemetry.prometheus import Endpoint, text
+from shared.telemetry.prometheus import MetricsEndpoint, text
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
 COUNTERS = [d.name for d in METRICS.values() if d.kind == "counter" and not d.labels]
@@ -82,7 +82,7 @@ def told() -> Iterator[MetricSeries]:
     yield MetricSeries("dead_letters", {}, 3)
 
 
-def read(endpoint: Endpoint) -> bytes:
+def read(endpoint: MetricsEndpoint) -> bytes:
     host, port = endpoint.address
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
         data: bytes = answer.read()
@@ -90,16 +90,16 @@ def read(endpoint: Endpoint) -> bytes:
 
 
 def test_workers_of_one_machine_take_a_port_each() -> None:
-    first = Endpoint(told, "127.0.0.1", 0)
+    first = MetricsEndpoint(told, "127.0.0.1", 0)
     port = first.address[1]
-    others = [Endpoint(told, "127.0.0.1", port, num_ports=50) for _ in range(2)]
+    others = [MetricsEndpoint(told, "127.0.0.1", port, num_ports=50) for _ in range(2)]
     try:
         ports = [endpoint.address[1] for endpoint in (first, *others)]
         assert ports == sorted(set(ports))
         for endpoint in (first, *others):
             assert samples(read(endpoint)) == {("pagemill_dead_letters", frozenset()): 3}
         with pytest.raises(ConfigError) as refused:
-            Endpoint(told, "127.0.0.1", port)
+            MetricsEndpoint(told, "127.0.0.1", port)
         assert refused.value.field == "metrics.port"
     finally:
         for endpoint in (first, *others):
@@ -110,5 +110,5 @@ def test_workers_of_one_machine_take_a_port_each() -> None:
 
 def test_an_address_of_somebody_else_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        Endpoint(told, "192.0.2.1", 0)
+        MetricsEndpoint(told, "192.0.2.1", 0)
     assert refused.value.field == "metrics.listen"

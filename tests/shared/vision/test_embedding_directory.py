@@ -127,7 +127,7 @@ def test_a_writer_that_was_killed_leaves_nothing_for_ever(tmp_path: Path):
     script = """
 import os, sys, signal, torch
 from pathlib import Path
-import shared.ecdirectory as ec
+import shared.vision.embedding_directory as ec
 ec.os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 directory = ec.EmbeddingDirectory(Path(sys.argv[1]), "producer", 2**20, 60)
 directory.put("a" * 64, torch.zeros(4, 64))

@@ -29,7 +29,7 @@ from shared.protocol.messages import Heartbeat, to_json
 from shared.protocol.multimodal import embedding_key
 from shared.state.token_log import end_request
 from shared.vision.embedding_directory import Role
-from shared.vision.embedding_store import Embeddings
+from shared.vision.embedding_store import EmbeddingStore
 
 MODEL = "demo"
 MIB = 2**20
@@ -52,7 +52,9 @@ async def no_progress() -> None:
 async def start(bus: Bus) -> AsyncIterator[Start]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(role: Role, arena_mib: int = 4, **more: Any) -> tuple[Embeddings, Blobs]:
+        async def start(
+            role: Role, arena_mib: int = 4, **more: Any
+        ) -> tuple[EmbeddingStore, Blobs]:
             config = Config(
                 {MODEL: ModelConfig("nowhere")},
                 blobs=BlobsConfig(arena_mib=arena_mib),
@@ -64,7 +66,7 @@ async def start(bus: Bus) -> AsyncIterator[Start]:
             stack.push_async_callback(blobs.close)
             beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
             await bus.put_heartbeat(worker, to_json(beat))
-            return Embeddings(bus, blobs, config, MODEL, role), blobs
+            return EmbeddingStore(bus, blobs, config, MODEL, role), blobs
 
         yield start
 

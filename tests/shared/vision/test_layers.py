@@ -22,7 +22,7 @@ from shared.vision.layers import (
     quicken,
     rotate,
 )
-from shared.vision.towers import Fields, LlavaVision, Tower, vision_of
+from shared.vision.towers import Fields, LlavaTower, Tower, vision_of
 from tests import llava
 from tests.engine.model.test_parity import build, widen
 from tests.shared.native.test_tower_kernels import needs_kernels
@@ -105,7 +105,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
 def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: Path):
     model: Any = llava.write_model(tmp_path)
     widen(model)
-    vision = LlavaVision(model.config)
+    vision = LlavaTower(model.config)
     size = llava.IMAGE_SIZE
     batch: list[Fields] = [
         {

@@ -13,7 +13,13 @@ from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.protocol.messages import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.kv_events import KVEvents
-from workers.engine.core.request_state import Choice, Decode, Ending, Entry, Intake
+from workers.engine.core.request_state import (
+    ChoiceState,
+    Decode,
+    RequestFactory,
+    RequestState,
+    StopEvent,
+)
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
     Batch,
@@ -27,7 +33,7 @@ from workers.engine.core.sequence import (
 )
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """What computes; it may keep things for a request from `prepare` to `release`."""
 
     encoded_items: int
@@ -61,7 +67,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class EngineStats:
     num_running: int
     num_waiting: int
     num_waiting_batch: int
@@ -89,10 +95,10 @@ class Stats:
     """Requests that have been in a batch for the first time in the last step."""
 
 
-class Core:
+class EngineCore:
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         tokenizer_decode: Decode,
         eos_token_ids: frozenset[int],
         *,
@@ -108,7 +114,7 @@ class Core:
     ) -> None:
         """`encode` and `new_drafter` are as in Intake."""
         self._runner = runner
-        self._intake = Intake(
+        self._intake = RequestFactory(
             tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter
         )
         self._pool = pool
@@ -120,7 +126,7 @@ class Core:
             prefix_caching,
             max_drafting_tokens,
         )
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RequestState] = {}
         self._news: dict[str, list[ChoiceDelta]] = {}
         """By request, for the end of the step."""
         self._num_steps = 0
@@ -137,8 +143,8 @@ class Core:
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._news)
 
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> EngineStats:
+        return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_waiting_batch=self._scheduler.num_waiting_batch,
@@ -175,7 +181,7 @@ class Core:
         if entry.finished:
             self._news.setdefault(request.request_id, [])
 
-    def _resume(self, choice: Choice, logged: LoggedChoice, ending: Ending | None) -> None:
+    def _resume(self, choice: ChoiceState, logged: LoggedChoice, ending: StopEvent | None) -> None:
         """Let what is left to do wait for its turn."""
         if logged.finished:
             choice.finished = True
@@ -222,7 +228,7 @@ class Core:
         left.sort(key=lambda s: s.sequence.request.adapter or "")
         return Batch(left), failures
 
-    def _prepare_one(self, entry: Entry, s: ScheduledSequence) -> None:
+    def _prepare_one(self, entry: RequestState, s: ScheduledSequence) -> None:
         if not entry.prepared:
             self._runner.prepare(entry.request)
             entry.prepared = True
@@ -279,7 +285,7 @@ class Core:
         news, self._news = self._news, {}
         return [self._output(self._entries[request_id], news[request_id]) for request_id in news]
 
-    def _output(self, entry: Entry, deltas: list[ChoiceDelta]) -> RequestOutput:
+    def _output(self, entry: RequestState, deltas: list[ChoiceDelta]) -> RequestOutput:
         output = RequestOutput(
             entry.request.request_id, deltas, prompt_logprobs=entry.prompt_logprobs
         )
@@ -311,7 +317,7 @@ class Core:
                 self._settle(part, sampled)
         return failures
 
-    def _fail_alone(self, entry: Entry, error: Exception) -> RequestOutput:
+    def _fail_alone(self, entry: RequestState, error: Exception) -> RequestOutput:
         blocks = entry.blocks
         self._pool.forget(blocks)
         failure = self._fail(entry, _failure(error))
@@ -320,13 +326,13 @@ class Core:
         self._runner.scrub([block for block in blocks if self._pool.ref_count(block) == 0])
         return failure
 
-    def _fail(self, entry: Entry, error: PagemillError) -> RequestOutput:
+    def _fail(self, entry: RequestState, error: PagemillError) -> RequestOutput:
         request_id = entry.request.request_id
         deltas = self._news.get(request_id, [])
         self._drop(entry)
         return RequestOutput(request_id, deltas, error=error)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: RequestState) -> None:
         request_id = entry.request.request_id
         for choice in entry.choices:
             if not choice.finished:
@@ -337,12 +343,12 @@ class Core:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def _entries_of(self, batch: Batch) -> list[Entry]:
+    def _entries_of(self, batch: Batch) -> list[RequestState]:
         """Each request of the batch once, in its order."""
         request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
         return [self._entries[request_id] for request_id in request_ids]
 
-    def _choice_of(self, s: ScheduledSequence) -> Choice:
+    def _choice_of(self, s: ScheduledSequence) -> ChoiceState:
         return self._entries[s.sequence.request_id].choices[s.sequence.choice]
 
 

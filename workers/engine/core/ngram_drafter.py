@@ -40,7 +40,7 @@ class NgramIndex:
         self._num_followed = max(self._num_followed, len(token_ids) - 1)
 
 
-class Credit:
+class DraftBudget:
     """How many drafts a sequence may have: more while they hold, fewer while they fail.
 
     An accepted draft earns one, and a rejected one costs half: all of the credit is kept as long as
@@ -68,7 +68,7 @@ class NgramDrafter:
     def __init__(self, num_tokens: int, min_ngram: int, max_ngram: int) -> None:
         """Drafts of `num_tokens` tokens at most."""
         self._index = NgramIndex(min_ngram, max_ngram)
-        self._credit = Credit(num_tokens)
+        self._credit = DraftBudget(num_tokens)
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         num_drafts = min(self._credit.grant(), most)

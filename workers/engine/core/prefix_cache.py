@@ -20,7 +20,7 @@ from workers.engine.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """Of a sequence that is to begin: its first `num_tokens` tokens are computed."""
 
     blocks: list[int]
@@ -30,7 +30,7 @@ class Found:
     """The block of those tokens that are not in `blocks`; to be copied."""
 
 
-class Sharing:
+class PrefixCache:
     def __init__(self, pool: BlockPool, prefix_caching: bool) -> None:
         self.query_tokens = 0
         """Known tokens of all sequences when they first began."""
@@ -46,18 +46,18 @@ class Sharing:
 
     # -- before it begins ----------------------------------------------------------------------
 
-    def find(self, sequence: Sequence) -> Found:
+    def find(self, sequence: Sequence) -> PrefixMatch:
         """All but its last token may be shared: that one has to yield logits."""
-        found = Found([], 0)
+        found = PrefixMatch([], 0)
         if self._looks_up(sequence):
             block_size = self._pool.block_size
             hashes = block_hashes(sequence, (sequence.num_tokens - 1) // block_size, block_size)
             blocks = self._pool.find(hashes)
-            found = Found(blocks, len(blocks) * block_size)
+            found = PrefixMatch(blocks, len(blocks) * block_size)
         forked = self._find_forked(sequence)
         return forked if forked.num_tokens > found.num_tokens else found
 
-    def is_underway(self, sequence: Sequence, found: Found) -> bool:
+    def is_underway(self, sequence: Sequence, found: PrefixMatch) -> bool:
         """Whether one that comes before it is computing at least one more full block of its.
 
         That one has its share of each step's budget first, so whoever waits for it loses the rest
@@ -66,17 +66,17 @@ class Sharing:
         other = self._computing(sequence, len(found.blocks))
         return other is not None and other.turn < sequence.turn
 
-    def _find_forked(self, sequence: Sequence) -> Found:
+    def _find_forked(self, sequence: Sequence) -> PrefixMatch:
         """Of the prompt, what one of the request's other choices holds."""
         if sequence.prompt_logprobs is not None:
-            return Found([], 0)
+            return PrefixMatch([], 0)
         other = max(self._others(sequence), key=lambda s: s.num_sound_tokens, default=None)
         if other is None:
-            return Found([], 0)
+            return PrefixMatch([], 0)
         num_tokens = min(other.num_sound_tokens, _num_common(sequence))
         num_full, rest = divmod(num_tokens, self._pool.block_size)
         tail = other.block_table[num_full] if rest else None
-        return Found(other.block_table[:num_full], num_tokens, tail)
+        return PrefixMatch(other.block_table[:num_full], num_tokens, tail)
 
     def _computing(self, sequence: Sequence, index: int) -> Sequence | None:
         """Who computes its block `index`, if it is one that it could share."""
@@ -95,7 +95,7 @@ class Sharing:
 
     # -- while it runs -------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, found: Found) -> tuple[int, int] | None:
+    def begin(self, sequence: Sequence, found: PrefixMatch) -> tuple[int, int] | None:
         """It holds what was found; returns which block has to be copied into which, if any."""
         self._pool.share(found.blocks)
         sequence.block_table += found.blocks

@@ -24,19 +24,19 @@ class Decode(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopEvent:
     reason: Literal["stop", "length"]
     stop_reason: str | int | None = None
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceState:
     sequence: Sequence
     detokenizer: Detokenizer
     eos_token_ids: frozenset[int]
     finished: bool = False
 
-    def push(self, token_id: int) -> tuple[str, Ending | None]:
+    def push(self, token_id: int) -> tuple[str, StopEvent | None]:
         """Append a token; the text that it yields, and how the choice ends by it, if it does."""
         sequence, sampling = self.sequence, self.sequence.request.sampling
         sequence.token_ids.append(token_id)
@@ -50,17 +50,17 @@ class Choice:
         if ending is not None:
             return text, ending
         if matched is not None:
-            return text, Ending("stop", matched)
+            return text, StopEvent("stop", matched)
         if sequence.num_output_tokens == sequence.max_tokens:
-            return text, Ending("length")
+            return text, StopEvent("length")
         return text, None
 
-    def _ending_by(self, token_id: int, sampling: SamplingParams) -> Ending | None:
+    def _ending_by(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
         if token_id in self.eos_token_ids and not sampling.ignore_eos:
-            return Ending("stop")
-        return Ending("stop", token_id) if token_id in sampling.stop_token_ids else None
+            return StopEvent("stop")
+        return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
 
-    def replay(self, token_ids: list[int]) -> Ending | None:
+    def replay(self, token_ids: list[int]) -> StopEvent | None:
         """What is in the log, and how the choice has ended by it, if it has."""
         ending = None
         for token_id in token_ids:
@@ -79,12 +79,12 @@ class Choice:
                 break
         return self._delta(position, taken, text, ending)
 
-    def end(self, ending: Ending) -> ChoiceDelta:
+    def end(self, ending: StopEvent) -> ChoiceDelta:
         """By what has been replayed."""
         return self._delta(self.sequence.num_output_tokens, [], "", ending)
 
     def _delta(
-        self, position: int, tokens: list[SampledToken], text: str, ending: Ending | None
+        self, position: int, tokens: list[SampledToken], text: str, ending: StopEvent | None
     ) -> ChoiceDelta:
         if ending is not None:
             self.finished = True
@@ -101,11 +101,11 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestState:
     """A request in hand."""
 
     request: EngineRequest
-    choices: list[Choice]
+    choices: list[ChoiceState]
     prepared: bool = False
     encoded: set[int] = field(default_factory=set)
     """Indexes of the items that have embeddings; one that the prefix cache covers needs none."""
@@ -137,7 +137,7 @@ class Entry:
         return {block for choice in self.choices for block in choice.sequence.block_table}
 
 
-class Intake:
+class RequestFactory:
     """Makes an entry of a request, or refuses it."""
 
     def __init__(
@@ -158,15 +158,15 @@ class Intake:
         self._max_model_len = max_model_len
         self._new_drafter = new_drafter
 
-    def entry(self, request: EngineRequest) -> Entry:
+    def entry(self, request: EngineRequest) -> RequestState:
         """Raises a RequestError for what could never run."""
         check_prompt(request, self._vocab_size)
         check_placeholders(request)
         max_tokens = resolve_max_tokens(request, self._max_model_len)
         check_sampling(request, self._vocab_size, max_tokens)
-        return Entry(request, self._new_choices(request, max_tokens))
+        return RequestState(request, self._new_choices(request, max_tokens))
 
-    def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[Choice]:
+    def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[ChoiceState]:
         params, new_token_mask = request.sampling, request.new_token_mask
         bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
         # Whoever has logged something has told them with it.
@@ -189,7 +189,7 @@ class Intake:
             if sequence.token_mask is None:
                 sequence.drafter = self._new_drafter()
         return [
-            Choice(sequence, self._new_detokenizer(params), self._eos_token_ids)
+            ChoiceState(sequence, self._new_detokenizer(params), self._eos_token_ids)
             for sequence in sequences
         ]
 

@@ -17,7 +17,7 @@ from bisect import insort
 from dataclasses import dataclass, field, replace
 
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.prefix_cache import Found, Sharing
+from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 
 PATIENCE = {"interactive": 0, "batch": 1000}
@@ -69,7 +69,7 @@ class Scheduler:
         """Drafts fill a step up to `max_drafting_tokens`."""
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
-        self.sharing = Sharing(pool, prefix_caching)
+        self.sharing = PrefixCache(pool, prefix_caching)
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -192,7 +192,7 @@ class Scheduler:
             else:
                 self._begin(sequence, found, step)
 
-    def _begin(self, sequence: Sequence, found: Found, step: _Step) -> None:
+    def _begin(self, sequence: Sequence, found: PrefixMatch, step: _Step) -> None:
         self._waiting.remove(sequence)
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=_turn)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shared.native import library
 from workers.engine.model.attention import KVCache
-from workers.engine.model.families import Family
+from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.support import layer_windows
 
 PANEL = 32
@@ -79,7 +79,7 @@ class Plan:
     block_size: int
 
 
-def why_not(family: Family, block_size: int) -> str | None:
+def why_not(family: LanguageAdapter, block_size: int) -> str | None:
     """What keeps a model from these kernels; None if nothing does."""
     config: Any = family.decoder.config
     dtype = family.model.dtype
@@ -108,7 +108,7 @@ def why_not(family: Family, block_size: int) -> str | None:
 
 
 class NativeModel:
-    def __init__(self, family: Family, num_threads: int) -> None:
+    def __init__(self, family: LanguageAdapter, num_threads: int) -> None:
         """Takes the layers' weights away from the family's model. `why_not` must be None."""
         loaded = library.load()
         assert loaded is not None

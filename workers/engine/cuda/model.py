@@ -14,14 +14,14 @@ from workers.engine.cuda.kernels.plan import (
     plan_for_kernels,
 )
 from workers.engine.model.attention import KVCache
-from workers.engine.model.families import Family
+from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.flat_model import FlatModel, kv_shape
 
 
 class GpuModel(FlatModel):
     def __init__(
         self,
-        family: Family,
+        family: LanguageAdapter,
         *,
         max_num_seqs: int,
         max_model_len: int,

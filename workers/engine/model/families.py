@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shared.errors import InvalidRequest, UnsupportedContent
-from shared.vision.towers import Qwen3Vision, QwenVision, Vision, vision_of
+from shared.vision.towers import Qwen3Tower, QwenTower, TowerAdapter, vision_of
 from workers.engine.core.sequence import EngineRequest, Item
 
 
@@ -26,12 +26,12 @@ class PromptPositions:
     delta: int
 
 
-class Family:
+class LanguageAdapter:
     """A plain decoder: one row of positions, which are the tokens' indices."""
 
     num_position_rows = 1
 
-    def __init__(self, model: PreTrainedModel, vision: Vision | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, vision: TowerAdapter | None = None) -> None:
         """`model` may lack the modules of its tower."""
         self.model = model
         self.vision = vision
@@ -95,7 +95,7 @@ class Family:
             _refuse(f"the prompt has no {num_embeds} image tokens at {start}")
 
 
-class Qwen2VL(Family):
+class Qwen2VLAdapter(LanguageAdapter):
     """Positions in time, height and width: a picture's tokens stand in a grid (M-RoPE)."""
 
     num_position_rows = 3
@@ -122,7 +122,7 @@ class Qwen2VL(Family):
         return PromptPositions(positions[:, 0], int(delta))
 
 
-class Qwen3VL(Qwen2VL):
+class Qwen3VLAdapter(Qwen2VLAdapter):
     """The hidden states behind the first layers are given further features of the pictures."""
 
     def forward(
@@ -169,22 +169,22 @@ def _refuse(message: str) -> NoReturn:
 
 
 # The narrower kinds first.
-_KINDS: tuple[tuple[type[Vision], type[Family]], ...] = (
-    (Qwen3Vision, Qwen3VL),
-    (QwenVision, Qwen2VL),
+_KINDS: tuple[tuple[type[TowerAdapter], type[LanguageAdapter]], ...] = (
+    (Qwen3Tower, Qwen3VLAdapter),
+    (QwenTower, Qwen2VLAdapter),
 )
 
 
-def family_of(model: PreTrainedModel) -> Family:
+def family_of(model: PreTrainedModel) -> LanguageAdapter:
     """Around a model that may or may not have its tower."""
     found = vision_of(model.config)
     if found is None:
-        return Family(model)
+        return LanguageAdapter(model)
     vision, _ = found
     for seen, kind in _KINDS:
         if isinstance(vision, seen):
             return kind(model, vision)
-    return Family(model, vision)
+    return LanguageAdapter(model, vision)
 
 
 def class_of(config: PreTrainedConfig) -> Any:

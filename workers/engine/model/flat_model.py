@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from workers.engine.model.attention import ATTENTION, KVCache, new_cache
-from workers.engine.model.families import Family
+from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.step_plan import StepPlan, plan_step
 from workers.engine.model.support import layer_windows
 
@@ -19,7 +19,7 @@ from workers.engine.model.support import layer_windows
 class DecoderModel(Protocol):
     """What a runner needs; plans and caches are the model's own."""
 
-    family: Family
+    family: LanguageAdapter
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -57,7 +57,7 @@ class DecoderModel(Protocol):
 
 
 class FlatModel:
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
         self._embed_tokens: Any = family.model.get_input_embeddings()
         family.decoder.set_attn_implementation(ATTENTION)

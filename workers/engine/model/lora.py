@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from shared.errors import UnknownAdapter
-from workers.engine.model.families import Family
+from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.peft_format import LowRank, read_adapter
 
 
@@ -95,7 +95,7 @@ class Adapters:
         self.step.runs, self.step.num_rows = runs, query_start_loc[-1]
 
 
-def load_adapters(family: Family, folders: Mapping[str, str]) -> Adapters:
+def load_adapters(family: LanguageAdapter, folders: Mapping[str, str]) -> Adapters:
     """Put the adapters into the family's model. Raises ConfigError."""
     adapters = Adapters(list(folders))
     tower = () if family.vision is None else family.vision.modules

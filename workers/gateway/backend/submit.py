@@ -24,14 +24,14 @@ from shared.protocol.messages import (
     Failure,
     Finish,
     GenerateRequest,
-    JobRecord,
     LogRecord,
+    RequestRecord,
     TokenChunk,
     to_json,
 )
 from shared.state import request_registry
 from shared.state.token_log import last_record
-from workers.gateway.app import Door, Json, answer_of
+from workers.gateway.app import AppContext, Json, answer_of
 from workers.gateway.backend.merge import merged
 from workers.gateway.backend.uploads import pinned
 from workers.gateway.core.assembler import Abortable, Events, Prompted, Splitting, tokens_to_spell
@@ -46,7 +46,7 @@ from workers.gateway.core.ids import (
     wants_ids,
 )
 from workers.gateway.core.memory_budget import kept_in, kept_of, noted
-from workers.gateway.core.plan import Order
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import AnswerOf, EventStream, event, unless_gone
@@ -57,17 +57,17 @@ _OF_STREAMS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_
 _log = structlog.get_logger()
 
 
-class Job:
+class ActiveRequest:
     """One request, being answered here."""
 
     def __init__(
         self,
-        door: Door,
+        door: AppContext,
         request_id: str,
-        record: JobRecord,
+        record: RequestRecord,
         endpoint: str,
         holder: str = "",
-        noted: "asyncio.Task[JobRecord] | None" = None,
+        noted: "asyncio.Task[RequestRecord] | None" = None,
     ) -> None:
         """`holder`: of `jobs.hold`, for a client whose leaving ends the request; `noted` is when
         that is known to all."""
@@ -185,11 +185,11 @@ class Job:
 
 
 async def submit(
-    door: Door,
+    door: AppContext,
     request: Request,
     caller: Caller,
     kind: Any,
-    order: Order,
+    order: SubmitPlan,
     *,
     stream: bool,
     durable: bool,
@@ -219,7 +219,7 @@ async def submit(
     # What becomes of it is looked at before anything is shown, or by nobody.
     holding.add_done_callback(lambda done: done.cancelled() or done.exception())
     known = await holding if named else record
-    job = Job(door, request_id, known, request.scope["endpoint_path"], holder, holding)
+    job = ActiveRequest(door, request_id, known, request.scope["endpoint_path"], holder, holding)
     if known.digest != record.digest:
         job.gone()  # Its client is, and another may still be there.
         raise errors.ReusedId(
@@ -230,16 +230,18 @@ async def submit(
     return await respond(door, request, job, logs, start, stream=stream, refuse=refuse)
 
 
-def _record_of(door: Door, kind: Any, caller: Caller, order: Order, *, durable: bool) -> JobRecord:
+def _record_of(
+    door: AppContext, kind: Any, caller: Caller, order: SubmitPlan, *, durable: bool
+) -> RequestRecord:
     first = order.requests[0]
     created_s = int(door.bus.now_ms() / 1000)
     timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
     kept = kept_of(order, door.config.models[first.model].sampling_defaults)
     options = noted(order.options, kept)
-    return JobRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+    return RequestRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
 
 
-async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
+async def _make_room(door: AppContext, request: Request, record: RequestRecord) -> None:
     """For all of the answer at once. Raises AnswerTooLarge or Overloaded; where the model's limit
     is needed, Unavailable."""
     kept = kept_in(record)
@@ -248,15 +250,15 @@ async def _make_room(door: Door, request: Request, record: JobRecord) -> None:
     door.shelf.take(request.scope, num_bytes, kept.field_of(num_bytes, record.kind))
 
 
-def _digest(requests: Sequence[GenerateRequest], order: Order) -> str:
+def _digest(requests: Sequence[GenerateRequest], order: SubmitPlan) -> str:
     """Of all that the answer depends on, and not of how it is brought."""
     shape = {name: value for name, value in order.options.items() if name not in _OF_STREAMS}
     return hashlib.sha256(to_json([requests, order.sampling, shape])).hexdigest()
 
 
 async def _ask(
-    door: Door,
-    job: Job,
+    door: AppContext,
+    job: ActiveRequest,
     part: str,
     request: GenerateRequest,
     sampling: dict[str, Any],
@@ -276,7 +278,12 @@ async def _ask(
 
 
 async def _logs_of(
-    door: Door, job: Job, requests: Sequence[GenerateRequest], order: Order, *, named: bool
+    door: AppContext,
+    job: ActiveRequest,
+    requests: Sequence[GenerateRequest],
+    order: SubmitPlan,
+    *,
+    named: bool,
 ) -> list[AsyncIterator[LogRecord]]:
     """Of a request that may have been here before, what has a log is followed; what has none may
     never have been published."""
@@ -292,9 +299,9 @@ async def _logs_of(
 
 
 async def respond(
-    door: Door,
+    door: AppContext,
     request: Request,
-    job: Job,
+    job: ActiveRequest,
     logs: Sequence[AsyncIterator[LogRecord]],
     start: Sequence[int],
     *,
@@ -321,7 +328,7 @@ async def respond(
     return Json(answer, headers=headers)
 
 
-async def job_of(door: Door, request: Request, caller: Caller) -> Job:
+async def job_of(door: AppContext, request: Request, caller: Caller) -> ActiveRequest:
     """The one that the path names, by its id or as its client has named it. Raises NotFound, also
     for other tenants' requests."""
     name = request.path_params["id"]
@@ -330,5 +337,5 @@ async def job_of(door: Door, request: Request, caller: Caller) -> Job:
     for request_id in ids:
         record = await request_registry.get(door.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
-            return Job(door, request_id, record, request.scope["endpoint_path"])
+            return ActiveRequest(door, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or not any more", field="id")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shared import client
 from shared.errors import InvalidMedia
 from shared.protocol.messages import ContentPart, GenerateRequest, ImagePart, ImageURL, Message
-from workers.gateway.app import Door
+from workers.gateway.app import AppContext
 
 # Of a data: URL. A message has room for 8 MiB; those of many pictures get less each.
 MAX_INLINE = 256 * 2**10
@@ -15,7 +15,7 @@ MAX_INLINE_TOGETHER = 2 * 2**20
 MAX_INLINE_OF_MANY = 8 * 2**10
 
 
-async def pinned(door: Door, request: GenerateRequest, tenant: str) -> GenerateRequest:
+async def pinned(door: AppContext, request: GenerateRequest, tenant: str) -> GenerateRequest:
     """The same, with `media:` URLs in place of large `data:` ones. Raises InvalidMedia with the
     field, or Unavailable."""
     if request.messages is None:
@@ -38,7 +38,7 @@ async def pinned(door: Door, request: GenerateRequest, tenant: str) -> GenerateR
 
 
 async def _pin_message(
-    door: Door, message: Message, field: str, limit: int, tenant: str
+    door: AppContext, message: Message, field: str, limit: int, tenant: str
 ) -> Message:
     if not isinstance(message.content, list):
         return message
@@ -50,7 +50,7 @@ async def _pin_message(
 
 
 async def _pin_part(
-    door: Door, part: ContentPart, field: str, limit: int, tenant: str
+    door: AppContext, part: ContentPart, field: str, limit: int, tenant: str
 ) -> ContentPart:
     if not isinstance(part, ImagePart):
         return part

@@ -14,7 +14,7 @@ from shared.protocol.messages import TokenChunk, TokenLogprobs, Usage
 from workers.gateway.schemas.openai_response import TokenLogprob, TopLogprob
 
 
-class Spelling(Protocol):
+class TokenBytes(Protocol):
     """The bytes of tokens that have been learnt."""
 
     def __getitem__(self, token_id: int, /) -> bytes: ...
@@ -78,7 +78,7 @@ def tokens_to_spell(record: TokenChunk) -> set[int]:
 
 
 def spelled(
-    token_ids: list[int], logprobs: list[TokenLogprobs], spelling: Spelling
+    token_ids: list[int], logprobs: list[TokenLogprobs], spelling: TokenBytes
 ) -> Iterator[TokenLogprob]:
     for token_id, known in zip(token_ids, logprobs, strict=True):
         pairs = zip(known.top_token_ids, known.top_logprobs, strict=True)

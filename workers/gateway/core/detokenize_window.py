@@ -11,7 +11,7 @@ KEPT_TOKENS = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Window(NamedTuple):
+class DetokenizeWindow(NamedTuple):
     token_ids: list[int]
     num_out: int
     """Characters of their text that are out."""
@@ -21,14 +21,14 @@ def kept(token_ids: list[int]) -> list[int]:
     return token_ids[-KEPT_TOKENS:]
 
 
-def opened(token_ids: list[int], text: str) -> Window:
+def opened(token_ids: list[int], text: str) -> DetokenizeWindow:
     """Before an answer: the end of its prompt, and the text of that."""
-    return Window(token_ids, len(text) - _num_waiting(text))
+    return DetokenizeWindow(token_ids, len(text) - _num_waiting(text))
 
 
 def read(
-    window: Window, token_ids: list[int], text: str, kept_text: str, last: bool
-) -> tuple[str, Window]:
+    window: DetokenizeWindow, token_ids: list[int], text: str, kept_text: str, last: bool
+) -> tuple[str, DetokenizeWindow]:
     """What is new in `text`, that of the window's tokens and these; and the window that is left.
 
     `kept_text` is the text of those that are `kept`; `last` for no more to come.
@@ -36,7 +36,7 @@ def read(
     num_waiting = 0 if last else _num_waiting(text)
     new = text[window.num_out : len(text) - num_waiting]
     left = kept(window.token_ids + token_ids)
-    return new, Window(left, max(0, len(kept_text) - num_waiting))
+    return new, DetokenizeWindow(left, max(0, len(kept_text) - num_waiting))
 
 
 def _num_waiting(text: str) -> int:

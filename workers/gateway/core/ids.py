@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import JobRecord
+from shared.protocol.messages import RequestRecord
 from workers.gateway.schemas.generate import MAX_ID_LEN
 
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
@@ -35,7 +35,7 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
     return request_id_of(kind, tenant, given), True
 
 
-def parts_of(request_id: str, record: JobRecord) -> list[str]:
+def parts_of(request_id: str, record: RequestRecord) -> list[str]:
     """The ids on the bus: of each prompt, where there are several."""
     parts = record.options.get("parts", 1)
     return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
@@ -63,7 +63,7 @@ def start_of(request: Request, parts: int) -> list[int]:
     return [number + (last is not None) for number in numbers]
 
 
-def wants_ids(request: Request, record: JobRecord) -> bool:
+def wants_ids(request: Request, record: RequestRecord) -> bool:
     """Of events: who has no use for them may take an event with an id for broken, as clients do
     that expect nothing but OpenAI's `data:`, vLLM's load client for one."""
     return (

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shared.protocol.messages import TokenLogprobs
-from workers.gateway.core.assembler import Spelling
+from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.schemas.generate import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
 
 # A character has at most 4 bytes, so with the 3 tokens before it every token has whole ones.
@@ -48,7 +48,7 @@ def ranked(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
     )
 
 
-def spelt(found: IdLogprobs, context: list[bytes], spelling: Spelling) -> TextLogprobs:
+def spelt(found: IdLogprobs, context: list[bytes], spelling: TokenBytes) -> TextLogprobs:
     """`context` are the bytes of the tokens before, to which this one's are added."""
 
     def text_of(token_id: int) -> str:

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from shared.config import GatewayConfig
 from shared.errors import Overloaded
-from shared.protocol.messages import JobRecord
-from workers.gateway.core.plan import Order
+from shared.protocol.messages import RequestRecord
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 
 # Of one entry, as Python's objects and the JSON that these become, at the peak. A token has one for
@@ -26,7 +26,7 @@ MAX_LARGEST = 4
 _OPTION = "kept"
 
 
-class Kept(Struct, frozen=True, omit_defaults=True):
+class LogprobSize(Struct, frozen=True, omit_defaults=True):
     """How many entries of log probabilities an answer has; text and tokens by themselves are
     little."""
 
@@ -58,7 +58,7 @@ class Kept(Struct, frozen=True, omit_defaults=True):
         return ENTRY_BYTES * (self.of_prompt + self.per_token * num_tokens)
 
 
-def kept_of(order: Order, defaults: Mapping[str, Any]) -> Kept:
+def kept_of(order: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
     """`defaults` are the model's sampling parameters."""
     sampling = {**defaults, **order.sampling}
     num_choices = sampling.get("n", 1)
@@ -70,7 +70,7 @@ def kept_of(order: Order, defaults: Mapping[str, Any]) -> Kept:
         # Choices that begin with their prompt have what is known of it, each for itself.
         copies = num_choices if "echo" in order.options else 1
         num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in order.requests)
-    return Kept(
+    return LogprobSize(
         per_token=_entries(sampling.get("logprobs")) if is_shown else 0,
         of_prompt=num_prompt * _entries(of_prompt),
         choices=num_choices * len(order.requests),
@@ -82,17 +82,17 @@ def _entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def noted(options: Mapping[str, Any], kept: Kept) -> dict[str, Any]:
-    """Options of a JobRecord, from which `kept_in` has it again."""
+def noted(options: Mapping[str, Any], kept: LogprobSize) -> dict[str, Any]:
+    """Options of a RequestRecord, from which `kept_in` has it again."""
     keeps_any = kept.per_token or kept.of_prompt
     return {**options, _OPTION: msgspec.to_builtins(kept)} if keeps_any else dict(options)
 
 
-def kept_in(record: JobRecord) -> Kept:
-    return msgspec.convert(record.options.get(_OPTION, {}), Kept)
+def kept_in(record: RequestRecord) -> LogprobSize:
+    return msgspec.convert(record.options.get(_OPTION, {}), LogprobSize)
 
 
-class Shelf:
+class AnswerBudget:
     """Memory for whole answers in the making, those of everybody together."""
 
     def __init__(self, limits: GatewayConfig) -> None:

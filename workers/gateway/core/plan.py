@@ -15,7 +15,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.messages import GenerateRequest
 from shared.protocol.sampling import MAX_SEED
 from workers.gateway.schemas.openai_request import (
-    Asked,
+    CommonRequest,
     CompletionRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -31,7 +31,7 @@ _SAME = (
 )
 
 
-class Order(Struct, frozen=True):
+class SubmitPlan(Struct, frozen=True):
     """A request to the bus, or several that make one answer together."""
 
     requests: list[GenerateRequest]
@@ -40,7 +40,7 @@ class Order(Struct, frozen=True):
     """For the JobRecord: what the answer's shape depends on."""
 
 
-def sampling_of(asked: Asked) -> dict[str, Any]:
+def sampling_of(asked: CommonRequest) -> dict[str, Any]:
     """What was given, but for log probabilities, by the names of SamplingParams."""
     values = ((name, getattr(asked, name)) for name in _SAME)
     given = {name: value for name, value in values if value is not None}
@@ -59,13 +59,13 @@ def sampling_of(asked: Asked) -> dict[str, Any]:
 STRUCTURE = "sampling_params.structured_outputs"
 
 
-def fields_of(asked: Asked) -> dict[str, str]:
+def fields_of(asked: CommonRequest) -> dict[str, str]:
     """The client's names of the fields that go on the bus, see `core.field_names`."""
     structure = structure_of(asked)
     return {} if structure is None else {STRUCTURE: structure[0]}
 
 
-def structure_of(asked: Asked) -> tuple[str, dict[str, Any]] | None:
+def structure_of(asked: CommonRequest) -> tuple[str, dict[str, Any]] | None:
     """By its field, as the mapping of a StructuredOutputs. Raises InvalidRequest for several."""
     found = [*_from_format(asked), *_from_structure(asked), *_from_guided(asked)]
     if len(found) > 1:
@@ -79,7 +79,7 @@ def structure_of(asked: Asked) -> tuple[str, dict[str, Any]] | None:
 Found = Iterable[tuple[str, dict[str, Any]]]
 
 
-def _from_format(asked: Asked) -> Found:
+def _from_format(asked: CommonRequest) -> Found:
     match asked.response_format:
         case JsonObjectFormat():
             yield "response_format", {"json_object": True}
@@ -91,7 +91,7 @@ def _from_format(asked: Asked) -> Found:
             )
 
 
-def _from_structure(asked: Asked) -> Found:
+def _from_structure(asked: CommonRequest) -> Found:
     given = asked.structured_outputs
     if given is None:
         return
@@ -105,7 +105,7 @@ def _from_structure(asked: Asked) -> Found:
             yield f"structured_outputs.{name}", {name: value}
 
 
-def _from_guided(asked: Asked) -> Found:
+def _from_guided(asked: CommonRequest) -> Found:
     if asked.guided_json is not None:
         yield "guided_json", _schema(asked.guided_json, "guided_json")
     for name in ("regex", "choice", "grammar"):
@@ -126,11 +126,11 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
     return {"json_schema": schema}
 
 
-def lane_of(asked: Asked) -> Literal["interactive", "batch"]:
+def lane_of(asked: CommonRequest) -> Literal["interactive", "batch"]:
     return "batch" if (asked.priority or 0) > 0 else "interactive"
 
 
-def usage_options(asked: Asked) -> dict[str, Any]:
+def usage_options(asked: CommonRequest) -> dict[str, Any]:
     """Raises InvalidRequest for options of a stream that is none."""
     options = asked.stream_options
     if options is None:

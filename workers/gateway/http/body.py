@@ -19,7 +19,7 @@ MAX_VALUES = 2**20
 MAX_LARGEST = 16
 
 
-class Room:
+class BodyBudget:
     """Memory for bodies that have not been handed on yet, those of everybody together."""
 
     def __init__(self, limits: GatewayConfig) -> None:
@@ -37,7 +37,7 @@ class Room:
         self._free += request.scope.pop("body_bytes", 0)
 
 
-async def read(request: Request, limits: GatewayConfig, room: Room) -> bytes:
+async def read(request: Request, limits: GatewayConfig, room: BodyBudget) -> bytes:
     """Raises BodyTooLarge as soon as it is known to be, Overloaded, TooSlow, WrongContentType for
     one that is compressed, or ClientDisconnect."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
@@ -67,7 +67,7 @@ async def read(request: Request, limits: GatewayConfig, room: Room) -> bytes:
 async def decode(
     request: Request,
     limits: GatewayConfig,
-    room: Room,
+    room: BodyBudget,
     decoder: "msgspec.json.Decoder[T]",
     unsupported: frozenset[str] = frozenset(),
 ) -> T:

@@ -26,7 +26,7 @@ LINGER_S = 2.0
 MAX_TURNED_AWAY = 64
 
 
-class Entrance:
+class ConnectionLimits:
     """What all connections share."""
 
     def __init__(
@@ -39,14 +39,14 @@ class Entrance:
         self.max_connections = max_connections
         self.refused = refused
         self.slow = slow
-        self.turned_away: set[Wire] = set()
+        self.turned_away: set[LimitedHttpProtocol] = set()
         """Told that they are too many, and not closed yet."""
 
 
-class Wire(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """A connection."""
 
-    def __init__(self, entrance: Entrance, config: Config, **kwargs: Any) -> None:
+    def __init__(self, entrance: ConnectionLimits, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self._entrance = entrance
         self._in_head = True

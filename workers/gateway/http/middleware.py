@@ -36,7 +36,7 @@ _ALLOWED = b"authorization, *"
 _EXPOSED = b"x-request-id, retry-after"
 
 
-class Edge:
+class EdgeMiddleware:
     def __init__(
         self,
         app: ASGIApp,

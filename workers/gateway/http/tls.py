@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from workers.gateway.http.connection import MAX_TURNED_AWAY, Entrance
+from workers.gateway.http.connection import MAX_TURNED_AWAY, ConnectionLimits
 
 # There are no files left, or the network is: both pass by themselves.
 PAUSE_S = 0.1
@@ -21,7 +21,7 @@ class Handshakes:
 
     def __init__(
         self,
-        entrance: Entrance,
+        entrance: ConnectionLimits,
         listener: socket.socket,
         tls: ssl.SSLContext,
         connection: Callable[[], asyncio.Protocol],

@@ -17,7 +17,7 @@ from shared.protocol.messages import (
 from shared.protocol.renderer_rpc import ModelCard
 from workers.gateway.core.plan import (
     STRUCTURE,
-    Order,
+    SubmitPlan,
     fields_of,
     lane_of,
     sampling_of,
@@ -54,7 +54,7 @@ def needs_card(request: ChatRequest) -> bool:
 
 def chat_order(
     request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
-) -> Order:
+) -> SubmitPlan:
     """`card` is needed for a request with tools. Without `strict`, functions that are it and need
     not be called are taken as others. Raises a RequestError with the field."""
     plan = tool_plan(request, card)
@@ -78,7 +78,7 @@ def chat_order(
     options = usage_options(request) | {"logprobs": bool(request.logprobs), "fields": fields}
     if plan.form is not None:
         options |= {"form": plan.form, "names": plan.names, "one_call": plan.one}
-    return Order([_generate(request, card)], sampling, options)
+    return SubmitPlan([_generate(request, card)], sampling, options)
 
 
 def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:

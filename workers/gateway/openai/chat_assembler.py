@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, Usage
-from workers.gateway.core.assembler import Spelling, or_unset, spelled
+from workers.gateway.core.assembler import TokenBytes, or_unset, spelled
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call, Piece
 from workers.gateway.schemas.openai_response import (
@@ -57,7 +57,12 @@ class _Choice:
 
 class ChatAssembler:
     def __init__(
-        self, request_id: str, model: str, created_s: int, options: ChatOptions, spelling: Spelling
+        self,
+        request_id: str,
+        model: str,
+        created_s: int,
+        options: ChatOptions,
+        spelling: TokenBytes,
     ) -> None:
         self.keeps = True
         self._id = request_id

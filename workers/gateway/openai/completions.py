@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import ChoiceDelta, GenerateRequest, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Spelling, or_unset, spelled
+from workers.gateway.core.assembler import TokenBytes, or_unset, spelled
 from workers.gateway.core.logprobs import MAX_CONTEXT, spell
 from workers.gateway.core.plan import (
-    Order,
+    SubmitPlan,
     fields_of,
     lane_of,
     prompts_of,
@@ -57,7 +57,7 @@ class CompletionOptions(Struct, frozen=True):
     """What comes after the prompts is left out."""
 
 
-def completion_order(request: CompletionRequest) -> Order:
+def completion_order(request: CompletionRequest) -> SubmitPlan:
     """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
     prompts = prompts_of(request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
@@ -86,7 +86,7 @@ def completion_order(request: CompletionRequest) -> Order:
         "echo_only": echo_only,
         "fields": fields_of(request),
     }
-    return Order([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
+    return SubmitPlan([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
 
 
 def _with_prompt(common: GenerateRequest, prompt: str | list[int]) -> GenerateRequest:
@@ -115,7 +115,7 @@ class CompletionAssembler:
         model: str,
         created_s: int,
         options: CompletionOptions,
-        spelling: Spelling,
+        spelling: TokenBytes,
     ) -> None:
         self.keeps = True
         self._id = request_id

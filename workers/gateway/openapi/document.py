@@ -11,18 +11,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared.stage.runtime import VERSION
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.json_schema import Schemas
-from workers.gateway.openapi.operation import Operation, is_type, types_of
+from workers.gateway.openapi.operation import ApiOperation, is_type, types_of
 from workers.gateway.openapi.operations import OPERATIONS, SCALE_OUT
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     written = Json(document(scale_out=door.limits.scale_out)).body
 
     async def send(_: Request, __: Caller) -> Response:
@@ -55,7 +55,7 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+def _described(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _name(operation),
         "tags": [operation.tag],
@@ -72,12 +72,12 @@ def _described(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     return described
 
 
-def _name(operation: Operation) -> str:
+def _name(operation: ApiOperation) -> str:
     words = re.findall(r"\w+", operation.path)
     return "_".join([operation.method.lower(), *words]).replace("v1_", "")
 
 
-def _parameters(operation: Operation) -> list[dict[str, Any]]:
+def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", operation.path)
@@ -94,7 +94,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     return in_path + others
 
 
-def _answers(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     answer = operation.answer
     content: dict[str, Any] = {}
     if is_type(answer):
@@ -110,7 +110,7 @@ def _answers(operation: Operation, schemas: Schemas) -> dict[str, Any]:
     return {str(status): described for status in operation.statuses}
 
 
-def _refusals(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+def _refusals(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     content = {JSON: {"schema": schemas.of(errors.ErrorAnswer)}}
     return {
         str(status): {"description": ", ".join(codes), "content": content}

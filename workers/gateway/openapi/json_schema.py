@@ -1,7 +1,6 @@
 """JSON schemas of the types that the API reads and writes, by msgspec; and where it makes none,
 which is for unions of Structs that nothing but their fields tells apart, of their parts. Pure."""
 
-import re
 from collections.abc import Iterable
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -10,10 +9,6 @@ import msgspec
 from msgspec import NODEFAULT, Struct, UnsetType
 
 _REF = "#/components/schemas/{name}"
-# What msgspec calls the Structs of a name that there is twice.
-_TWICE = re.compile(r"workers\.gateway\.(\w+)\.(\w+)")
-PREFIXES = {"derenderwire": "Derender", "generatewire": "Generate"}
-"""Of their names in the document then, by module."""
 
 
 class Schemas:
@@ -22,8 +17,8 @@ class Schemas:
         for one in types:
             _collect(one, able)
         found, components = msgspec.json.schema_components(able.values(), ref_template=_REF)
-        self._found: dict[str, dict[str, Any]] = dict(zip(able, map(_renamed, found), strict=True))
-        self.components: dict[str, Any] = _renamed(components)
+        self._found: dict[str, dict[str, Any]] = dict(zip(able, found, strict=True))
+        self.components: dict[str, Any] = components
 
     def of(self, one: Any) -> dict[str, Any]:
         """The schema of one of the types that were given, or of a part of it."""
@@ -69,10 +64,3 @@ def _parts(one: Any) -> list[Any]:
 
 def _is_struct(one: Any) -> bool:
     return isinstance(one, type) and issubclass(one, Struct)
-
-
-def _renamed(schema: Any) -> Any:
-    text = msgspec.json.encode(schema).decode()
-    return msgspec.json.decode(
-        _TWICE.sub(lambda match: PREFIXES.get(match[1], "") + match[2], text)
-    )

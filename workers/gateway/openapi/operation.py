@@ -20,7 +20,7 @@ class Parameter(Struct, frozen=True):
     type: Any = str
 
 
-class Operation(Struct, frozen=True):
+class ApiOperation(Struct, frozen=True):
     method: str
     path: str
     tag: str
@@ -72,7 +72,7 @@ def is_type(answer: Any) -> bool:
     return answer is not None and not isinstance(answer, str)
 
 
-def types_of(operations: Iterable[Operation]) -> list[Any]:
+def types_of(operations: Iterable[ApiOperation]) -> list[Any]:
     """Everything that has a schema, each once."""
     found = (t for o in operations for t in (o.body, o.answer, o.chunk) if is_type(t))
     return list({repr(one): one for one in found}.values())

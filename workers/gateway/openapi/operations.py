@@ -29,7 +29,7 @@ from shared.errors import (
     UnsupportedContent,
 )
 from workers.gateway.http import errors
-from workers.gateway.openapi.operation import Operation, Parameter
+from workers.gateway.openapi.operation import ApiOperation, Parameter
 from workers.gateway.routes import generate, health, models, render, requests, tokenize
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
@@ -91,7 +91,7 @@ FROM = Parameter("from", "query", "The first record that is to be read of the st
 STREAM = (OWN_ID, IDEMPOTENCY_KEY, LAST_EVENT, FROM)
 
 OPERATIONS = [
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/chat/completions",
         "Answers",
@@ -103,7 +103,7 @@ OPERATIONS = [
         STREAM,
         counted=True,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/completions",
         "Answers",
@@ -115,7 +115,7 @@ OPERATIONS = [
         STREAM,
         counted=True,
     ),
-    Operation(
+    ApiOperation(
         "GET",
         "/v1/requests/{id}",
         "Requests",
@@ -126,7 +126,7 @@ OPERATIONS = [
             errors.AnswerTooLarge,
         ),
     ),
-    Operation(
+    ApiOperation(
         "GET",
         "/v1/requests/{id}/stream",
         "Requests",
@@ -137,7 +137,7 @@ OPERATIONS = [
         parameters=(LAST_EVENT, FROM),
         counted=True,
     ),
-    Operation(
+    ApiOperation(
         "DELETE",
         "/v1/requests/{id}",
         "Requests",
@@ -146,7 +146,7 @@ OPERATIONS = [
         refuses=(InvalidRequest, NotFound, Unavailable),
         statuses=(202,),
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/chat/completions/render",
         SCALE_OUT,
@@ -157,7 +157,7 @@ OPERATIONS = [
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/completions/render",
         SCALE_OUT,
@@ -168,7 +168,7 @@ OPERATIONS = [
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/inference/v1/generate",
         SCALE_OUT,
@@ -181,7 +181,7 @@ OPERATIONS = [
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/inference/v1/abort_requests",
         SCALE_OUT,
@@ -191,29 +191,29 @@ OPERATIONS = [
         refuses=(Unavailable,),
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/chat/completions/derender",
         SCALE_OUT,
         "A chat completion of what generate has answered; of a stream, event by event",
-        derender_schema.ChatResponse | derender_schema.StreamAnswer,
+        derender_schema.DerenderChatResponse | derender_schema.StreamAnswer,
         derender_schema.DerenderChat | derender_schema.DerenderChatStream,
         refuses=ASKED_OF_RENDERERS,
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/v1/completions/derender",
         SCALE_OUT,
         "The same for completions",
-        derender_schema.CompletionResponse | derender_schema.StreamAnswer,
+        derender_schema.DerenderCompletionResponse | derender_schema.StreamAnswer,
         derender_schema.DerenderCompletion | derender_schema.DerenderCompletionStream,
         refuses=ASKED_OF_RENDERERS,
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/tokenize",
         "Tokens",
@@ -224,7 +224,7 @@ OPERATIONS = [
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation(
+    ApiOperation(
         "POST",
         "/detokenize",
         "Tokens",
@@ -235,8 +235,10 @@ OPERATIONS = [
         counted=True,
         status_of=scaleouterrors.status_of,
     ),
-    Operation("GET", "/v1/models", "Models", "The models that are served here", models.ModelList),
-    Operation(
+    ApiOperation(
+        "GET", "/v1/models", "Models", "The models that are served here", models.ModelList
+    ),
+    ApiOperation(
         "GET",
         "/v1/models/{model}",
         "Models",
@@ -244,8 +246,10 @@ OPERATIONS = [
         models.ModelEntry,
         refuses=(UnknownModel,),
     ),
-    Operation("GET", "/health", "Server", "Whether the process lives", health.Health, public=True),
-    Operation(
+    ApiOperation(
+        "GET", "/health", "Server", "Whether the process lives", health.Health, public=True
+    ),
+    ApiOperation(
         "GET",
         "/ready",
         "Server",
@@ -254,7 +258,11 @@ OPERATIONS = [
         statuses=(200, 503),
         public=True,
     ),
-    Operation("GET", "/version", "Server", "The version that runs", health.Version),
-    Operation("GET", "/metrics", "Server", "Numbers of this gateway, for Prometheus", "text/plain"),
-    Operation("GET", "/openapi.json", "Server", "This document", "application/json", public=True),
+    ApiOperation("GET", "/version", "Server", "The version that runs", health.Version),
+    ApiOperation(
+        "GET", "/metrics", "Server", "Numbers of this gateway, for Prometheus", "text/plain"
+    ),
+    ApiOperation(
+        "GET", "/openapi.json", "Server", "This document", "application/json", public=True
+    ),
 ]

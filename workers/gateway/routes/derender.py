@@ -12,24 +12,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.core import detokenize_window
-from workers.gateway.core.detokenize_window import Window
+from workers.gateway.core.detokenize_window import DetokenizeWindow
 from workers.gateway.http.auth import Caller
-from workers.gateway.routes.vllm_common import Desk
+from workers.gateway.routes.vllm_common import VllmRoutes
 from workers.gateway.schemas.generate import TextContent
 from workers.gateway.vllm import derender
 from workers.gateway.vllm.derender_schema import (
-    ChatChunk,
-    ChatResponse,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionResponse,
-    CompletionStreamChoice,
     DerenderChat,
+    DerenderChatChunk,
+    DerenderChatResponse,
     DerenderChatStream,
     DerenderCompletion,
+    DerenderCompletionChoice,
+    DerenderCompletionChunk,
+    DerenderCompletionResponse,
     DerenderCompletionStream,
+    DerenderCompletionStreamChoice,
     Generated,
     GeneratedChoice,
     StreamAnswer,
@@ -50,10 +50,10 @@ _completion = msgspec.json.Decoder(DerenderCompletion).decode
 _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     if not door.limits.scale_out:
         return []
-    desk = Desk(door)
+    desk = VllmRoutes(door)
 
     async def chat(request: Request, caller: Caller) -> Response:
         return await _Derenderer(desk, caller.tenant).chat(request)
@@ -70,7 +70,7 @@ def routes(door: Door) -> list[Route]:
 class _Derenderer:
     """Of one request, whose questions are those of its tenant."""
 
-    def __init__(self, desk: Desk, tenant: str) -> None:
+    def __init__(self, desk: VllmRoutes, tenant: str) -> None:
         self.desk = desk
         self._tenant = tenant
 
@@ -86,7 +86,7 @@ class _Derenderer:
             return Json(await self._completion_event(decode(data, _completion_stream)))
         return Json(await self._completion_answer(decode(data, _completion)))
 
-    async def _chat_answer(self, asked: DerenderChat) -> ChatResponse:
+    async def _chat_answer(self, asked: DerenderChat) -> DerenderChatResponse:
         model, answer = self.desk.model(asked.model), asked.generate_response
         max_len = await self._max_len(model)
         derender.check_sizes([answer], max_len)
@@ -94,7 +94,7 @@ class _Derenderer:
         prompt = asked.prompt_token_ids or answer.prompt_token_ids
         looks = await self._looks(model, asked.chat_request)
         found = await self._read_all(model, answer, prompt, looks.skips_special)
-        return ChatResponse(
+        return DerenderChatResponse(
             id=answer.request_id,
             created=self._now_s(),
             model=model,
@@ -108,7 +108,7 @@ class _Derenderer:
             metrics=answer.metrics,
         )
 
-    async def _completion_answer(self, asked: DerenderCompletion) -> CompletionResponse:
+    async def _completion_answer(self, asked: DerenderCompletion) -> DerenderCompletionResponse:
         model, answers = self.desk.model(asked.model), asked.generate_responses
         if not answers:
             raise wrong("generate_responses", "generate_responses must not be empty")
@@ -133,12 +133,12 @@ class _Derenderer:
             for answer, reads in zip(answers, found, strict=True)
             for choice, read in zip(answer.choices, reads, strict=True)
         ]
-        return CompletionResponse(
+        return DerenderCompletionResponse(
             id=answers[0].request_id,
             created=self._now_s(),
             model=model,
             choices=[
-                CompletionChoice(
+                DerenderCompletionChoice(
                     index=index,
                     text=read.text,
                     logprobs=derender.flat_logprobs(read.logprobs, 0),
@@ -162,7 +162,7 @@ class _Derenderer:
             for choice in event.choices
         ]
         return StreamAnswer(
-            chunk=ChatChunk(
+            chunk=DerenderChatChunk(
                 id=event.request_id,
                 created=self._now_s(),
                 model=model,
@@ -178,12 +178,12 @@ class _Derenderer:
         read, state = await self._read_event(model, asked, _skips_special(asked.completion_request))
         offset = 0 if asked.stream_state is None else asked.stream_state.text_offset
         return StreamAnswer(
-            chunk=CompletionChunk(
+            chunk=DerenderCompletionChunk(
                 id=event.request_id,
                 created=self._now_s(),
                 model=model,
                 choices=[
-                    CompletionStreamChoice(
+                    DerenderCompletionStreamChoice(
                         index=choice.index,
                         text=read.text,
                         logprobs=derender.flat_logprobs(read.logprobs, offset),
@@ -220,7 +220,7 @@ class _Derenderer:
         max_len = await self._max_len(model)
         derender.check_prompt(asked.prompt_token_ids, max_len)
         derender.check_sizes([event], max_len)
-        before = Window(state.token_ids, state.num_out)
+        before = DetokenizeWindow(state.token_ids, state.num_out)
         if asked.stream_state is None:
             prompt = asked.prompt_token_ids or event.prompt_token_ids
             before = await self._open(model, prompt, skip)
@@ -246,7 +246,7 @@ class _Derenderer:
         card = await self.desk.door.card(model) if request.get("tools") else None
         return looks_of(model, request, card)
 
-    async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> Window:
+    async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> DetokenizeWindow:
         seed = detokenize_window.kept(prompt or [])
         return detokenize_window.opened(seed, await self._text(model, seed, skip))
 

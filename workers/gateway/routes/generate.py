@@ -14,17 +14,17 @@ from starlette.routing import Route
 from shared import client
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import Feature, GenerateRequest, JobRecord, Message, to_json
+from shared.protocol.messages import Feature, GenerateRequest, Message, RequestRecord, to_json
 from shared.protocol.renderer_rpc import ModelCard
 from shared.state import request_registry
-from workers.gateway.app import Door
+from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import Spelling
+from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import names_of
 from workers.gateway.core.ids import request_id_for, request_id_of
-from workers.gateway.core.plan import Order
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
-from workers.gateway.routes.vllm_common import Desk, refusal
+from workers.gateway.routes.vllm_common import VllmRoutes, refusal
 from workers.gateway.vllm.content_parts import pictures_of, placed
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.features import MODALITY, WireItem
@@ -43,11 +43,11 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
 _abort = msgspec.json.Decoder(AbortBody).decode
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     door.assemblers[KIND] = _assembler
     if not door.limits.scale_out:
         return []
-    generator = _Generator(Desk(door))
+    generator = _Generator(VllmRoutes(door))
     desk = generator.desk
     return [
         desk.post("/inference/v1/generate", generator.generate, counted=True),
@@ -55,7 +55,7 @@ def routes(door: Door) -> list[Route]:
     ]
 
 
-def _assembler(request_id: str, record: JobRecord, spelling: Spelling) -> GenerateAssembler:
+def _assembler(request_id: str, record: RequestRecord, spelling: TokenBytes) -> GenerateAssembler:
     if _ALIAS in record.options:
         raise NotFound("there is no such request, or not any more", field="id")
     shape = msgspec.convert(record.options, GenerateShape)
@@ -63,7 +63,7 @@ def _assembler(request_id: str, record: JobRecord, spelling: Spelling) -> Genera
 
 
 class _Generator:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: VllmRoutes) -> None:
         self.desk = desk
 
     async def generate(self, request: Request, caller: Caller) -> Response:
@@ -92,7 +92,7 @@ class _Generator:
             request,
             caller,
             KIND,
-            Order([asked], parsed.sampling, options),
+            SubmitPlan([asked], parsed.sampling, options),
             stream=bool(body.stream),
             durable=False,
             known_as=(request_id, named),
@@ -125,7 +125,7 @@ class _Generator:
         """Note which request goes by a name of the body, which may have been another's before."""
         bus = self.desk.door.bus
         now_s = int(bus.now_ms() / 1000)
-        alias = JobRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
+        alias = RequestRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
         await bus.publish_unnamed(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
     async def _abort(self, name: str, tenant: str) -> None:

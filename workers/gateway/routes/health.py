@@ -14,7 +14,7 @@ from shared.errors import PagemillError
 from shared.protocol.messages import Heartbeat
 from shared.stage.runtime import VERSION
 from shared.telemetry import prometheus
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 
 ASK_S = 2.0
@@ -41,7 +41,7 @@ class Version(Struct, frozen=True):
 class Living:
     """The workers that there are, by their heartbeats."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: AppContext) -> None:
         self._door = door
         self._beats: list[Heartbeat] = []
         self._read_s = float("-inf")
@@ -62,7 +62,7 @@ class Living:
         return self._beats
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     living = Living(door)
 
     async def health(_: Request, __: Caller) -> Response:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared.errors import UnknownModel
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 
 
@@ -25,7 +25,7 @@ class ModelList(Struct, frozen=True):
     object: str = "list"
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     created = int(door.bus.now_ms() / 1000)
     entries = {
         name: ModelEntry(

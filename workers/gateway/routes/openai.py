@@ -10,19 +10,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared import client
-from shared.protocol.messages import GenerateRequest, JobRecord
+from shared.protocol.messages import GenerateRequest, RequestRecord
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
-    Refusal,
+    ErrorReply,
     Tokenized,
     TokenizeRequest,
 )
-from workers.gateway.app import Door
+from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import Spelling
+from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import names_of
-from workers.gateway.core.plan import Order
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import body
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import Failed
@@ -42,7 +42,7 @@ _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     door.assemblers["chat"] = _chat_assembler
     door.assemblers["completion"] = _completion_assembler
 
@@ -87,19 +87,19 @@ def routes(door: Door) -> list[Route]:
     ]
 
 
-def _chat_assembler(request_id: str, record: JobRecord, spelling: Spelling) -> ChatAssembler:
+def _chat_assembler(request_id: str, record: RequestRecord, spelling: TokenBytes) -> ChatAssembler:
     options = msgspec.convert(record.options, ChatOptions)
     return ChatAssembler(request_id, record.model, record.created_s, options, spelling)
 
 
 def _completion_assembler(
-    request_id: str, record: JobRecord, spelling: Spelling
+    request_id: str, record: RequestRecord, spelling: TokenBytes
 ) -> CompletionAssembler:
     options = msgspec.convert(record.options, CompletionOptions)
     return CompletionAssembler(request_id, record.model, record.created_s, options, spelling)
 
 
-async def _counted(door: Door, order: Order, caller: Caller) -> Order:
+async def _counted(door: AppContext, order: SubmitPlan, caller: Caller) -> SubmitPlan:
     """With the number of the prompt's tokens, where every chunk is to tell it: a log tells it only
     at its end."""
     if not order.options.get("continuous_usage"):
@@ -108,13 +108,13 @@ async def _counted(door: Door, order: Order, caller: Caller) -> Order:
     return replace(order, options=order.options | {"prompt_tokens": sum(counts)})
 
 
-async def _count(door: Door, request: GenerateRequest, caller: Caller) -> int:
+async def _count(door: AppContext, request: GenerateRequest, caller: Caller) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return (await _tokenized(door, request, caller)).count
 
 
-async def _tokenized(door: Door, request: GenerateRequest, caller: Caller) -> Tokenized:
+async def _tokenized(door: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
     question = TokenizeRequest(
         messages=request.messages,
         prompt=request.prompt,
@@ -126,7 +126,9 @@ async def _tokenized(door: Door, request: GenerateRequest, caller: Caller) -> To
     return _unless_refused(await answer)
 
 
-async def _echoed(door: Door, order: Order, caller: Caller, *, scored: bool) -> Order:
+async def _echoed(
+    door: AppContext, order: SubmitPlan, caller: Caller, *, scored: bool
+) -> SubmitPlan:
     """With the prompts' own text; where they are scored, they go as the tokens that are."""
     requests: list[GenerateRequest] = []
     echoes: list[Echo] = []
@@ -146,15 +148,17 @@ async def _echoed(door: Door, order: Order, caller: Caller, *, scored: bool) -> 
             await door.spellings.learn(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if scored else []))
     options: dict[str, Any] = order.options | {"echo": msgspec.to_builtins(echoes)}
-    return Order(requests, order.sampling, options)
+    return SubmitPlan(requests, order.sampling, options)
 
 
-async def _detokenized(door: Door, model: str, token_ids: list[int], caller: Caller) -> Detokenized:
+async def _detokenized(
+    door: AppContext, model: str, token_ids: list[int], caller: Caller
+) -> Detokenized:
     question = DetokenizeRequest(token_ids)
     return _unless_refused(await client.detokenize(door.bus, model, question, tenant=caller.tenant))
 
 
-def _unless_refused(answer: T | Refusal) -> T:
-    if isinstance(answer, Refusal):
+def _unless_refused(answer: T | ErrorReply) -> T:
+    if isinstance(answer, ErrorReply):
         raise Failed(answer.error, "")
     return answer

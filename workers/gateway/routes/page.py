@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from workers.gateway.app import Door
+from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
 
 HEADERS = {
@@ -27,7 +27,7 @@ MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 MEDIA_TYPES["svg"] = "image/svg+xml"
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     """`/`, and what it needs under `/page/`."""
     if not door.limits.page:
         return []
@@ -36,7 +36,7 @@ def routes(door: Door) -> list[Route]:
     return [_route(door, name, content) for name, content in found]
 
 
-def _route(door: Door, name: str, content: bytes) -> Route:
+def _route(door: AppContext, name: str, content: bytes) -> Route:
     media_type = MEDIA_TYPES[name.rpartition(".")[2]]
 
     async def send(_: Request, __: Caller) -> Response:

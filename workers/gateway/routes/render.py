@@ -14,16 +14,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shared.protocol.messages import GenerateRequest
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import names_of
-from workers.gateway.core.plan import Order
+from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import chat_order
 from workers.gateway.openai.completions import completion_order
-from workers.gateway.routes.vllm_common import Desk, Payload
+from workers.gateway.routes.vllm_common import Payload, VllmRoutes
 from workers.gateway.schemas import openai_request
-from workers.gateway.schemas.generate import RenderedRequest, StreamOptions
+from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
 from workers.gateway.vllm.errors import decode
 from workers.gateway.vllm.render_response import num_to_answer, rendered_request, resolved
 
@@ -56,10 +56,10 @@ _chat = msgspec.json.Decoder(RenderChat).decode
 _completion = msgspec.json.Decoder(RenderCompletion).decode
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     if not door.limits.scale_out:
         return []
-    renderer = _Renderer(Desk(door))
+    renderer = _Renderer(VllmRoutes(door))
     return [
         renderer.desk.post("/v1/chat/completions/render", renderer.chat, counted=True),
         renderer.desk.post("/v1/completions/render", renderer.completion, counted=True),
@@ -67,7 +67,7 @@ def routes(door: Door) -> list[Route]:
 
 
 class _Renderer:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: VllmRoutes) -> None:
         self.desk = desk
 
     async def chat(self, request: Request, caller: Caller) -> Response:
@@ -100,7 +100,7 @@ class _Renderer:
         request: GenerateRequest,
         wire_id: str,
         asked: Asked,
-        order: Order,
+        order: SubmitPlan,
         caller: Caller,
     ) -> RenderedRequest:
         model, payload = request.model, _payload_of(asked)
@@ -138,11 +138,11 @@ def _payload_of(asked: Asked) -> Payload:
     return "none" if asked.return_mm_kwargs is False else "tensors"
 
 
-def _stream_options(asked: Asked) -> StreamOptions | None:
+def _stream_options(asked: Asked) -> GenerateStreamOptions | None:
     options = asked.stream_options
     if options is None:
         return None
-    return StreamOptions(
+    return GenerateStreamOptions(
         include_usage=options.include_usage,
         continuous_usage_stats=options.continuous_usage_stats,
     )

@@ -13,14 +13,14 @@ from shared.errors import NotFound
 from shared.protocol.messages import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final, last_record
-from workers.gateway.app import Door, Json, answer_of
-from workers.gateway.backend.submit import Job, job_of
+from workers.gateway.app import AppContext, Json, answer_of
+from workers.gateway.backend.submit import ActiveRequest, job_of
 from workers.gateway.core.ids import start_of
 from workers.gateway.core.memory_budget import kept_in
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
-from workers.gateway.routes.timeline import Stop, way_of
+from workers.gateway.routes.timeline import TimelineEntry, way_of
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 
@@ -36,7 +36,7 @@ class RequestBody(Struct, frozen=True):
     records: int
     """In its log so far; of several prompts, all together."""
     attempt: int | None
-    path: list[Stop]
+    path: list[TimelineEntry]
     """Its way through the stages so far."""
     now_ms: float
     """By the clock that the times of the way are of."""
@@ -51,7 +51,7 @@ class Cancelling(Struct, frozen=True):
     cancelled: bool = True
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: AppContext) -> list[Route]:
     async def show(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
         return Json(await _described(door, request, job))
@@ -79,7 +79,7 @@ def routes(door: Door) -> list[Route]:
     ]
 
 
-async def _check_kept(door: Door, job: Job) -> None:
+async def _check_kept(door: AppContext, job: ActiveRequest) -> None:
     """Raises NotFound for a request that must have ended and has no log: there is none any more, or
     its gateway died before it was on its way."""
     if not job.overdue:
@@ -89,7 +89,7 @@ async def _check_kept(door: Door, job: Job) -> None:
         raise NotFound("there is no such request, or not any more", field="id")
 
 
-async def _described(door: Door, request: Request, job: Job) -> RequestBody:
+async def _described(door: AppContext, request: Request, job: ActiveRequest) -> RequestBody:
     await _check_kept(door, job)
     lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
     ended = [last for last in lasts if last is not None and is_final(last)]
@@ -126,7 +126,7 @@ def _state(
     lasts: list[LogRecord | None],
     ended: list[LogRecord],
     failure: Failure | None,
-    where: request_status.Whereabouts,
+    where: request_status.RequestStatus,
 ) -> State:
     if failure is not None:
         return "cancelled" if failure.error.code == "cancelled" else "failed"

@@ -13,11 +13,11 @@ from shared.errors import InvalidRequest
 from shared.protocol.messages import Tool
 from shared.protocol.renderer_rpc import TokenizeRequest
 from shared.protocol.sampling import TokenId
-from workers.gateway.app import Door, Json
+from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import names_of
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import message_of
-from workers.gateway.routes.vllm_common import Desk, answered
+from workers.gateway.routes.vllm_common import VllmRoutes, answered
 from workers.gateway.schemas.openai_request import GivenMessage
 from workers.gateway.vllm.errors import decode
 
@@ -62,8 +62,8 @@ _tokenize = msgspec.json.Decoder(TokenizeBody).decode
 _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
 
 
-def routes(door: Door) -> list[Route]:
-    desk = Desk(door)
+def routes(door: AppContext) -> list[Route]:
+    desk = VllmRoutes(door)
 
     async def tokenize(request: Request, caller: Caller) -> Response:
         asked = decode(await desk.read(request), _tokenize, UNSUPPORTED)

@@ -13,27 +13,27 @@ from shared.errors import PagemillError, UnknownModel
 from shared.protocol.messages import GenerateRequest
 from shared.protocol.renderer_rpc import (
     DetokenizeRequest,
+    ErrorReply,
     FeaturesRequest,
-    Refusal,
     RenderedFeatures,
 )
-from workers.gateway.app import Door, Endpoint, Json, answer_of
+from workers.gateway.app import AppContext, Json, RouteHandler, answer_of
 from workers.gateway.backend.uploads import pinned
-from workers.gateway.core.assembler import Spelling
+from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http import body, errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import Failed, WrongContentType
 from workers.gateway.vllm.errors import body_of, is_their_fault, status_of
 
-Answer = TypeVar("Answer")
+BuildAnswer = TypeVar("BuildAnswer")
 Payload = Literal["tensors", "none"]
 
 
-class Desk:
-    def __init__(self, door: Door) -> None:
+class VllmRoutes:
+    def __init__(self, door: AppContext) -> None:
         self.door = door
 
-    def post(self, path: str, endpoint: Endpoint, *, counted: bool = False) -> Route:
+    def post(self, path: str, endpoint: RouteHandler, *, counted: bool = False) -> Route:
         """A route that refuses in the words of the protocol."""
 
         @functools.wraps(endpoint)
@@ -81,7 +81,7 @@ class Desk:
         told = await client.detokenize(self.door.bus, model, question, tenant=tenant)
         return answered(told).prompt
 
-    async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> Spelling:
+    async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> TokenBytes:
         """Of these tokens at least."""
         await self.door.spellings.learn(model, token_ids, tenant)
         return self.door.spellings.of(model)
@@ -95,8 +95,8 @@ def refusal(error: Exception) -> Response:
     return Json(body_of(info), status_of(info))
 
 
-def answered(answer: Answer | Refusal) -> Answer:
+def answered(answer: BuildAnswer | ErrorReply) -> BuildAnswer:
     """What a worker has answered. Raises Failed for a Refusal."""
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ErrorReply):
         raise Failed(answer.error, "")
     return answer

@@ -24,11 +24,11 @@ class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mm_hashes: dict[str, list[str]]
     mm_placeholders: Placeholders
     kwargs_data: dict[str, list[str | None]] | None = None
-    """Base64 of msgpack, see `shared.codec.vllm_kwargs`; null for an item sent by its hash alone."""
+    """Base64 of msgpack, see `shared.codec.vllm_kwargs`; null for an item sent by hash."""
     mm_metadata: dict[str, list[str | None]] | None = None
 
 
-class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateStreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -49,7 +49,7 @@ class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     return_token_ids: bool | None = None
     output_mode: OutputMode = "tokens"
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: GenerateStreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
     kv_transfer_params: dict[str, Any] | None = None
@@ -122,7 +122,7 @@ class WeightVersionSpan(Struct, frozen=True, kw_only=True):
     end: int
 
 
-class Choice(Struct, frozen=True, kw_only=True):
+class GenerateChoice(Struct, frozen=True, kw_only=True):
     """Whole, or what a stream tells of it at a time: `text` in the output mode of that name."""
 
     index: int
@@ -149,7 +149,7 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     output_mode: OutputMode = "tokens"
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[GenerateChoice] = field(default_factory=list)
 
 
 class GenerateChunk(Struct, frozen=True, kw_only=True):
@@ -160,4 +160,4 @@ class GenerateChunk(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     mm_placeholders: Placeholders | UnsetType = UNSET
     output_mode: OutputMode = "tokens"
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[GenerateChoice] = field(default_factory=list)

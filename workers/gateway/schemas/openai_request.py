@@ -57,7 +57,7 @@ class Structure(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class Asked(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of both."""
 
     model: str
@@ -198,7 +198,7 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -231,7 +231,7 @@ class ChatRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class CompletionRequest(Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: Any
     """Text, token ids, or a list of either; see `prompts_of`."""
     max_tokens: Count | None = None

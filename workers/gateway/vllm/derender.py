@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import InvalidRequest
-from workers.gateway.core.assembler import Spelling
-from workers.gateway.core.detokenize_window import Window
+from workers.gateway.core.assembler import TokenBytes
+from workers.gateway.core.detokenize_window import DetokenizeWindow
 from workers.gateway.core.logprobs import spelt
 from workers.gateway.schemas.generate import TextContent, UsageInfo
 from workers.gateway.vllm.derender_schema import (
     CONTEXT_TOKENS,
-    CompletionLogprobs,
+    DerenderCompletionLogprobs,
     Generated,
     GeneratedChoice,
     StreamState,
@@ -68,7 +68,9 @@ def whole_tokens(answer: Generated, choice: GeneratedChoice) -> list[int]:
     return choice.token_ids
 
 
-def advanced(state: StreamState, window: Window, token_ids: list[int], text: str) -> StreamState:
+def advanced(
+    state: StreamState, window: DetokenizeWindow, token_ids: list[int], text: str
+) -> StreamState:
     return msgspec.structs.replace(
         state,
         token_ids=window.token_ids,
@@ -89,7 +91,7 @@ def named_tokens(choice: GeneratedChoice, context: list[int]) -> set[int]:
 
 
 def logprobs_of(
-    choice: GeneratedChoice, context: list[int], spelling: Spelling
+    choice: GeneratedChoice, context: list[int], spelling: TokenBytes
 ) -> TextContent | None:
     if choice.logprobs is None:
         return None
@@ -100,14 +102,14 @@ def logprobs_of(
     return TextContent(content=[spelt(entry, before, spelling) for entry in entries])
 
 
-def flat_logprobs(told: TextContent | None, text_offset: int) -> CompletionLogprobs | None:
+def flat_logprobs(told: TextContent | None, text_offset: int) -> DerenderCompletionLogprobs | None:
     """`text_offset`: characters that are before the first token."""
     if told is None:
         return None
     entries = told.content or []
     lengths = [len(entry.token) for entry in entries]
     offsets = itertools.accumulate(lengths, initial=text_offset)
-    return CompletionLogprobs(
+    return DerenderCompletionLogprobs(
         text_offset=list(offsets)[: len(entries)],
         token_logprobs=[entry.logprob for entry in entries],
         tokens=[entry.token for entry in entries],

@@ -99,7 +99,7 @@ class DerenderCompletionStream(
     completion_request: dict[str, Any] | None = None
 
 
-class ChatMessage(Struct, frozen=True, kw_only=True):
+class DerenderChatMessage(Struct, frozen=True, kw_only=True):
     role: str = "assistant"
     content: str | None = None
     refusal: str | None = None
@@ -110,9 +110,9 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
 
 
-class ChatChoice(Struct, frozen=True, kw_only=True):
+class DerenderChatChoice(Struct, frozen=True, kw_only=True):
     index: int
-    message: ChatMessage
+    message: DerenderChatMessage
     logprobs: TextContent | None = None
     finish_reason: str | None = "stop"
     stop_reason: int | str | None = None
@@ -120,12 +120,12 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     routed_experts: str | None = None
 
 
-class ChatResponse(Struct, frozen=True, kw_only=True):
+class DerenderChatResponse(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
+    choices: list[DerenderChatChoice]
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: UsageInfo
@@ -137,28 +137,28 @@ class ChatResponse(Struct, frozen=True, kw_only=True):
     metrics: dict[str, Any] | None = None
 
 
-class ChatDelta(Struct, frozen=True, kw_only=True):
+class DerenderChatDelta(Struct, frozen=True, kw_only=True):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
-class ChatStreamChoice(Struct, frozen=True, kw_only=True):
+class DerenderChatStreamChoice(Struct, frozen=True, kw_only=True):
     index: int
-    delta: ChatDelta
+    delta: DerenderChatDelta
     logprobs: TextContent | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Struct, frozen=True, kw_only=True):
+class DerenderChatChunk(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[ChatStreamChoice]
+    choices: list[DerenderChatStreamChoice]
     usage: UsageInfo | None = None
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -166,7 +166,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     metrics: dict[str, Any] | None = None
 
 
-class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+class DerenderCompletionLogprobs(Struct, frozen=True, kw_only=True):
     """Lists with an entry for each token."""
 
     text_offset: list[int]
@@ -175,10 +175,10 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Struct, frozen=True, kw_only=True):
+class DerenderCompletionChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: DerenderCompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -187,12 +187,12 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     routed_experts: str | None = None
 
 
-class CompletionResponse(Struct, frozen=True, kw_only=True):
+class DerenderCompletionResponse(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[DerenderCompletionChoice]
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: UsageInfo
@@ -201,27 +201,27 @@ class CompletionResponse(Struct, frozen=True, kw_only=True):
     metrics: dict[str, Any] | None = None
 
 
-class CompletionStreamChoice(Struct, frozen=True, kw_only=True):
+class DerenderCompletionStreamChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: DerenderCompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
 
-class CompletionChunk(Struct, frozen=True, kw_only=True):
+class DerenderCompletionChunk(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "text_completion"
     created: int
     model: str
-    choices: list[CompletionStreamChoice]
+    choices: list[DerenderCompletionStreamChoice]
     usage: UsageInfo | None = None
     system_fingerprint: str | None = None
     metrics: dict[str, Any] | None = None
 
 
 class StreamAnswer(Struct, frozen=True, kw_only=True):
-    chunk: ChatChunk | CompletionChunk
+    chunk: DerenderChatChunk | DerenderCompletionChunk
     stream_state: StreamState

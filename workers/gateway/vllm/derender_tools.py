@@ -25,10 +25,10 @@ from workers.gateway.schemas.openai_response import (
     FunctionDelta,
 )
 from workers.gateway.vllm.derender_schema import (
-    ChatChoice,
-    ChatDelta,
-    ChatMessage,
-    ChatStreamChoice,
+    DerenderChatChoice,
+    DerenderChatDelta,
+    DerenderChatMessage,
+    DerenderChatStreamChoice,
     GeneratedChoice,
     StreamState,
 )
@@ -56,13 +56,13 @@ class Looks:
     skips_special: bool = True
     shows_ids: bool = False
 
-    def whole(self, request_id: str, choice: GeneratedChoice, read: Read) -> ChatChoice:
+    def whole(self, request_id: str, choice: GeneratedChoice, read: Read) -> DerenderChatChoice:
         divided = divide(self.plan, f"{request_id}:{choice.index}", "", read.text, last=True)
         calls = whole_calls(divided.calls)
         content = None if calls and not divided.content else divided.content
-        return ChatChoice(
+        return DerenderChatChoice(
             index=choice.index,
-            message=ChatMessage(content=content, tool_calls=calls or UNSET),
+            message=DerenderChatMessage(content=content, tool_calls=calls or UNSET),
             logprobs=read.logprobs,
             finish_reason=_reason(choice, divided),
             stop_reason=choice.stop_reason,
@@ -71,12 +71,12 @@ class Looks:
 
     def event(
         self, request_id: str, choice: GeneratedChoice, read: Read, before: StreamState
-    ) -> ChatStreamChoice:
+    ) -> DerenderChatStreamChoice:
         of, last = f"{request_id}:{choice.index}", choice.finish_reason is not None
         divided = divide(self.plan, of, before.text, read.text, last)
-        return ChatStreamChoice(
+        return DerenderChatStreamChoice(
             index=choice.index,
-            delta=ChatDelta(
+            delta=DerenderChatDelta(
                 role=None if before.role_sent else "assistant",
                 content=divided.content or None,
                 tool_calls=divided.calls or UNSET,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from msgspec import UNSET, Struct
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Events, Spelling
+from workers.gateway.core.assembler import Events, TokenBytes
 from workers.gateway.core.logprobs import ranked, spell, spelt
 from workers.gateway.schemas.generate import (
-    Choice,
+    GenerateChoice,
     GenerateChunk,
     GenerateResponse,
     IdLogprobs,
@@ -64,7 +64,7 @@ class GenerateAssembler:
     state for each."""
 
     def __init__(
-        self, shape: GenerateShape, model: str, created_s: int, spelling: Spelling
+        self, shape: GenerateShape, model: str, created_s: int, spelling: TokenBytes
     ) -> None:
         # An abort tells of every choice, and then of usage.
         self.max_events = 1 if shape.n == 1 else shape.n + 1
@@ -112,7 +112,7 @@ class GenerateAssembler:
             choices=[self._whole(i, choice) for i, choice in enumerate(self._choices)],
         )
 
-    def _take_delta(self, delta: ChoiceDelta) -> Choice | None:
+    def _take_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
         """What is new of a choice; None for nothing that this output mode shows."""
         mine, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
         ids, texts = self._logprobs_of(mine, delta)
@@ -124,7 +124,7 @@ class GenerateAssembler:
             mine.text_logprobs += texts
         if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
             return None
-        return Choice(
+        return GenerateChoice(
             index=delta.index,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
@@ -139,7 +139,7 @@ class GenerateAssembler:
         mine.finish_reason = "abort"
         return self._event(
             index,
-            Choice(
+            GenerateChoice(
                 index=index,
                 finish_reason="abort",
                 token_ids=[],
@@ -149,7 +149,7 @@ class GenerateAssembler:
             ),
         )
 
-    def _event(self, index: int, choice: Choice) -> GenerateChunk:
+    def _event(self, index: int, choice: GenerateChoice) -> GenerateChunk:
         shape = self._shape
         shows_prompt = shape.return_token_ids and not self._begun
         self._begun = True
@@ -186,8 +186,8 @@ class GenerateAssembler:
         shown = shape.return_token_ids and shape.placeholders
         return {"image": shape.placeholders} if shown else None
 
-    def _whole(self, index: int, mine: _Progress) -> Choice:
-        return Choice(
+    def _whole(self, index: int, mine: _Progress) -> GenerateChoice:
+        return GenerateChoice(
             index=index,
             finish_reason=mine.finish_reason or "stop",
             stop_reason=mine.stop_reason,

@@ -12,9 +12,9 @@ from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.schemas.generate import (
     FeaturesInfo,
+    GenerateStreamOptions,
     PlaceholderInfo,
     RenderedRequest,
-    StreamOptions,
 )
 from workers.gateway.vllm.sampling import check_greedy, write_sampling
 
@@ -61,7 +61,7 @@ def rendered_request(
     model: str,
     with_tensors: bool,
     stream: bool = False,
-    stream_options: StreamOptions | None = None,
+    stream_options: GenerateStreamOptions | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
 ) -> RenderedRequest:

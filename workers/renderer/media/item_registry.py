@@ -10,7 +10,7 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import content_hash, is_hash
 
 
-class Items:
+class ItemRegistry:
     def __init__(self, bus: Bus, scope: str, model: str) -> None:
         self._bus = bus
         self._scope = scope

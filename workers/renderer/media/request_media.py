@@ -19,7 +19,7 @@ from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MM
 from shared.protocol import subjects
 from shared.protocol.messages import Feature, MediaPin, PinnedPart, to_msgpack
 from shared.state import media_store
-from workers.renderer.media.item_registry import Items
+from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader, is_remote, is_stored
 from workers.renderer.threads import InThread
 
@@ -36,7 +36,7 @@ class Source:
     """Under which it is to be kept for as long as the request may take; None if need not be."""
 
 
-class JobMedia:
+class RequestMedia:
     def __init__(
         self,
         bus: Bus,
@@ -58,7 +58,7 @@ class JobMedia:
         self._subject = subjects.pin(request_id, sequence)
         self._tenant = tenant
         self._scope = scope
-        self._items = Items(bus, scope, model)
+        self._items = ItemRegistry(bus, scope, model)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Of the pin; 0 for none."""

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import from_numpy
-from shared.codec.vllm_kwargs import Batched, Flat, WireField
+from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.protocol.multimodal import content_hash
 from workers.renderer.processing import vllm_kwargs
@@ -35,7 +35,7 @@ _load_image_processor: Any = AutoImageProcessor.from_pretrained
 MAX_ASPECT_RATIO = 200
 
 
-class Layout(Protocol):
+class ImageLayout(Protocol):
     fingerprint: str
     """Equal for processors that make the same of every picture."""
     metadata: tuple[str, ...]
@@ -62,7 +62,7 @@ class Layout(Protocol):
         ...
 
 
-def layout_of(folder: Path, config: Any) -> Layout:
+def layout_of(folder: Path, config: Any) -> ImageLayout:
     """The layout of the model in `folder`, whose config.json is `config`.
 
     Raises ConfigError for one that is not known, or whose settings contradict each other.
@@ -73,9 +73,9 @@ def layout_of(folder: Path, config: Any) -> Layout:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no picture processor: {error}", field="path") from error
     if isinstance(processor, Qwen2VLImageProcessorPil):
-        return Qwen2VL(processor)
+        return Qwen2VLLayout(processor)
     if isinstance(processor, CLIPImageProcessorPil) and config.model_type == "llava":
-        return Llava(processor, config, folder)
+        return LlavaLayout(processor, config, folder)
     raise ConfigError(
         f"{folder}: pictures are known as Qwen2-VL and LLaVA 1.5 take them, not for"
         f" {type(processor).__name__} of {config.model_type!r}",
@@ -83,7 +83,7 @@ def layout_of(folder: Path, config: Any) -> Layout:
     )
 
 
-class Qwen2VL:
+class Qwen2VLLayout:
     """Patches and a grid; and one temporal frame, because a still picture's frames are equal.
 
     pixel_patches  uint8 [num_patches, channels, patch_h * patch_w]
@@ -120,8 +120,8 @@ class Qwen2VL:
         frames = np.repeat(patches[:, :, None], self._processor.temporal_patch_size, axis=2)
         rows = frames.reshape(len(patches), -1)
         return {
-            "image_grid_thw": WireField(fields["image_grid_thw"], Batched(keep_on_cpu=True)),
-            "pixel_values": WireField(from_numpy(rows), Flat([[[0, len(rows), None]]])),
+            "image_grid_thw": WireField(fields["image_grid_thw"], BatchedField(keep_on_cpu=True)),
+            "pixel_values": WireField(from_numpy(rows), FlatField([[[0, len(rows), None]]])),
         }
 
     def from_wire(
@@ -175,7 +175,7 @@ class LlavaSettings(msgspec.Struct, frozen=True):
     num_additional_image_tokens: int = 0
 
 
-class Llava:
+class LlavaLayout:
     """LLaVA 1.5's: every picture as one square for a CLIP tower.
 
     pixels      uint8 [channels, height, width], resized and cropped
@@ -207,7 +207,7 @@ class Llava:
     def to_wire(self, fields: Mapping[str, TensorData]) -> dict[str, WireField]:
         pixels, table = to_numpy(fields["pixels"]), to_numpy(fields["pixel_table"])
         values = table[np.arange(len(table))[:, None, None], pixels]
-        return {"pixel_values": WireField(from_numpy(values), Batched())}
+        return {"pixel_values": WireField(from_numpy(values), BatchedField())}
 
     def from_wire(
         self, wire: Mapping[str, WireField], field: str

@@ -26,8 +26,8 @@ from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, c
 from shared.protocol.renderer_rpc import ModelCard
 from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing import prompt
-from workers.renderer.processing.families import Layout, layout_of
-from workers.renderer.processing.tokenizer import Texts
+from workers.renderer.processing.families import ImageLayout, layout_of
+from workers.renderer.processing.tokenizer import PromptTokenizer
 
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
 # blanks, and tokenizing 50 MB to say so would be an attack's whole point.
@@ -42,7 +42,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ProcessedImage:
     """A picture as the engine takes it."""
 
     mm_hash: str
@@ -69,10 +69,10 @@ class Processor:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
         self._tokenizer = tokenizer
         self._image_token_id: int | None = getattr(config, "image_token_id", None)
-        self._layout: Layout | None = None
+        self._layout: ImageLayout | None = None
         if self._image_token_id is not None:
             self._layout = layout_of(folder, config)
-        self._texts = Texts(tokenizer, self._image_token_id, self._layout is not None)
+        self._texts = PromptTokenizer(tokenizer, self._image_token_id, self._layout is not None)
         self._tool_parser = model.tool_parser or self._texts.tool_parser
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
@@ -141,11 +141,11 @@ class Processor:
         assert self._layout is not None
         return content_hash(tenant, source_hash, self._layout.fingerprint)
 
-    def process(self, image: LoadedImage, field: str, tenant: str) -> Picture:
+    def process(self, image: LoadedImage, field: str, tenant: str) -> ProcessedImage:
         """Raises InvalidMedia for a picture that the model cannot take."""
         assert self._layout is not None
         fields, num_tokens = self._layout.process(image.image, field)
-        return Picture(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
+        return ProcessedImage(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
 
     def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
         """Where the prompt has room for pictures that others have processed.
@@ -168,13 +168,13 @@ class Processor:
         prompt.check_ranges(token_ids, self._image_token_id, ranges)
         return ranges
 
-    def take_item(self, data: bytes, mm_hash: str, field: str) -> Picture:
+    def take_item(self, data: bytes, mm_hash: str, field: str) -> ProcessedImage:
         """The picture in the bytes of an item. Raises InvalidRequest naming `field`."""
         assert self._layout is not None
         fields, num_tokens = self._layout.from_wire(vllm_kwargs.decode_item(data, field), field)
-        return Picture(mm_hash, num_tokens, fields)
+        return ProcessedImage(mm_hash, num_tokens, fields)
 
-    def give_item(self, picture: Picture) -> tuple[bytes, bytes]:
+    def give_item(self, picture: ProcessedImage) -> tuple[bytes, bytes]:
         """The bytes of an item, and of its metadata."""
         assert self._layout is not None
         wire = self._layout.to_wire(picture.fields)
@@ -260,7 +260,7 @@ class Processor:
 
 
 def join(
-    token_ids: list[int], ranges: Sequence[PlaceholderRange], pictures: Sequence[Picture]
+    token_ids: list[int], ranges: Sequence[PlaceholderRange], pictures: Sequence[ProcessedImage]
 ) -> Rendered:
     """A prompt with its pictures in their places, and all their tensors."""
     tensors: list[TensorData] = []

@@ -13,7 +13,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-class Spelling:
+class TokenByteDecoder:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is the one of the tokenizers library."""
         self._tokenizer = tokenizer

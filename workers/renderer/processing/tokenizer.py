@@ -10,7 +10,7 @@ import jinja2
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.protocol.messages import FunctionDefinition, Message, Prompt, Tool
 from workers.renderer.processing import prompt
-from workers.renderer.processing.token_bytes import Spelling
+from workers.renderer.processing.token_bytes import TokenByteDecoder
 
 ToolParser = Literal["hermes", "llama3_json", "mistral"]
 
@@ -37,7 +37,7 @@ _TEMPLATE_ERRORS = (
 )
 
 
-class Texts:
+class PromptTokenizer:
     """Thread-safe."""
 
     def __init__(self, tokenizer: Any, image_token_id: int | None, takes_parts: bool) -> None:
@@ -57,7 +57,7 @@ class Texts:
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
-        self._spelling = Spelling(self._encoder)
+        self._spelling = TokenByteDecoder(self._encoder)
         self.takes_tools = self._writes_tools()
         """Whether the chat template tells the model of tools."""
 
