@@ -63,7 +63,7 @@ chaos-quick: .venv/installed  ## faults for three minutes, every role killed; pa
 chaos-bugs: .venv/installed  ## every planted bug must be caught; 10 minutes
 	$(BIN)/python -m ops.chaos bugs
 
-chaos: .venv/installed  ## the long runs of docs/reliability.md; 50 minutes
+chaos: .venv/installed  ## the long runs of docs/contribute/reliability.md; 50 minutes
 	$(BIN)/python -m ops.chaos run kills
 	$(BIN)/python -m ops.chaos run model
 	$(BIN)/python -m ops.chaos run leaders

@@ -1,4 +1,4 @@
-"""Writes docs/messages.md: every subject and message, an example of each, and its JSON schema.
+"""Writes docs/reference/messages.md: every subject and message, an example and its JSON schema.
 
 The schemas are msgspec's own, derived from the Structs; the examples are encoded by the very
 encoders that the workers use. A test holds the file equal to what this prints.
@@ -54,7 +54,7 @@ from shared.protocol.renderer_rpc import (
 )
 from shared.protocol.sampling import SamplingParams
 
-FILE = Path(__file__).parent.parent / "docs" / "messages.md"
+FILE = Path(__file__).parent.parent / "docs" / "reference" / "messages.md"
 
 ID = "req-3f2a9c51d0b84e67"
 CONVERSATION = [

@@ -41,7 +41,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     """A folder in Hugging Face format; relative to the configuration file."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """In float64 no answer depends on what else is in its batch; see docs/reliability.md."""
+    """In float64 no answer depends on the other requests of its batch."""
     max_model_len: Positive | None = None
     """In tokens, prompt and answer together; by default what the model's own config says."""
     max_images: Annotated[int, Meta(ge=0)] = 8

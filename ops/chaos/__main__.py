@@ -1,7 +1,7 @@
 """Faults, recorded histories, and one checker.
 
 python -m ops.chaos quick            what CI runs
-python -m ops.chaos run kills        one of the runs of docs/reliability.md
+python -m ops.chaos run kills        one of the runs of docs/contribute/reliability.md
 python -m ops.chaos bugs             every planted bug must be caught
 python -m ops.chaos check FOLDER     look again at a run that was kept
 python -m ops.chaos.matrix           the fault matrix
@@ -40,7 +40,7 @@ def run(
     requests: int | None = None,
     keep: bool = False,
 ) -> int:
-    """One of the runs whose results are in docs/reliability.md.
+    """One of the runs whose results are in docs/contribute/reliability.md.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
 
 
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:
-    """A row of the table in docs/reliability.md."""
+    """A row of the table in docs/contribute/reliability.md."""
     figures, counts = verdict.figures, verdict.counts
     faults = ", ".join(f"{count} {what}" for what, count in sorted(counts["faults"].items()))
     ends = ", ".join(f"{count} {what}" for what, count in counts["ends"].most_common())

@@ -1,4 +1,4 @@
-"""The runs whose results are in docs/reliability.md."""
+"""The runs whose results are in docs/contribute/reliability.md."""
 
 from msgspec.structs import replace
 
