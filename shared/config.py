@@ -1,264 +1,276 @@
-"""One `pagemill.yaml`, decoded into frozen Structs; every field can be set from the environment.
+"""Configuration schema: the sections of `pagemill.yaml` as frozen Structs.
 
-`PAGEMILL_ENGINE__BLOCK_SIZE=32` sets `engine.block_size`; a double underscore descends one level.
-This module reads neither files nor the environment: `parse` is given the text and the mapping.
+`shared.config_parsing` decodes and checks the file.
 """
 
-from collections.abc import Mapping
-from ipaddress import ip_address, ip_network
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
-import yaml
 from msgspec import Meta, Struct
 
-from shared.errors import ConfigError
-from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import MAX_NAME_LEN, is_name
-
-ENV_PREFIX = "PAGEMILL_"
-
-T = TypeVar("T")
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
 class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The broker and how Pagemill connects to it."""
+
     url: str | None = None
-    """Of a running server, or of several of one cluster with commas between; without one
-    `pagemill up` starts its own."""
+    """URL of a running server, or comma-separated URLs of several servers of one cluster. Without
+    one, `pagemill up` starts an embedded server."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
-    """Of the embedded server, on the loopback address; 0 takes a free one."""
+    """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"
     connect_timeout_s: Seconds = 10.0
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
-    """Of every stream; 3 in a cluster of three."""
+    """Number of replicas of every stream; 3 in a cluster of three."""
     unchecked: bool = False
-    """Start even if the server does not tell that it keeps what it has acknowledged."""
+    """Start even if the server does not report whether it syncs every acknowledged message."""
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One served model."""
+
     path: str
-    """A folder in Hugging Face format; relative to the configuration file."""
+    """Folder in Hugging Face format, relative to the configuration file."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """In float64 no answer depends on the other requests of its batch."""
+    """In float64 an answer does not depend on the other requests of its batch."""
     max_model_len: Positive | None = None
-    """In tokens, prompt and answer together; by default what the model's own config says."""
+    """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8
-    """Per request."""
+    """Limit on images per request."""
     tower: Literal["engine", "encoder"] = "engine"
-    """Who makes embeddings of pictures: the engine itself, or encoders (`pagemill worker encoder`),
-    so that the engine holds the language model alone."""
+    """The worker that computes image embeddings: the engine, or encoders (`pagemill worker
+    encoder`), so that the engine loads only the language model."""
     local_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Pictures of at most so many tokens stay with the engine all the same, which then needs the
-    tower too."""
+    """With `tower: encoder`, the engine still encodes images of at most this many tokens, and
+    therefore loads the vision tower too."""
     share_embeddings: bool = False
-    """Engines that have the tower leave embeddings for one another, and look before they make any;
-    see `embeddings`."""
+    """Engines with a vision tower store embeddings for one another, and look there before they
+    compute any; see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
-    """In which form the model writes its calls of tools; by default what its chat template says."""
+    """The format in which the model writes tool calls; by default derived from the chat
+    template."""
     hash_model_id: str | None = None
-    """The name of the model in the hashes of pictures that are rendered for other servers, which
-    must have been started with it; by default `path`."""
+    """Model name in the mm_hashes of images that are rendered for other servers, which must have
+    been started with the same name; by default `path`."""
     adapters: dict[str, str] = {}
     """LoRA adapters that a request may name: folders in peft's format, relative to the
     configuration file."""
 
 
 class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long anything may take, how often it may be tried, and how much may wait."""
+    """Limits on time, attempts and queued data."""
 
     default_timeout_s: Seconds = 600.0
-    """From acceptance to the end, for a request that does not say."""
+    """Time from acceptance to the end, if the request does not set one."""
     max_timeout_s: Seconds = 3000.0
-    """The most that a request may ask for; less than `token_log_age_s`."""
+    """The longest timeout that a request may set; must not exceed `token_log_age_s`."""
     ack_wait_s: Seconds = 10.0
-    """A worker that shows no progress for so long loses what it has in hand."""
+    """A worker that reports no progress for this long loses the messages that it has in flight."""
     max_deliver: Positive = 5
-    """Attempts of one stage that fail, or end without a word, before it is given up."""
+    """Attempts of one stage that may fail, or end without a result, before the request fails."""
     max_deaths: Positive = 2
-    """Workers of one stage that may die with a request in hand before it is taken for poison."""
+    """Workers of one stage that may die with a request in flight before the request counts as
+    poison."""
     retry_delay_s: Seconds = 0.5
     max_queued: Positive = 10_000
-    """Requests that are accepted and have not ended; beyond it new ones are refused."""
+    """Limit on requests that are accepted and have not ended. Further requests are refused."""
     max_request_mib: Positive = 1024
-    """All accepted requests together, with their pictures; the next is refused."""
+    """Limit on all accepted requests together, with their images. Further requests are refused."""
     max_stage_mib: Positive = 2048
-    """All handed-over work together; beyond it stages wait with handing over."""
+    """Limit on all forwarded work together. Beyond it, stages wait before they forward more."""
     max_token_log_mib: Positive = 2048
-    """All token logs together; beyond it the oldest go first."""
+    """Limit on all token logs together. Beyond it, the oldest are deleted."""
     max_dead_mib: Positive = 512
     max_job_mib: Positive = 128
-    """What gateways note of requests, all together; beyond it the oldest go first."""
+    """Limit on all request records of gateways together. Beyond it, the oldest are deleted."""
     max_media_mib: Positive = 1024
-    """Fetched and pinned pictures together; beyond it the oldest go first."""
+    """Limit on fetched and pinned images together. Beyond it, the oldest are deleted."""
     token_log_age_s: Seconds = 3600.0
     token_log_storage: Literal["file", "memory"] = "file"
-    """Logs in memory are faster and lost with the broker: what was in flight begins anew, and may
-    be seen twice."""
+    """Logs in memory are faster, but are lost with the broker: requests in flight start again, and
+    clients may see tokens twice."""
     drain_s: Seconds = 20.0
 
 
 class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Large payloads, which travel beside the messages."""
+    """Large payloads, which are transferred outside the messages."""
 
     inline_kib: Positive = 64
-    """Tensors up to this size together travel in the message itself."""
+    """Tensors up to this total size are part of the message itself."""
     arena_mib: Positive = 512
-    """What a worker keeps for others, and as much again to receive into."""
+    """Memory for the blobs that a worker serves, and as much again for those that it receives."""
     listen: str | None = None
-    """Address on which other machines may have them; without one they go over the broker."""
+    """Address on which the worker serves blobs to other machines. Without one, they travel through
+    the broker."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
     advertise: str | None = None
-    """Name or address of this machine for the others; by default `listen`."""
+    """Name or address of this machine as other machines see it; by default `listen`."""
 
 
 class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits on images and on fetching them."""
+
     max_image_bytes: Positive = 32 * 2**20
     max_image_pixels: Positive = 33_554_432
     max_image_side: Positive = 16_384
     media_hosts: list[str] = []
-    """Hosts from which pictures may be fetched by URL, `*` for any part of a name; none by default.
-    Addresses that are not on the internet are refused even so."""
+    """Hosts from which images may be fetched by URL; `*` matches any part of a name. None by
+    default. Addresses outside the public internet are refused even so."""
     media_networks: list[str] = []
-    """Networks of one's own from which they may be fetched all the same, such as `10.1.0.0/16`."""
+    """Private networks that are exempt from that refusal, such as `10.1.0.0/16`."""
     fetch_timeout_s: Seconds = 5.0
     url_cache_mib: Positive = 64
-    """Of fetched files, kept by URL."""
+    """Size of the cache of fetched files by URL."""
     concurrency: Positive = 8
     threads: Positive = 2
 
 
 class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Drafts of the next tokens, several of which the model checks in one step. Answers are the
-    same, and come sooner where they repeat their prompt or themselves."""
+    """Speculative decoding: the model checks several drafted tokens in one step.
+
+    Answers stay the same, and are faster where they repeat their prompt or themselves.
+    """
 
     num_tokens: Annotated[int, Meta(ge=0)] = 0
-    """The most drafts of a sequence in a step; 0 for none, 8 where answers quote."""
+    """The most drafted tokens of a sequence per step. 0 disables drafting; 8 suits answers that
+    quote."""
     min_ngram: Positive = 2
-    """So many tokens at least must have stood somewhere before, for what followed them there to be
-    the draft."""
+    """The shortest n-gram, in tokens, that must have occurred before. The tokens that followed its
+    earlier occurrence are the draft."""
     max_ngram: Positive = 4
-    """The occurrence of the most tokens counts, up to this many."""
+    """The longest n-gram, in tokens, to look up. The longest match wins."""
     max_step_tokens: Positive = 12
-    """Drafts fill a step up to so many tokens of all sequences together, and one that has as many
-    already has none. On a CPU a dozen cost little more than one, for all of them the weights are
-    read once; beyond it each costs its full time. A GPU has room for more."""
+    """Drafts fill a step up to this many tokens of all sequences together. A step that already has
+    as many gets none. On a CPU a dozen tokens cost little more than one, because the weights are
+    read once for all of them; each further token costs its full time. A GPU has room for more."""
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine: device, KV cache and batches."""
+
     device: str = "cpu"
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Of torch; 0 leaves torch's own choice."""
+    """Number of torch threads; 0 leaves it to torch."""
     native: bool = True
-    """On a CPU with AVX-512, C++ kernels for the models that they know; the first start compiles
-    them. Without, torch does it."""
+    """On a CPU with AVX-512, use the C++ kernels for the models that they support; the first start
+    compiles them. Otherwise torch is used."""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
-    """In tokens; by default 8 on a CPU and 16 on a GPU."""
+    """Tokens per KV block; by default 8 on a CPU and 16 on a GPU."""
     num_blocks: Positive | None = None
-    """KV blocks in the pool; by default what fits into `kv_cache_mib`."""
+    """KV blocks in the pool; by default as many as fit into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
     prefix_caching: bool = True
-    """Keep the blocks of what has been computed until they are needed, for prompts of the same
-    tenant that begin alike."""
+    """Cache computed blocks until their memory is needed. Prompts of the same tenant that share a
+    prefix reuse them."""
     kv_events: bool = False
-    """Tell on `pm.kv.<engine>` which blocks can be found, for those who route requests by it; with
-    the token ids that are in them, so whoever may read it can read prompts."""
+    """Publish cached blocks on `pm.kv.<engine>` for routers that route by cached prefix. The events
+    include token ids, so a reader of the stream can read prompts."""
     embedding_cache_mib: Annotated[int, Meta(ge=0)] = 64
-    """Of pictures' embeddings, for those that come again in another prompt; 0 keeps none."""
+    """Size of the cache of image embeddings, for images that recur in other prompts; 0 disables
+    it."""
     max_num_seqs: Positive = 64
     max_appends_per_s: Positive = 200
-    """To token logs, all requests together, and 25 to that of each. A first token and the end go at
-    once; those between are gathered, so that several share a record and the log costs the model
-    little."""
+    """Limit on appends to token logs of all requests together; each log gets at most 25. First
+    tokens and ends are appended at once. Those between are batched, so that several share a record
+    and logging takes little time from the model."""
     step_timeout_s: Seconds = 120.0
-    """A step that takes longer is taken to hang for ever, and ends the process."""
+    """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
 class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The encoder: device and batches."""
+
     device: str = "cpu"
     threads: Annotated[int, Meta(ge=0)] = 0
-    """Of torch; 0 leaves torch's own choice."""
+    """Number of torch threads; 0 leaves it to torch."""
     max_batch_tokens: Positive = 4096
-    """Embeddings made at once, of several requests' pictures; a larger picture goes alone."""
+    """Limit on the embeddings of one batch, which may hold images of several requests. A larger
+    image gets a batch of its own."""
     max_tasks: Positive = 32
-    """In hand at one time."""
+    """Limit on tasks in flight."""
     step_timeout_s: Seconds = 120.0
-    """A batch that takes longer is taken to hang for ever, and ends the process."""
+    """A batch that takes longer counts as hung, and the process ends."""
 
 
 class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where encoders leave embeddings for engines."""
+    """Storage in which encoders leave embeddings for engines."""
 
     storage: Literal["memory", "directory"] = "memory"
-    """In the encoder's memory, had by the roads of `blobs`; or as safetensors files."""
+    """The encoder's memory, read through the transports of `blobs`; or a directory of safetensors
+    files."""
     path: str | None = None
-    """Of the directory, which all workers share; relative to the configuration file."""
+    """Directory that all workers share, relative to the configuration file."""
     ttl_s: Seconds = 600.0
     max_mib: Positive = 4096
-    """Of a model's files in the directory; in memory `blobs.arena_mib` is the limit."""
+    """Limit on the files of one model in the directory. In memory the limit is
+    `blobs.arena_mib`."""
 
 
 class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Over HTTP, for Prometheus; over the broker they can be had always (`pagemill metrics`)."""
+    """Prometheus endpoints over HTTP. `pagemill metrics` reads metrics from the broker without."""
 
     listen: str | None = None
-    """Address on which every worker serves its own; without one, none does."""
+    """Address on which every worker serves its own metrics; without one, no worker does."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The first worker's; each further one of this machine takes the next that is free. 0 takes any
-    free one. Heartbeats tell which."""
+    """Port of the first worker; each further worker on this machine takes the next free one. 0
+    takes any free port. Heartbeats contain the port."""
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may use the gateway. `pagemill key` makes one, and the lines for it."""
+    """A key of the gateway. `pagemill key` creates one and prints its configuration."""
 
     name: str
-    """For logs and metrics; not secret."""
+    """Name in logs and metrics; not secret."""
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """Of the key, which itself is kept nowhere."""
+    """SHA-256 digest of the key. The key itself is not stored."""
     tenant: str | None = None
-    """Nothing cached or stored for one tenant is found for another; by default the key's name."""
+    """Tenant whose cached and stored data the key can reach, and no other's; by default the key's
+    name."""
     max_requests_per_minute: Positive | None = None
     max_concurrent: Positive | None = None
 
 
 class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP door."""
+    """The HTTP gateway: address, keys, limits and optional routes."""
 
     listen: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """0 takes a free one, which the log and the heartbeat tell."""
+    """0 takes a free one; the log and the heartbeat contain it."""
     api_keys: list[ApiKey] = []
-    """Without any, everybody who can connect may use it."""
+    """Without keys, every client that can connect may use the gateway."""
     allow_anonymous: bool = False
-    """Listen elsewhere than on the loopback address without keys."""
+    """Allow an address other than loopback without keys."""
     max_connections: Positive = 1024
-    """At one time; further ones are refused."""
+    """Limit on open connections. Further ones are refused."""
     max_body_mib: Positive = 64
     max_header_kib: Positive = 32
     header_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 60.0
-    """For the whole of a body to arrive."""
+    """Time in which the complete body must arrive."""
     send_timeout_s: Seconds = 60.0
-    """For a client to take something of what waits to be sent."""
+    """Time in which the client must read some of the data that waits to be sent."""
     max_answer_mib: Positive = 256
-    """Log probabilities of an answer that is not streamed; four of the largest may be under way."""
+    """Limit on the log probabilities of an answer that is not streamed. Four of the largest may be
+    in progress."""
     cors_origins: list[str] = []
-    """Web pages of other origins that may use it, such as `https://chat.example`."""
+    """Origins whose web pages may call the gateway, such as `https://chat.example`."""
     tls_cert: str | None = None
-    """A file in PEM format, with the chain; relative to the configuration file."""
+    """Certificate chain in PEM format, relative to the configuration file."""
     tls_key: str | None = None
     page: bool = True
     """Serve the web page at `/`."""
     scale_out: bool = True
-    """Serve render, derender and token-in, token-out."""
+    """Serve the render, derender and token-in, token-out routes."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole of `pagemill.yaml`."""
+
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
     nats: NatsConfig = NatsConfig()
     delivery: DeliveryConfig = DeliveryConfig()
@@ -270,153 +282,3 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-
-
-def parse(text: str, env: Mapping[str, str], source: str) -> Config:
-    """Decode `text` (YAML) with overrides from `env`.
-
-    Raises ConfigError, which names `source` or the variable, the key and the expected type.
-    """
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
-    origins = _apply_env(tree, env)
-    # Models first, one by one: a path through a mapping does not tell its keys.
-    models = tree.get("models")
-    if isinstance(models, dict):
-        for name, model in models.items():
-            _convert(model, ModelConfig, f"models.{name}", origins, source)
-    config = _convert(tree, Config, "", origins, source)
-    _check_models(config, source)
-    if config.embeddings.storage == "directory" and config.embeddings.path is None:
-        raise ConfigError(
-            f"{source}: embeddings.path: storage 'directory' needs one", field="embeddings.path"
-        )
-    _check_ngrams(config.engine.speculative, source)
-    _check_times(config.delivery, source)
-    _check_networks(config.renderer, source)
-    _check_gateway(config.gateway, source)
-    return config
-
-
-def _convert(tree: Any, kind: type[T], prefix: str, origins: Mapping[str, str], source: str) -> T:
-    try:
-        return msgspec.convert(tree, kind)
-    except msgspec.ValidationError as error:
-        what, path = split_path(str(error))
-        key = f"{prefix}.{path}".strip(".")
-        raise ConfigError(
-            f"{origins.get(key, source)}: {key or 'top level'}: {what}", field=key
-        ) from error
-
-
-def split_path(validation_error: str) -> tuple[str, str]:
-    """msgspec's "what - at `$.a.b`" as ("what", "a.b"); what is said of a key, of its object."""
-    what, _, path = validation_error.partition(" - at `")
-    path = path.removeprefix("key` in `")
-    return what, path.removesuffix("`").removeprefix("$").removeprefix(".")
-
-
-def _apply_env(tree: dict[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Write overrides into `tree`; returns key → name of the variable that set it."""
-    origins = {}
-    for name, value in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX):
-            continue
-        keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-        node = tree
-        for key in keys[:-1]:
-            child = node.setdefault(key, {})
-            if not isinstance(child, dict):
-                raise ConfigError(f"{name}: {key} is not a section", field=key)
-            node = child
-        try:
-            node[keys[-1]] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
-        origins[".".join(keys)] = name
-    return origins
-
-
-def _check_times(delivery: DeliveryConfig, source: str) -> None:
-    """A log must outlive its request: without it nobody could tell that the request has ended."""
-    for name, value, limit_name, limit in (
-        ("default_timeout_s", delivery.default_timeout_s, "max_timeout_s", delivery.max_timeout_s),
-        ("max_timeout_s", delivery.max_timeout_s, "token_log_age_s", delivery.token_log_age_s),
-    ):
-        if value > limit:
-            raise ConfigError(
-                f"{source}: delivery.{name}: {value:g} is more than {limit_name}, {limit:g}",
-                field=f"delivery.{name}",
-            )
-
-
-def _check_ngrams(speculative: SpeculativeConfig, source: str) -> None:
-    if speculative.min_ngram > speculative.max_ngram:
-        raise ConfigError(
-            f"{source}: engine.speculative.min_ngram: {speculative.min_ngram} is more than"
-            f" max_ngram, {speculative.max_ngram}",
-            field="engine.speculative.min_ngram",
-        )
-
-
-def _check_networks(renderer: RendererConfig, source: str) -> None:
-    for text in renderer.media_networks:
-        try:
-            ip_network(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"{source}: renderer.media_networks: {error}", field="renderer.media_networks"
-            ) from error
-
-
-def _check_gateway(gateway: GatewayConfig, source: str) -> None:
-    def wrong(key: str, what: str) -> ConfigError:
-        return ConfigError(f"{source}: gateway.{key}: {what}", field=f"gateway.{key}")
-
-    if not (gateway.api_keys or gateway.allow_anonymous or _is_loopback(gateway.listen)):
-        raise wrong(
-            "api_keys",
-            f"there are none, and {gateway.listen} can be reached from elsewhere: make one with"
-            " `pagemill key`, or set gateway.allow_anonymous",
-        )
-    if (gateway.tls_cert is None) != (gateway.tls_key is None):
-        raise wrong("tls_key", "tls_cert and tls_key belong together")
-    if len({key.sha256 for key in gateway.api_keys}) < len(gateway.api_keys):
-        raise wrong("api_keys", "a key is there twice")
-    for key in gateway.api_keys:
-        for name in (key.name, key.name if key.tenant is None else key.tenant):
-            if not is_name(name):
-                raise wrong(
-                    "api_keys",
-                    f"{name!r} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'",
-                )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _check_models(config: Config, source: str) -> None:
-    for name, model in config.models.items():
-        if not is_name(name):
-            raise ConfigError(
-                f"{source}: models: {name!r} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or"
-                " '_', for it is part of a subject",
-                field="models",
-            )
-        for adapter in model.adapters:
-            if not is_name(adapter):
-                raise ConfigError(
-                    f"{source}: models.{name}.adapters: {adapter!r} must be 1 to {MAX_NAME_LEN}"
-                    " letters, digits, '-' or '_'",
-                    field=f"models.{name}.adapters",
-                )
-        defaults = f"models.{name}.sampling_defaults"
-        _convert(model.sampling_defaults, SamplingParams, defaults, {}, source)

@@ -16,7 +16,6 @@ from rich.markup import escape
 
 from shared.bus.bus import Bus
 from shared.client import ask, cancel, follow
-from shared.config import split_path
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.messages import (
     ErrorInfo,
@@ -32,6 +31,7 @@ from shared.protocol.messages import (
     to_json,
 )
 from shared.protocol.sampling import SamplingParams
+from shared.validation import split_validation_error
 
 CONNECT_TIMEOUT_S = 2.0
 EXIT_INTERRUPTED = 130
@@ -130,7 +130,7 @@ def build_request(question: AskOptions) -> GenerateRequest:
     try:
         sampling = msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
-        what, field = split_path(str(error))
+        what, field = split_validation_error(error)
         raise InvalidRequest(f"{field}: {what}", field=field) from error
     return GenerateRequest(
         model=question.model,

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 import workers
-from shared.config import Config, parse
+from shared.config import Config
+from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 
 DEFAULT_FILE = Path("pagemill.yaml")
@@ -33,12 +34,12 @@ def load_config(file: Path | None) -> Config:
     Paths in a file are relative to it. Raises ConfigError.
     """
     if file is None:
-        return parse(EMBEDDED, os.environ, "embedded default")
+        return parse_config(EMBEDDED, os.environ, "embedded default")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}", field=str(file)) from error
-    config = parse(text, os.environ, str(file))
+    config = parse_config(text, os.environ, str(file))
     folder = file.parent.absolute()
     models = {
         name: msgspec.structs.replace(

@@ -5,12 +5,13 @@ from typing import Any
 
 import msgspec
 
-from shared.config import DeliveryConfig, ModelConfig, split_path
+from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
 from shared.protocol.messages import GenerateRequest, Prompt
 from shared.protocol.prompts import prompt_of
 from shared.protocol.sampling import SamplingParams
+from shared.validation import split_validation_error
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
 # error, for the client can do something about it.
@@ -97,7 +98,7 @@ def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryCon
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedContent:
-    what, field = split_path(str(error))
+    what, field = split_validation_error(error)
     for part in UNSUPPORTED_PARTS:
         if what == f"Invalid value {part!r}":
             return UnsupportedContent(

@@ -17,7 +17,7 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.subscriptions import Share
 from shared.codec import envelope
-from shared.config import Config, split_path
+from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import (
@@ -38,6 +38,7 @@ from shared.protocol.renderer_rpc import (
     decode_features_request,
     decode_tokenize_request,
 )
+from shared.validation import split_validation_error
 from workers.renderer.fair_queue import FairQueue
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
@@ -181,7 +182,7 @@ async def _decoded(decode: Callable[[bytes], Asked], question: bytes) -> Asked:
     try:
         return await asyncio.to_thread(decode, question)
     except msgspec.ValidationError as error:
-        what, field = split_path(str(error))
+        what, field = split_validation_error(error)
         raise InvalidRequest(f"{field or 'request'}: {what}", field=field or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.bus.bus import Bus
-from shared.config import ApiKey, Config, GatewayConfig, ModelConfig, parse
+from shared.config import ApiKey, Config, GatewayConfig, ModelConfig
+from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
@@ -81,7 +82,7 @@ def test_requests_a_minute_and_at_one_time() -> None:
 def test_a_door_that_would_stand_open_is_not_built(section: dict[str, Any], field: str) -> None:
     text = str({"models": {"demo": {"path": "x"}}, "gateway": section})
     with pytest.raises(ConfigError) as refused:
-        parse(text, {}, "test")
+        parse_config(text, {}, "test")
     assert refused.value.field == field
 
 

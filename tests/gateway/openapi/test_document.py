@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 
 from shared.bus.bus import Bus
-from shared.config import parse
+from shared.config_parsing import parse_config
 from shared.telemetry.metrics import Metrics
 from tests.cluster.conftest import CONFIG, Cluster
 from tests.gateway.conftest import Gateway, start_gateway
@@ -31,7 +31,7 @@ OPERATIONS = [
 
 @pytest.fixture
 async def door(bus: Bus) -> AppContext:
-    return AppContext(bus, parse(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
+    return AppContext(bus, parse_config(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
 
 
 @pytest.fixture(scope="module")

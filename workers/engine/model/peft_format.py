@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from shared.config import split_path
 from shared.errors import ConfigError
+from shared.validation import split_validation_error
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -132,7 +132,7 @@ def _read_config(file: Path) -> _Config:
         if isinstance(config.target_modules, str):
             re.compile(config.target_modules)
     except msgspec.ValidationError as error:
-        what, path = split_path(str(error))
+        what, path = split_validation_error(error)
         _refuse(f"{CONFIG}: {path}: {what}")
     except (OSError, ValueError, RecursionError) as error:
         _refuse(f"{CONFIG}: {error}")

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.config import split_path
 from shared.errors import (
     InvalidRequest,
     PagemillError,
@@ -18,6 +17,7 @@ from shared.errors import (
     WorkerFailure,
 )
 from shared.protocol.messages import ErrorInfo, error_info
+from shared.validation import split_validation_error
 
 
 class InvalidKey(RequestError):
@@ -179,7 +179,7 @@ def info_of(error: Exception) -> ErrorInfo:
 
 def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     """What is wrong with a body of the right syntax; `unsupported` are known, and not done here."""
-    what, field = split_path(str(error))
+    what, field = split_validation_error(error)
     unknown = "Object contains unknown field `"
     if what.startswith(unknown):
         name = what.removeprefix(unknown).removesuffix("`")

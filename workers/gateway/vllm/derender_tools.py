@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from shared.config import split_path
 from shared.protocol.renderer_rpc import ModelCard
+from shared.validation import split_validation_error
 from workers.gateway.openai.chat import ToolPlan, tool_plan
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call
@@ -101,7 +101,7 @@ def looks_of(model: str, request: dict[str, Any], card: ModelCard | None) -> Loo
             {"model": model, "messages": [{"role": "user", "content": ""}]} | given, ChatRequest
         )
     except msgspec.ValidationError as error:
-        what, path = split_path(str(error))
+        what, path = split_validation_error(error)
         raise wrong(f"chat_request.{path}", what) from error
     plan = tool_plan(asked, card)
     skips = request.get("skip_special_tokens")

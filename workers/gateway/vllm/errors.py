@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from shared.config import split_path
 from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.protocol.messages import ErrorInfo
+from shared.validation import split_validation_error
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (
     ErrorAnswer,
@@ -65,7 +65,7 @@ def decode(
 
 
 def _refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
-    what, path = split_path(str(error))
+    what, path = split_validation_error(error)
     path = path.partition("[")[0]
     unknown, missing = "Object contains unknown field `", "Object missing required field `"
     for prefix in (unknown, missing):

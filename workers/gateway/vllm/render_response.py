@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from shared.config import split_path
 from shared.errors import ContextTooLong, InvalidRequest
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.sampling import SamplingParams
+from shared.validation import split_validation_error
 from workers.gateway.schemas.generate import (
     FeaturesInfo,
     GenerateStreamOptions,
@@ -27,7 +27,7 @@ def resolved(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingP
     try:
         params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        what, field = split_path(str(error))
+        what, field = split_validation_error(error)
         field = f"sampling_params.{field}"
         raise InvalidRequest(f"{field}: {what}", field=field) from error
     check_greedy(params)

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from shared.config import split_path
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
+from shared.validation import split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
 
 _DEFAULTS = {
@@ -167,7 +167,7 @@ def _check(sampling: dict[str, Any]) -> None:
     try:
         params = msgspec.convert(sampling, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        what, path = split_path(str(error))
+        what, path = split_validation_error(error)
         name = path.partition(".")[0].partition("[")[0]
         raise InvalidRequest(f"{name}: {what}", field=name or None) from error
     check_greedy(params)

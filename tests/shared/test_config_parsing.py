@@ -1,15 +1,15 @@
-"""Every wrong value is named by where it stands, its key, and what was expected."""
+"""Every invalid value is reported with its source, its key and the expected type."""
 
 import pytest
 
-from shared.config import parse
+from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 
 GOOD = "models: {demo: {path: model}}"
 
 
 def test_defaults_need_only_a_model() -> None:
-    config = parse(GOOD, {}, "pagemill.yaml")
+    config = parse_config(GOOD, {}, "pagemill.yaml")
     assert config.models["demo"].path == "model"
     assert config.engine.block_size is None
 
@@ -21,7 +21,7 @@ def test_the_environment_overrides_any_field() -> None:
         "PAGEMILL_MODELS__DEMO__MAX_IMAGES": "2",
         "HOME": "elsewhere",
     }
-    config = parse(GOOD, env, "pagemill.yaml")
+    config = parse_config(GOOD, env, "pagemill.yaml")
     assert config.engine.block_size == 32
     assert config.nats.url == "nats://broker:4222"
     assert config.models["demo"].max_images == 2
@@ -72,8 +72,10 @@ def test_the_environment_overrides_any_field() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(text: str, env: dict[str, str], parts: list[str]) -> None:
+def test_an_invalid_value_is_reported_with_source_and_key(
+    text: str, env: dict[str, str], parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text, env, "pagemill.yaml")
+        parse_config(text, env, "pagemill.yaml")
     for part in parts:
         assert part in caught.value.message
