@@ -108,7 +108,7 @@ def _fake_main(role: Role, journal: Journal, step_ms: float) -> runtime.Main:
     if role == "renderer":
         stand_in: Any = ModuleType("workers.renderer.processing.processor")
         stand_in.Processor, stand_in.Rendered = fake.FakeProcessor, fake.FakeRendered
-        stand_in.Picture = object
+        stand_in.ProcessedImage = object
         stand_in.join = fake.FakeRendered
         sys.modules[stand_in.__name__] = stand_in
     return _real_main(role)
