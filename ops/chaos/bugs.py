@@ -457,20 +457,20 @@ def _full_arena_is_an_error() -> None:
 def _last_event_id_forgotten() -> None:
     from workers.gateway.backend import submit
 
-    _put(submit, "start_of", lambda request, parts: [0] * parts)
+    _put(submit, "read_start", lambda request, parts: [0] * parts)
 
 
 @bug("gateway", "dying gateways", "I2", "I5", "I12")
 def _asked_again_is_another_request() -> None:
     from workers.gateway.backend import submit
 
-    request_id_for = submit.request_id_for
+    read_request_id = submit.read_request_id
 
     def another(request: Any, kind: str, tenant: str) -> tuple[str, bool]:
-        request_id, named = request_id_for(request, kind, tenant)
+        request_id, named = read_request_id(request, kind, tenant)
         return f"{request_id[:-8]}{secrets.token_hex(4)}", named
 
-    _put(submit, "request_id_for", another)
+    _put(submit, "read_request_id", another)
 
 
 @bug("gateway", "dying gateways", "I1")

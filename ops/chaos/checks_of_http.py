@@ -53,7 +53,7 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Sh
     for record in log:
         match record:
             case TokenChunk():
-                shown: Any = assembler.take(0, record)
+                shown: Any = assembler.add(0, record)
             case Finish():
                 shown = assembler.finish(0, record.usage)
             case Failure():
@@ -70,7 +70,7 @@ def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Sh
     for record in log:
         match record:
             case TokenChunk():
-                assembler.take(0, record)
+                assembler.add(0, record)
             case Finish():
                 assembler.finish(0, record.usage)
                 shown = assembler.answer()

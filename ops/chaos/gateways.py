@@ -13,7 +13,7 @@ from ops.chaos.httptalk import PATH
 from ops.chaos.plan import MODEL, Planned
 from ops.chaos.pool import Slot
 from shared.bus.embedded_server import free_port
-from workers.gateway.core.ids import request_id_of
+from workers.gateway.core.ids import named_request_id
 
 NUM_WARM_UPS = 8
 TIMEOUT_S = 30.0
@@ -42,7 +42,7 @@ class Gateways:
 
     @property
     def warm_up_ids(self) -> set[str]:
-        return {request_id_of("chat", "", f"warm-{n}") for n in range(self._num_asked)}
+        return {named_request_id("chat", "", f"warm-{n}") for n in range(self._num_asked)}
 
     async def warm_up(self) -> None:
         """What comes with the first requests belongs to a gateway from then on."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ops.chaos import fake
 from shared.protocol.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from workers.gateway.core.ids import request_id_of
+from workers.gateway.core.ids import named_request_id
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent
@@ -113,7 +113,7 @@ class Planned(Struct, frozen=True):
     @property
     def bus_id(self) -> str:
         """By which workers know it; clients of gateways have a name of their own for it."""
-        return request_id_of("chat", "", self.id) if self.http else self.id
+        return named_request_id("chat", "", self.id) if self.http else self.id
 
 
 _WORDS = [

@@ -28,7 +28,7 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring
 from workers.gateway.http.body import BodyBudget
 from workers.gateway.http.middleware import EdgeMiddleware
-from workers.gateway.http.rate_limits import Limits
+from workers.gateway.http.rate_limits import RateLimiter
 from workers.gateway.token_bytes import TokenBytesCache
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
@@ -62,18 +62,18 @@ class AppContext:
         self.metrics = metrics
         self.worker = worker
         self.draining = False
-        self.over = asyncio.Event()
+        self.shutting_down = asyncio.Event()
         """The drain is, and nothing is waited for any more."""
-        self.spellings = TokenBytesCache(bus)
+        self.token_bytes = TokenBytesCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
         """By the kind of a RequestRecord."""
         self._keyring = Keyring(config.gateway.api_keys)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """With the loop's time at which they were told."""
         self._background: set[asyncio.Task[None]] = set()
-        self.room = BodyBudget(config.gateway)
-        self.shelf = AnswerBudget(config.gateway)
-        self._accounts = Limits(asyncio.get_running_loop().time)
+        self.body_budget = BodyBudget(config.gateway)
+        self.answer_budget = AnswerBudget(config.gateway)
+        self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
 
     async def card(self, model: str) -> ModelCard:
         """Raises UnknownModel, or Unavailable when no renderer of it answers."""
@@ -84,7 +84,7 @@ class AppContext:
             return known
         answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
         if isinstance(answer, ErrorReply):
-            raise errors.Failed(answer.error, "")
+            raise errors.RequestFailed(answer.error, "")
         self._cards[model] = now_s, answer
         return answer
 
@@ -120,15 +120,15 @@ class AppContext:
             request.scope["endpoint_path"] = path
             if public:
                 return await endpoint(request, Caller("", ""))
-            caller = self._keyring.caller(request.headers.getlist("authorization"))
+            caller = self._keyring.authenticate(request.headers.getlist("authorization"))
             if counted:
-                self._accounts.enter(caller)
-                request.scope["leave"] = lambda: self._accounts.leave(caller)
+                self._rate_limiter.acquire(caller)
+                request.scope["release_slot"] = lambda: self._rate_limiter.release(caller)
             try:
                 return await endpoint(request, caller)
             finally:
-                self.room.release(request)
-                self.shelf.release(request.scope)
+                self.body_budget.release(request)
+                self.answer_budget.release(request.scope)
 
         return Route(path, guarded, methods=list(methods))
 

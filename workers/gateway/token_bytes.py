@@ -6,7 +6,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol.renderer_rpc import DetokenizeRequest, ErrorReply
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.http.errors import Failed
+from workers.gateway.http.errors import RequestFailed
 
 
 class TokenBytesCache:
@@ -27,5 +27,5 @@ class TokenBytesCache:
         question = DetokenizeRequest(unknown)
         answer = await client.detokenize(self._bus, model, question, tenant=tenant)
         if isinstance(answer, ErrorReply):
-            raise Failed(answer.error, "")
+            raise RequestFailed(answer.error, "")
         known.update(zip(unknown, answer.token_bytes, strict=True))

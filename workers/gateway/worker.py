@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, application
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
-from workers.gateway.http.tls import Handshakes
+from workers.gateway.http.tls import TlsServer
 from workers.gateway.openapi import document
 from workers.gateway.routes import (
     derender,
@@ -77,7 +77,7 @@ async def main(context: Context) -> None:
         door.draining = server.should_exit = True
         drain_s = context.config.delivery.drain_s
         await context.shutdown.drained({serving}, drain_s)
-        door.over.set()
+        door.shutting_down.set()
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         server.force_exit = True
         await serving
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
                 connections = self.server_state.connections
                 server = cast(
                     asyncio.Server,
-                    Handshakes(self._entrance, listener, tls, connection, connections.__len__),
+                    TlsServer(self._entrance, listener, tls, connection, connections.__len__),
                 )
             self.servers.append(server)
         self.started = True

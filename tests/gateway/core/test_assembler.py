@@ -17,7 +17,7 @@ from shared.protocol.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLo
 from workers.gateway.app import answer_of
 from workers.gateway.backend.merge import merged
 from workers.gateway.http import sse
-from workers.gateway.http.errors import Failed
+from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
@@ -61,8 +61,8 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(records: list[TokenChunk]) -
         return ChatAssembler("chatcmpl-1", "demo", 5, options, SPELLING)
 
     first, second = assembler(), assembler()
-    chunks = [first.take(0, record) for record in records] + [first.finish(0, USAGE)]
-    assert chunks == [second.take(0, record) for record in records] + [second.finish(0, USAGE)]
+    chunks = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
+    assert chunks == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
     told = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
     for whole in first.answer().choices:
         own = [tree(choice) for choice in told if choice.index == whole.index]
@@ -84,7 +84,7 @@ def test_streamed_completions_are_the_whole_ones(
     told = []
     for part, records in enumerate((one, other)):
         for record in records:
-            chunk = assembler.take(part, record)
+            chunk = assembler.add(part, record)
             told += [] if chunk is None else chunk.choices
         assert assembler.finish(part, USAGE) is None
     answer = assembler.answer()
@@ -107,7 +107,7 @@ def test_offsets_are_those_of_the_text() -> None:
     assembler = CompletionAssembler("cmpl-1", "demo", 5, options, spelling)
     scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in spelling]
     delta = ChoiceDelta(0, 0, list(spelling), text, "stop", logprobs=scored)
-    told = assembler.take(0, TokenChunk(0, 1, [delta], scored[1:]))
+    told = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
     assert told is not None
     assert told.choices[0].logprobs is not None
     offsets = told.choices[0].logprobs.text_offset
@@ -122,9 +122,9 @@ def test_a_stream_keeps_no_log_probabilities() -> None:
     ]
     delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
     for assembler in assemblers:
-        assembler.keeps = False
+        assembler.collects_answer = False
         for index in range(3):
-            chunk = assembler.take(0, TokenChunk(index, 1, [delta]))
+            chunk = assembler.add(0, TokenChunk(index, 1, [delta]))
             assert chunk is not None
             assert chunk.choices[0].logprobs is not None
         assembler.finish(0, USAGE)
@@ -242,7 +242,9 @@ async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.Mo
 
 
 async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:
-    failure = Failed(ErrorInfo("context_length_exceeded", "too long", None, "client", False), "7")
+    failure = RequestFailed(
+        ErrorInfo("context_length_exceeded", "too long", None, "client", False), "7"
+    )
 
     async def events(count: int) -> AsyncIterator[bytes]:
         for _ in range(count):

@@ -3,7 +3,12 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.gateway.core.detokenize_window import KEPT_TOKENS, kept, opened, read
+from workers.gateway.core.detokenize_window import (
+    NUM_CONTEXT_TOKENS,
+    advance_window,
+    context_of,
+    open_window,
+)
 
 # A tokenizer with a token for every byte; 256 is a control token, which writes nothing.
 CONTROL = 256
@@ -15,14 +20,14 @@ def decode(token_ids: list[int]) -> str:
 
 
 def told(parts: list[list[int]], prompt: list[int]) -> str:
-    seed, texts = kept(prompt), []
-    window = opened(seed, decode(seed))
+    seed, texts = context_of(prompt), []
+    window = open_window(seed, decode(seed))
     for i, part in enumerate(parts):
         whole = window.token_ids + part
         last = i == len(parts) - 1
-        text, window = read(window, part, decode(whole), decode(kept(whole)), last)
+        text, window = advance_window(window, part, decode(whole), decode(context_of(whole)), last)
         texts.append(text)
-        assert len(window.token_ids) <= KEPT_TOKENS
+        assert len(window.token_ids) <= NUM_CONTEXT_TOKENS
     return "".join(texts)
 
 

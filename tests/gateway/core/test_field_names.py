@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 from shared.errors import InvalidRequest
 from shared.protocol.messages import ErrorInfo
 from tests.gateway.conftest import Gateway
-from workers.gateway.core.field_names import as_asked, names_of
-from workers.gateway.http.errors import Failed
+from workers.gateway.core.field_names import translate_error, translated_errors
+from workers.gateway.http.errors import RequestFailed
 
 CONTEXT = 1024
 HI = [{"role": "user", "content": "Hi"}]
@@ -45,21 +45,24 @@ def told(field: str | None, message: str = "no") -> ErrorInfo:
 def test_a_field_has_the_name_that_its_client_gave_it(
     kind: str, own: dict[str, str], field: str | None, wanted: str | None
 ) -> None:
-    assert as_asked(told(field), kind, {"fields": own}).field == wanted
+    assert translate_error(told(field), kind, {"fields": own}).field == wanted
 
 
 def test_so_it_has_at_the_beginning_of_the_message() -> None:
     field = "sampling_params.stop[1]"
-    assert as_asked(told(field, f"{field}: too long"), "chat", {}).message == "stop[1]: too long"
-    whole = as_asked(told("sampling_params", "sampling_params: too many"), "chat", {})
+    assert (
+        translate_error(told(field, f"{field}: too long"), "chat", {}).message
+        == "stop[1]: too long"
+    )
+    whole = translate_error(told("sampling_params", "sampling_params: too many"), "chat", {})
     assert whole.message == "too many"
-    assert as_asked(told("messages", "messages are odd"), "completion", {}).message == (
+    assert translate_error(told("messages", "messages are odd"), "completion", {}).message == (
         "messages are odd"
     )
 
 
 def test_what_is_raised_is_told_in_the_same_names() -> None:
-    with pytest.raises(Failed) as caught, names_of("completion", {}):
+    with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}):
         raise InvalidRequest("no", field="messages")
     assert caught.value.info.field == "prompt"
 

@@ -35,19 +35,19 @@ from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
     AnswerBudget,
     LogprobSize,
-    kept_in,
-    kept_of,
-    noted,
+    logprob_size_of,
+    read_logprob_size,
+    with_logprob_size,
 )
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
-from workers.gateway.openai.chat import chat_order
+from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 from workers.gateway.openai.completions import (
     CompletionAssembler,
     CompletionOptions,
     Echo,
-    completion_order,
+    plan_completion,
 )
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
@@ -61,12 +61,12 @@ PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
 def chat(**fields: Any) -> SubmitPlan:
     message = {"role": "user", "content": "Hi"}
     body = {"model": "demo", "messages": [message]} | fields
-    return chat_order(msgspec.convert(body, ChatRequest))
+    return plan_chat(msgspec.convert(body, ChatRequest))
 
 
 def completion(**fields: Any) -> SubmitPlan:
     body = {"model": "demo", "prompt": "Hi"} | fields
-    return completion_order(msgspec.convert(body, CompletionRequest))
+    return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
 def test_who_wants_no_log_probabilities_meets_no_limit() -> None:
@@ -76,33 +76,36 @@ def test_who_wants_no_log_probabilities_meets_no_limit() -> None:
         completion(prompt=["Hi"] * 64, n=8),
         SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
     ):
-        kept = kept_of(order, {"logprobs": 20})
+        kept = logprob_size_of(order, {"logprobs": 20})
         assert not kept.needs_max_model_len
-        assert kept.at_most(10**6) == 0
-        assert noted(order.options, kept) == order.options
-        shelf.take({}, kept.at_most(10**6), "max_tokens")
+        assert kept.max_bytes(10**6) == 0
+        assert with_logprob_size(order.options, kept) == order.options
+        shelf.reserve({}, kept.max_bytes(10**6), "max_tokens")
 
 
 def test_all_that_makes_it_large_counts() -> None:
-    one = kept_of(chat(logprobs=True, max_tokens=10), {}).at_most()
+    one = logprob_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
     assert one > 0
-    assert kept_of(chat(logprobs=True, max_tokens=10, n=4), {}).at_most() == 4 * one
-    assert kept_of(chat(logprobs=True, max_tokens=20), {}).at_most() == 2 * one
-    assert kept_of(chat(logprobs=True), {"max_tokens": 10}).at_most() == one
-    assert kept_of(chat(logprobs=True), {}).at_most(10) == one
-    assert kept_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).at_most() == 11 * one
+    assert logprob_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * one
+    assert logprob_size_of(chat(logprobs=True, max_tokens=20), {}).max_bytes() == 2 * one
+    assert logprob_size_of(chat(logprobs=True), {"max_tokens": 10}).max_bytes() == one
+    assert logprob_size_of(chat(logprobs=True), {}).max_bytes(10) == one
+    assert (
+        logprob_size_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).max_bytes()
+        == 11 * one
+    )
     several = completion(logprobs=0, prompt=["a", "b", "c"], n=2, max_tokens=10)
-    assert kept_of(several, {}).at_most() == 6 * one
+    assert logprob_size_of(several, {}).max_bytes() == 6 * one
 
     # A prompt that stands at the beginning of each choice is there as often.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
     echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
-    assert kept_of(echoed, {}).at_most() == 4 * one
+    assert logprob_size_of(echoed, {}).max_bytes() == 4 * one
     asked = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = kept_of(SubmitPlan([asked], sampling, {}), {})
-    assert scored.at_most() == one
-    assert scored.field_of(one, "generate") == "prompt_logprobs"
+    scored = logprob_size_of(SubmitPlan([asked], sampling, {}), {})
+    assert scored.max_bytes() == one
+    assert scored.limiting_field(one, "generate") == "prompt_logprobs"
 
 
 @given(
@@ -115,26 +118,28 @@ def test_all_that_makes_it_large_counts() -> None:
     )
 )
 def test_a_note_of_it_tells_the_same(kept: LogprobSize) -> None:
-    record = RequestRecord("chat", "demo", "", 0, False, noted({"logprobs": True}, kept))
-    assert kept_in(msgspec.json.decode(to_json(record), type=RequestRecord)) == kept
+    record = RequestRecord(
+        "chat", "demo", "", 0, False, with_logprob_size({"logprobs": True}, kept)
+    )
+    assert read_logprob_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == kept
 
 
 def test_one_answer_and_all_together_have_a_limit() -> None:
     shelf = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
-        shelf.take({}, 2**20 + 1, "max_tokens")
+        shelf.reserve({}, 2**20 + 1, "max_tokens")
     assert refused.value.field == "max_tokens"
     held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
     for scope in held:
-        shelf.take(scope, 2**20, "max_tokens")
-    shelf.take(held[0], 2**20, "max_tokens")  # in place of what it has
+        shelf.reserve(scope, 2**20, "max_tokens")
+    shelf.reserve(held[0], 2**20, "max_tokens")  # in place of what it has
     with pytest.raises(Overloaded):
-        shelf.take({}, 1, "max_tokens")
+        shelf.reserve({}, 1, "max_tokens")
     shelf.release(held[0])
     shelf.release(held[0])
-    shelf.take({}, 2**20, "max_tokens")
+    shelf.reserve({}, 2**20, "max_tokens")
     with pytest.raises(Overloaded):
-        shelf.take({}, 1, "max_tokens")
+        shelf.reserve({}, 1, "max_tokens")
 
 
 def assembler(kind: str, spelling: TokenBytes, num_others: int) -> Assembler:
@@ -184,13 +189,13 @@ def test_no_form_of_answer_takes_more_than_is_reckoned(kind: str, num_others: in
         for data in logs:
             record = decode_log_record(data)
             assert isinstance(record, TokenChunk)
-            making.take(0, record)
+            making.add(0, record)
         making.finish(0, Usage(1, NUM_TOKENS))
         msgspec.json.encode(making.answer())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < LogprobSize(per_token=2 + num_others).of_tokens(NUM_TOKENS)
+    assert peak < LogprobSize(per_token=2 + num_others).num_bytes(NUM_TOKENS)
 
 
 async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:

@@ -22,7 +22,7 @@ from workers.gateway.app import AppContext, answer_of
 from workers.gateway.http.auth import Caller, Keyring, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
-from workers.gateway.http.rate_limits import Limits
+from workers.gateway.http.rate_limits import RateLimiter
 from workers.gateway.openapi.operations import OPERATIONS
 from workers.gateway.worker import every_route
 
@@ -42,30 +42,30 @@ def bearer(key: str) -> dict[str, str]:
 def test_only_a_key_opens(headers: list[str]) -> None:
     keyring = Keyring([ApiKey("alice", digest(ALICE))])
     with pytest.raises(InvalidKey):
-        keyring.caller(headers)
-    assert keyring.caller([f"Bearer {ALICE}"]).tenant == "alice"
+        keyring.authenticate(headers)
+    assert keyring.authenticate([f"Bearer {ALICE}"]).tenant == "alice"
     with pytest.raises(InvalidKey):
-        keyring.caller([f"Bearer {ALICE}", *headers, "Bearer"])
+        keyring.authenticate([f"Bearer {ALICE}", *headers, "Bearer"])
 
 
 def test_requests_a_minute_and_at_one_time() -> None:
     now = 0.0
-    limits = Limits(lambda: now)
+    limiter = RateLimiter(lambda: now)
     key = ApiKey("alice", digest(ALICE), max_requests_per_minute=2, max_concurrent=1)
     caller = Caller("alice", "alice", key)
-    limits.enter(caller)
+    limiter.acquire(caller)
     with pytest.raises(RateLimited) as busy:
-        limits.enter(caller)
+        limiter.acquire(caller)
     assert busy.value.wait_s == 1.0
-    limits.leave(caller)
-    limits.enter(caller)
-    limits.leave(caller)
+    limiter.release(caller)
+    limiter.acquire(caller)
+    limiter.release(caller)
     with pytest.raises(RateLimited) as fast:
-        limits.enter(caller)
+        limiter.acquire(caller)
     assert fast.value.wait_s == pytest.approx(30.0)
     now = 30.0
-    limits.enter(caller)
-    limits.enter(Caller("", ""))  # without a key there is no limit
+    limiter.acquire(caller)
+    limiter.acquire(Caller("", ""))  # without a key there is no limit
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ async def test_whoever_has_all_of_an_answer_may_ask_again() -> None:
     happened: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["leave"] = lambda: happened.append("left")
+        scope["release_slot"] = lambda: happened.append("left")
         await Response("whole")(scope, receive, send)
         happened.append("answered")
 

@@ -20,7 +20,7 @@ from shared.telemetry.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_middleware import certificate, check_error
 from tests.gateway.openai.test_chat import question
-from workers.gateway.http.connection import MAX_TURNED_AWAY, ConnectionLimits, LimitedHttpProtocol
+from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.worker import OTHER_FILES
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -111,11 +111,11 @@ async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Star
     held = await connect(gateway)
     assert (await get(held))[0].startswith(b"HTTP/1.1 200")
     before = num_files(gateway)
-    crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_TURNED_AWAY)))
+    crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_REJECTED)))
     answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
-    assert num_files(gateway) <= before + MAX_TURNED_AWAY
+    assert num_files(gateway) <= before + MAX_REJECTED
     told = [one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")]
-    assert len(told) >= MAX_TURNED_AWAY
+    assert len(told) >= MAX_REJECTED
     assert await count_refused(held) == len(crowd)
     await leave(held, *crowd)
 
@@ -155,16 +155,16 @@ async def test_who_only_might_begin_a_handshake_takes_a_place(
     held = await connect(gateway, trust)
     await get(held)
     before = num_files(gateway)
-    crowd = [await connect(gateway) for _ in range(2 * MAX_TURNED_AWAY)]
+    crowd = [await connect(gateway) for _ in range(2 * MAX_REJECTED)]
     async with asyncio.timeout(20):
-        for reader, _ in crowd[MAX_TURNED_AWAY:]:
+        for reader, _ in crowd[MAX_REJECTED:]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-    assert num_files(gateway) <= before + MAX_TURNED_AWAY
-    assert await count_refused(held) == MAX_TURNED_AWAY
+    assert num_files(gateway) <= before + MAX_REJECTED
+    assert await count_refused(held) == MAX_REJECTED
     # The others had until their time was over.
     async with asyncio.timeout(20):
-        for reader, _ in crowd[:MAX_TURNED_AWAY]:
+        for reader, _ in crowd[:MAX_REJECTED]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
     late = await connect(gateway, trust)

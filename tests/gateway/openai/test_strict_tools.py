@@ -25,11 +25,11 @@ from tests.gateway.openai.test_chat import ROOT
 from workers.engine.sampling.grammar import define
 from workers.engine.sampling.grammar_sandbox import compile_grammar
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.chat import chat_order
+from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.strict_tools import strict_grammar
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call
-from workers.gateway.schemas.openai_request import ChatRequest, GivenMessage, Structure
+from workers.gateway.schemas.openai_request import ChatMessage, ChatRequest, StructuredOutputsBody
 
 PAINT = {
     "type": "object",
@@ -140,28 +140,28 @@ def test_what_it_should_not_say_is_not(matcher: LLMatcher, text: str) -> None:
 
 
 def asked(**fields: Any) -> ChatRequest:
-    return ChatRequest(model="m", messages=[GivenMessage("user", "x")], tools=TOOLS, **fields)
+    return ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS, **fields)
 
 
 def test_only_calls_that_need_not_be_made_take_a_grammar() -> None:
-    assert "grammar" in chat_order(asked(), CARD).sampling["structured_outputs"]
+    assert "grammar" in plan_chat(asked(), CARD).sampling["structured_outputs"]
     assert (
         "json_schema"
-        in chat_order(asked(tool_choice="required"), CARD).sampling["structured_outputs"]
+        in plan_chat(asked(tool_choice="required"), CARD).sampling["structured_outputs"]
     )
-    assert "structured_outputs" not in chat_order(asked(tool_choice="none"), CARD).sampling
-    assert "structured_outputs" not in chat_order(asked(), CARD, strict=False).sampling
-    free = ChatRequest(model="m", messages=[GivenMessage("user", "x")], tools=TOOLS[2:])
-    assert "structured_outputs" not in chat_order(free, CARD).sampling
+    assert "structured_outputs" not in plan_chat(asked(tool_choice="none"), CARD).sampling
+    assert "structured_outputs" not in plan_chat(asked(), CARD, strict=False).sampling
+    free = ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS[2:])
+    assert "structured_outputs" not in plan_chat(free, CARD).sampling
 
 
 def test_what_cannot_be_held_to_is_refused() -> None:
     for form in ("llama3_json", "mistral", "hermes"):
         with pytest.raises(UnsupportedParameter) as refused:
-            chat_order(asked(), ModelCard("m", 1024, 768, False, True, form))
+            plan_chat(asked(), ModelCard("m", 1024, 768, False, True, form))
         assert refused.value.field == "tools[0].function.strict"
     with pytest.raises(InvalidRequest) as twice:
-        chat_order(asked(structured_outputs=Structure(regex="a")), CARD)
+        plan_chat(asked(structured_outputs=StructuredOutputsBody(regex="a")), CARD)
     assert twice.value.field == "structured_outputs.regex"
 
 

@@ -84,7 +84,7 @@ def assembled(
     chunks: list[GenerateChunk] = []
     for record in log:
         if isinstance(record, TokenChunk):
-            chunks += assembler.take(0, record)
+            chunks += assembler.add(0, record)
         elif isinstance(record, Finish):
             chunks += assembler.finish(0, record.usage)
         else:
@@ -166,7 +166,7 @@ def test_log_probabilities_of_the_prompt_begin_with_its_own_token() -> None:
     record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)
     spelling = {1: b"a", 5: b"e", 6: b"f", 7: b"g"}
     assembler = GenerateAssembler(asked, "m", 0, spelling)
-    assembler.take(0, record)
+    assembler.add(0, record)
     assembler.finish(0, Usage(3, 1))
     whole = msgspec.json.decode(msgspec.json.encode(assembler.answer()))
     assert whole["prompt_logprobs"] == [

@@ -34,22 +34,28 @@ from shared.state.token_log import last_record
 from workers.gateway.app import AppContext, Json, answer_of
 from workers.gateway.backend.merge import merged
 from workers.gateway.backend.uploads import pinned
-from workers.gateway.core.assembler import Abortable, Events, Prompted, Splitting, tokens_to_spell
-from workers.gateway.core.field_names import as_asked, names_of
+from workers.gateway.core.assembler import (
+    AbortableAssembler,
+    Events,
+    MultiEventAssembler,
+    PromptAssembler,
+    token_ids_to_decode,
+)
+from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.core.ids import (
     PREFIXES,
-    event_id_of,
-    parts_of,
-    request_id_for,
-    request_id_of,
-    start_of,
-    wants_ids,
+    format_event_id,
+    named_request_id,
+    part_ids,
+    read_request_id,
+    read_start,
+    wants_event_ids,
 )
-from workers.gateway.core.memory_budget import kept_in, kept_of, noted
+from workers.gateway.core.memory_budget import logprob_size_of, read_logprob_size, with_logprob_size
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.sse import AnswerOf, EventStream, event, unless_gone
+from workers.gateway.http.sse import ErrorResponder, EventStream, event, run_until_disconnect
 
 # Options that may differ when a client comes back for the same answer.
 _OF_STREAMS = frozenset({"stream", "include_usage", "continuous_usage", "prompt_tokens"})
@@ -75,25 +81,25 @@ class ActiveRequest:
         self.record = record
         self.noted = noted
         self._holder = holder
-        self.parts = parts_of(request_id, record)
+        self.parts = part_ids(request_id, record)
         self.numbered = True
         """Whether events have ids."""
         self._door = door
         self._began_s = time.monotonic()
         self._tokens = door.metrics.counter("http_tokens_total", endpoint=endpoint)
         self._first = door.metrics.histogram("http_time_to_first_token_seconds", endpoint=endpoint)
-        spelling = door.spellings.of(record.model)
+        spelling = door.token_bytes.of(record.model)
         self._assembler = door.assemblers[record.kind](request_id, record, spelling)
         self._max_events = 1
         """Of one record, which has so many numbers for them."""
-        if isinstance(self._assembler, Splitting):
+        if isinstance(self._assembler, MultiEventAssembler):
             self._max_events = self._assembler.max_events
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
     ) -> AsyncIterator[bytes]:
         """One for every record from `start` on that has something to show. Raises Failed."""
-        self._assembler.keeps = False
+        self._assembler.collects_answer = False
         position = [-1] * len(logs)
         async for part, record in merged(logs):
             position[part] = record.index * self._max_events
@@ -117,25 +123,27 @@ class ActiveRequest:
                     self._first.observe(time.monotonic() - self._began_s)
                 self._tokens.add(sum(len(delta.token_ids) for delta in record.choices))
                 model, tenant = self.record.model, self.record.tenant
-                await self._door.spellings.learn(model, self._unspelt(record), tenant)
-                return self._assembler.take(part, record)
+                await self._door.token_bytes.learn(model, self._unspelt(record), tenant)
+                return self._assembler.add(part, record)
             case Finish():
                 return self._assembler.finish(part, record.usage)
             case Failure():
-                if record.error.code == Cancelled.code and isinstance(self._assembler, Abortable):
+                if record.error.code == Cancelled.code and isinstance(
+                    self._assembler, AbortableAssembler
+                ):
                     return self._assembler.abort()
                 if record.index * self._max_events < start:
                     return None
                 self.cancel_soon()  # The others, if there are any.
-                raise errors.Failed(self.error_of(record), event_id)
+                raise errors.RequestFailed(self.error_of(record), event_id)
 
     def error_of(self, failure: Failure) -> ErrorInfo:
         """With the field by the name that its endpoint has for it."""
-        return as_asked(failure.error, self.record.kind, self.record.options)
+        return translate_error(failure.error, self.record.kind, self.record.options)
 
     def _unspelt(self, record: TokenChunk) -> set[int]:
-        token_ids = tokens_to_spell(record)
-        if record.index == 0 and isinstance(self._assembler, Prompted):
+        token_ids = token_ids_to_decode(record)
+        if record.index == 0 and isinstance(self._assembler, PromptAssembler):
             token_ids.update(self._assembler.prompt_token_ids)
         return token_ids
 
@@ -181,7 +189,7 @@ class ActiveRequest:
             _log.warning("not_cancelled", request_id=self.request_id, reason=error.message)
 
     def _event_id(self, position: Sequence[int]) -> str:
-        return event_id_of(position) if self.numbered else ""
+        return format_event_id(position) if self.numbered else ""
 
 
 async def submit(
@@ -194,24 +202,24 @@ async def submit(
     stream: bool,
     durable: bool,
     known_as: tuple[str, bool] | None = None,
-    refuse: AnswerOf = answer_of,
+    refuse: ErrorResponder = answer_of,
 ) -> Response:
     """Have a request done, and answer with what becomes of it; or go on with the answer of an
     earlier one, where the client names that.
 
-    `known_as` is what `request_id_for` has said; `refuse` says what failures are answered with.
+    `known_as` is what `read_request_id` has said; `refuse` says what failures are answered with.
     """
-    if door.over.is_set():
+    if door.shutting_down.is_set():
         raise Unavailable("the gateway is being stopped")
     model = order.requests[0].model
     door.check_model(model)
-    request_id, named = known_as or request_id_for(request, kind, caller.tenant)
+    request_id, named = known_as or read_request_id(request, kind, caller.tenant)
     record = _record_of(door, kind, caller, order, durable=durable)
     if not stream:
         await _make_room(door, request, record)
-    start = start_of(request, order.options.get("parts", 1))
+    start = read_start(request, order.options.get("parts", 1))
     requests = await asyncio.gather(*(pinned(door, r, caller.tenant) for r in order.requests))
-    door.room.release(request)
+    door.body_budget.release(request)
     if named:
         record = structs.replace(record, digest=_digest(requests, order))
     holder = f"{door.worker}:{secrets.token_hex(8)}"
@@ -236,18 +244,20 @@ def _record_of(
     first = order.requests[0]
     created_s = int(door.bus.now_ms() / 1000)
     timeout_s = first.timeout_s or door.config.delivery.default_timeout_s
-    kept = kept_of(order, door.config.models[first.model].sampling_defaults)
-    options = noted(order.options, kept)
+    kept = logprob_size_of(order, door.config.models[first.model].sampling_defaults)
+    options = with_logprob_size(order.options, kept)
     return RequestRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
 
 
 async def _make_room(door: AppContext, request: Request, record: RequestRecord) -> None:
     """For all of the answer at once. Raises AnswerTooLarge or Overloaded; where the model's limit
     is needed, Unavailable."""
-    kept = kept_in(record)
+    kept = read_logprob_size(record)
     most = (await door.card(record.model)).max_model_len if kept.needs_max_model_len else 0
-    num_bytes = kept.at_most(most)
-    door.shelf.take(request.scope, num_bytes, kept.field_of(num_bytes, record.kind))
+    num_bytes = kept.max_bytes(most)
+    door.answer_budget.reserve(
+        request.scope, num_bytes, kept.limiting_field(num_bytes, record.kind)
+    )
 
 
 def _digest(requests: Sequence[GenerateRequest], order: SubmitPlan) -> str:
@@ -266,7 +276,7 @@ async def _ask(
     """It lives as long as the answer, so it has nothing of the body as it was sent."""
     assert job.noted is not None
     records = client.ask(door.bus, request, part, job.record.tenant, sampling)
-    with names_of(job.record.kind, job.record.options):
+    with translated_errors(job.record.kind, job.record.options):
         async for record in records:
             try:
                 # By now it has been for long; nobody may see an answer that could not be resumed.
@@ -306,22 +316,24 @@ async def respond(
     start: Sequence[int],
     *,
     stream: bool,
-    refuse: AnswerOf = answer_of,
+    refuse: ErrorResponder = answer_of,
 ) -> Response:
     headers = {"x-request-id": job.request_id}
     if stream:
-        job.numbered = wants_ids(request, job.record)
+        job.numbered = wants_event_ids(request, job.record)
         return EventStream(
             job.events(logs, start),
             job.gone,
-            door.over,
+            door.shutting_down,
             refuse,
             headers,
             numbered=job.numbered,
         )
     try:
-        answer = await unless_gone(request.receive, job.whole(logs), job.gone, door.over)
-    except (errors.Failed, errors.Interrupted) as error:
+        answer = await run_until_disconnect(
+            request.receive, job.whole(logs), job.gone, door.shutting_down
+        )
+    except (errors.RequestFailed, errors.Interrupted) as error:
         refusal = refuse(error)
         refusal.headers.update(headers)
         return refusal
@@ -332,7 +344,7 @@ async def job_of(door: AppContext, request: Request, caller: Caller) -> ActiveRe
     """The one that the path names, by its id or as its client has named it. Raises NotFound, also
     for other tenants' requests."""
     name = request.path_params["id"]
-    of_client = [request_id_of(kind, caller.tenant, name) for kind in PREFIXES]
+    of_client = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
     ids = [name, *of_client] if subjects.is_request_id(name) else of_client
     for request_id in ids:
         record = await request_registry.get(door.bus, request_id)

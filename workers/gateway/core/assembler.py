@@ -23,11 +23,11 @@ class TokenBytes(Protocol):
 class Assembler(Protocol):
     """A request may be several on the bus, one for each prompt: its parts."""
 
-    keeps: bool
+    collects_answer: bool
     """Whether `answer` will be asked for. If not, log probabilities go as soon as they are shown:
     there may be gigabytes of them."""
 
-    def take(self, part: int, record: TokenChunk) -> Any | None:
+    def add(self, part: int, record: TokenChunk) -> Any | None:
         """What a stream shows of it; None for nothing, and an Events for more than one event."""
 
     def finish(self, part: int, usage: Usage) -> Any | None:
@@ -42,7 +42,7 @@ class Events(list[Any]):
 
 
 @runtime_checkable
-class Splitting(Protocol):
+class MultiEventAssembler(Protocol):
     """An assembler that shows a record as several events."""
 
     max_events: int
@@ -50,7 +50,7 @@ class Splitting(Protocol):
 
 
 @runtime_checkable
-class Abortable(Protocol):
+class AbortableAssembler(Protocol):
     """An assembler whose answer, when the request is cancelled, is what there was by then."""
 
     def abort(self) -> Any | None:
@@ -58,13 +58,13 @@ class Abortable(Protocol):
 
 
 @runtime_checkable
-class Prompted(Protocol):
+class PromptAssembler(Protocol):
     """An assembler that needs the bytes of tokens which no record names."""
 
     prompt_token_ids: list[int]
 
 
-def tokens_to_spell(record: TokenChunk) -> set[int]:
+def token_ids_to_decode(record: TokenChunk) -> set[int]:
     """Those that log probabilities name."""
     found: set[int] = set()
     for delta in record.choices:
@@ -77,7 +77,7 @@ def tokens_to_spell(record: TokenChunk) -> set[int]:
     return found
 
 
-def spelled(
+def openai_logprobs(
     token_ids: list[int], logprobs: list[TokenLogprobs], spelling: TokenBytes
 ) -> Iterator[TokenLogprob]:
     for token_id, known in zip(token_ids, logprobs, strict=True):

@@ -7,7 +7,7 @@ stay as context; and a character may need several tokens, so one that is not who
 from typing import NamedTuple
 
 # A character has at most 4 bytes, hence tokens; the rest is context.
-KEPT_TOKENS = 16
+NUM_CONTEXT_TOKENS = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -17,25 +17,25 @@ class DetokenizeWindow(NamedTuple):
     """Characters of their text that are out."""
 
 
-def kept(token_ids: list[int]) -> list[int]:
-    return token_ids[-KEPT_TOKENS:]
+def context_of(token_ids: list[int]) -> list[int]:
+    return token_ids[-NUM_CONTEXT_TOKENS:]
 
 
-def opened(token_ids: list[int], text: str) -> DetokenizeWindow:
+def open_window(token_ids: list[int], text: str) -> DetokenizeWindow:
     """Before an answer: the end of its prompt, and the text of that."""
     return DetokenizeWindow(token_ids, len(text) - _num_waiting(text))
 
 
-def read(
+def advance_window(
     window: DetokenizeWindow, token_ids: list[int], text: str, kept_text: str, last: bool
 ) -> tuple[str, DetokenizeWindow]:
     """What is new in `text`, that of the window's tokens and these; and the window that is left.
 
-    `kept_text` is the text of those that are `kept`; `last` for no more to come.
+    `kept_text` is the text of those that are `context_of`; `last` for no more to come.
     """
     num_waiting = 0 if last else _num_waiting(text)
     new = text[window.num_out : len(text) - num_waiting]
-    left = kept(window.token_ids + token_ids)
+    left = context_of(window.token_ids + token_ids)
     return new, DetokenizeWindow(left, max(0, len(kept_text) - num_waiting))
 
 

@@ -14,7 +14,7 @@ from workers.gateway.http import errors
 _SAMPLING = "sampling_params"
 _TEMPLATE = "template_kwargs"
 
-NAMES: dict[str, dict[str, str]] = {
+CLIENT_FIELDS: dict[str, dict[str, str]] = {
     "chat": {"items": "messages"},
     "completion": {
         "messages": "prompt",
@@ -28,13 +28,13 @@ NAMES: dict[str, dict[str, str]] = {
 """By the kind of a JobRecord; what is not here has the same name."""
 
 
-def as_asked(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorInfo:
+def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorInfo:
     """With the field as the client has sent it, in the message as well if that begins with it.
 
     `options` are those of the request's JobRecord; `fields` of them has names of its own.
     """
     given = error.field or ""
-    field = _renamed(given, NAMES[kind] | options.get("fields", {}))
+    field = _renamed(given, CLIENT_FIELDS[kind] | options.get("fields", {}))
     if kind != "generate":
         field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
         if field.partition(".")[0] == _TEMPLATE:
@@ -46,12 +46,14 @@ def as_asked(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorIn
 
 
 @contextlib.contextmanager
-def names_of(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raises what is raised inside as Failed, in the names of `as_asked`."""
+def translated_errors(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raises what is raised inside as Failed, in the names of `translate_error`."""
     try:
         yield
     except PagemillError as error:
-        raise errors.Failed(as_asked(errors.info_of(error), kind, options), "") from error
+        raise errors.RequestFailed(
+            translate_error(errors.info_of(error), kind, options), ""
+        ) from error
 
 
 def _renamed(field: str, names: Mapping[str, str]) -> str:

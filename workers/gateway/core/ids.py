@@ -16,13 +16,13 @@ PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
 _OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-def request_id_of(kind: str, tenant: str, name: str) -> str:
+def named_request_id(kind: str, tenant: str, name: str) -> str:
     """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
     digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
     return f"{PREFIXES[kind]}-{digest}"
 
 
-def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
+def read_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
     """With whether the client has chosen it: the same then names the same request, of the same
     tenant. Nobody can name another tenant's. Raises InvalidRequest."""
     given = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
@@ -32,21 +32,21 @@ def request_id_for(request: Request, kind: str, tenant: str) -> tuple[str, bool]
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    return request_id_of(kind, tenant, given), True
+    return named_request_id(kind, tenant, given), True
 
 
-def parts_of(request_id: str, record: RequestRecord) -> list[str]:
+def part_ids(request_id: str, record: RequestRecord) -> list[str]:
     """The ids on the bus: of each prompt, where there are several."""
     parts = record.options.get("parts", 1)
     return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
 
 
-def event_id_of(position: Sequence[int]) -> str:
+def format_event_id(position: Sequence[int]) -> str:
     """From where the stream goes on: the number of the last event, of each log."""
     return ",".join(map(str, position))
 
 
-def start_of(request: Request, parts: int) -> list[int]:
+def read_start(request: Request, parts: int) -> list[int]:
     """The first record that is to be shown, of each log. Raises InvalidRequest."""
     last, start = request.headers.get("last-event-id"), request.query_params.get("from")
     given, field = (start, "from") if last is None else (last, "Last-Event-ID")
@@ -63,7 +63,7 @@ def start_of(request: Request, parts: int) -> list[int]:
     return [number + (last is not None) for number in numbers]
 
 
-def wants_ids(request: Request, record: RequestRecord) -> bool:
+def wants_event_ids(request: Request, record: RequestRecord) -> bool:
     """Of events: who has no use for them may take an event with an id for broken, as clients do
     that expect nothing but OpenAI's `data:`, vLLM's load client for one."""
     return (

@@ -7,15 +7,15 @@ from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.schemas.generate import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
 
 # A character has at most 4 bytes, so with the 3 tokens before it every token has whole ones.
-MAX_CONTEXT = 4
+MAX_CONTEXT_TOKENS = 4
 
 
-def spell(token: bytes, before: Sequence[bytes]) -> str:
+def token_text(token: bytes, before: Sequence[bytes]) -> str:
     """The text of `token`, which follows the tokens `before`.
 
     A token in the middle of a character has none; the one that completes it has the character.
     """
-    context = before[-MAX_CONTEXT:]
+    context = before[-MAX_CONTEXT_TOKENS:]
     for num_context in range(len(context) + 1):
         prefix = b"".join(context[len(context) - num_context :])
         text = (prefix + token).decode(errors="replace")
@@ -30,7 +30,7 @@ def _whole(prefix: bytes) -> str:
     return prefix.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def ranked(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
+def id_logprobs(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
     """The chosen token first, then the most probable others, `num_top` in all."""
     chosen = IdLogprob(token_id=token_id, logprob=told.logprob, rank=told.rank)
     others = [
@@ -48,11 +48,11 @@ def ranked(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
     )
 
 
-def spelt(found: IdLogprobs, context: list[bytes], spelling: TokenBytes) -> TextLogprobs:
+def text_logprobs(found: IdLogprobs, context: list[bytes], spelling: TokenBytes) -> TextLogprobs:
     """`context` are the bytes of the tokens before, to which this one's are added."""
 
     def text_of(token_id: int) -> str:
-        return spell(spelling[token_id], context)
+        return token_text(spelling[token_id], context)
 
     token = text_of(found.token_id)
     told = TextLogprobs(

@@ -42,23 +42,23 @@ class LogprobSize(Struct, frozen=True, omit_defaults=True):
     def needs_max_model_len(self) -> bool:
         return self.per_token > 0 and self.max_tokens is None
 
-    def at_most(self, max_model_len: int = 0) -> int:
+    def max_bytes(self, max_model_len: int = 0) -> int:
         """In bytes."""
         tokens = max_model_len if self.max_tokens is None else self.max_tokens
-        return self.of_tokens(self.choices * tokens)
+        return self.num_bytes(self.choices * tokens)
 
-    def field_of(self, num_bytes: int, kind: str) -> str:
+    def limiting_field(self, num_bytes: int, kind: str) -> str:
         """What makes it so much, by the name that requests of this kind have for it."""
-        if 2 * self.of_tokens(0) <= num_bytes:
+        if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
         return "prompt_logprobs" if kind == "generate" else "logprobs"
 
-    def of_tokens(self, num_tokens: int) -> int:
+    def num_bytes(self, num_tokens: int) -> int:
         """In bytes, for an answer whose choices have `num_tokens` together."""
         return ENTRY_BYTES * (self.of_prompt + self.per_token * num_tokens)
 
 
-def kept_of(order: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
+def logprob_size_of(order: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
     """`defaults` are the model's sampling parameters."""
     sampling = {**defaults, **order.sampling}
     num_choices = sampling.get("n", 1)
@@ -82,13 +82,13 @@ def _entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def noted(options: Mapping[str, Any], kept: LogprobSize) -> dict[str, Any]:
+def with_logprob_size(options: Mapping[str, Any], kept: LogprobSize) -> dict[str, Any]:
     """Options of a RequestRecord, from which `kept_in` has it again."""
     keeps_any = kept.per_token or kept.of_prompt
     return {**options, _OPTION: msgspec.to_builtins(kept)} if keeps_any else dict(options)
 
 
-def kept_in(record: RequestRecord) -> LogprobSize:
+def read_logprob_size(record: RequestRecord) -> LogprobSize:
     return msgspec.convert(record.options.get(_OPTION, {}), LogprobSize)
 
 
@@ -99,7 +99,7 @@ class AnswerBudget:
         self._max_mib = limits.max_answer_mib
         self._free = MAX_LARGEST * limits.max_answer_mib * 2**20
 
-    def take(self, scope: MutableMapping[str, Any], num_bytes: int, field: str) -> None:
+    def reserve(self, scope: MutableMapping[str, Any], num_bytes: int, field: str) -> None:
         """Until `release` with the same scope, of an HTTP request, in place of what it has.
         Raises AnswerTooLarge with `field`, or Overloaded."""
         self.release(scope)

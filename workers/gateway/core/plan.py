@@ -56,13 +56,13 @@ def sampling_of(asked: CommonRequest) -> dict[str, Any]:
     return given
 
 
-STRUCTURE = "sampling_params.structured_outputs"
+STRUCTURE_FIELD = "sampling_params.structured_outputs"
 
 
-def fields_of(asked: CommonRequest) -> dict[str, str]:
+def client_fields_of(asked: CommonRequest) -> dict[str, str]:
     """The client's names of the fields that go on the bus, see `core.field_names`."""
     structure = structure_of(asked)
-    return {} if structure is None else {STRUCTURE: structure[0]}
+    return {} if structure is None else {STRUCTURE_FIELD: structure[0]}
 
 
 def structure_of(asked: CommonRequest) -> tuple[str, dict[str, Any]] | None:

@@ -21,7 +21,7 @@ class Caller:
     key: ApiKey | None = None
 
 
-ANYBODY = Caller("", "")
+ANONYMOUS = Caller("", "")
 
 
 def make_key() -> str:
@@ -36,13 +36,13 @@ class Keyring:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = [(key.sha256.encode(), key) for key in keys]
 
-    def caller(self, authorization: Sequence[str]) -> Caller:
+    def authenticate(self, authorization: Sequence[str]) -> Caller:
         """`authorization` are the request's headers of that name. Raises InvalidKey.
 
         All keys are compared, whichever it is: time tells nothing about any of them.
         """
         if not self._keys:
-            return ANYBODY
+            return ANONYMOUS
         scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
         if len(authorization) != 1 or scheme.lower() != "bearer":
             raise InvalidKey("an API key is needed: send it as `Authorization: Bearer KEY`")

@@ -8,7 +8,12 @@ from starlette.requests import Request
 
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
-from workers.gateway.http.errors import BodyTooLarge, TooSlow, WrongContentType, refused
+from workers.gateway.http.errors import (
+    BodyTooLarge,
+    RequestTimeout,
+    WrongContentType,
+    validation_error,
+)
 
 T = TypeVar("T")
 
@@ -25,7 +30,7 @@ class BodyBudget:
     def __init__(self, limits: GatewayConfig) -> None:
         self._free = MAX_LARGEST * limits.max_body_mib * 2**20
 
-    def take(self, request: Request, num_bytes: int) -> None:
+    def reserve(self, request: Request, num_bytes: int) -> None:
         """Until `release`. Raises Overloaded."""
         if num_bytes > self._free:
             raise Overloaded("too many large bodies are on their way")
@@ -37,9 +42,12 @@ class BodyBudget:
         self._free += request.scope.pop("body_bytes", 0)
 
 
-async def read(request: Request, limits: GatewayConfig, room: BodyBudget) -> bytes:
-    """Raises BodyTooLarge as soon as it is known to be, Overloaded, TooSlow, WrongContentType for
-    one that is compressed, or ClientDisconnect."""
+async def read(request: Request, limits: GatewayConfig, budget: BodyBudget) -> bytes:
+    """Return the request's body.
+
+    Raises BodyTooLarge as soon as the limit is passed, Overloaded, RequestTimeout, WrongContentType
+    for a compressed body, or ClientDisconnect.
+    """
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise WrongContentType("a body must not be compressed: leave Content-Encoding out")
     limit = limits.max_body_mib * 2**20
@@ -54,10 +62,12 @@ async def read(request: Request, limits: GatewayConfig, room: BodyBudget) -> byt
                 total += len(part)
                 if total > limit:
                     raise too_large
-                room.take(request, len(part))
+                budget.reserve(request, len(part))
                 parts.append(part)
     except TimeoutError:
-        raise TooSlow(f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+        raise RequestTimeout(
+            f"the body did not arrive within {limits.body_timeout_s:g} s"
+        ) from None
     body = b"".join(parts)
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
@@ -67,7 +77,7 @@ async def read(request: Request, limits: GatewayConfig, room: BodyBudget) -> byt
 async def decode(
     request: Request,
     limits: GatewayConfig,
-    room: BodyBudget,
+    budget: BodyBudget,
     decoder: "msgspec.json.Decoder[T]",
     unsupported: frozenset[str] = frozenset(),
 ) -> T:
@@ -75,11 +85,11 @@ async def decode(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
-    body = await read(request, limits, room)
+    body = await read(request, limits, budget)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise refused(error, unsupported) from error
+        raise validation_error(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {_reason(error)}") from error
 

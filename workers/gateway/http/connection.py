@@ -23,7 +23,7 @@ MAX_CHUNKS = 16_384
 # To close while a client still sends is to reset, and it would not see what it was told.
 LINGER_S = 2.0
 # They linger too, and would be a crowd of their own; more are closed without a word.
-MAX_TURNED_AWAY = 64
+MAX_REJECTED = 64
 
 
 class ConnectionLimits:
@@ -130,7 +130,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _turn_away(self) -> None:
         self.connections.discard(self)
         self._entrance.refused.add()
-        if len(self._entrance.turned_away) < MAX_TURNED_AWAY:
+        if len(self._entrance.turned_away) < MAX_REJECTED:
             self._entrance.turned_away.add(self)
             self._refuse(Overloaded("there are too many connections"))
         else:
@@ -183,7 +183,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._set_timer(self._entrance.header_timeout_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        self._refuse(errors.TooSlow("the request's headers did not arrive in time"))
+        self._refuse(errors.RequestTimeout("the request's headers did not arrive in time"))
 
     def _set_timer(self, seconds: float, act: Callable[[], None]) -> None:
         self._stop_timer()

@@ -70,7 +70,7 @@ class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
 
-class TooSlow(RequestError):
+class RequestTimeout(RequestError):
     code = "request_timeout"
 
 
@@ -83,7 +83,7 @@ class Interrupted(PagemillError):
         super().__init__("the gateway has ended")
 
 
-class Failed(PagemillError):
+class RequestFailed(PagemillError):
     """A request whose log says that it has failed."""
 
     def __init__(self, info: ErrorInfo, event_id: str) -> None:
@@ -100,7 +100,7 @@ STATUSES = {
     "not_found": 404,
     UnknownRoute.code: 404,
     WrongMethod.code: 405,
-    TooSlow.code: 408,
+    RequestTimeout.code: 408,
     "log_truncated": 410,
     "payload_too_large": 413,
     BodyTooLarge.code: 413,
@@ -139,7 +139,14 @@ _TYPES = {
 }
 
 
-CONTENT = ("input_audio", "audio_url", "video_url", "file", "image_embeds", "audio_embeds")
+UNSUPPORTED_CONTENT = (
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "file",
+    "image_embeds",
+    "audio_embeds",
+)
 """Parts of messages that others take: told apart from a typing error."""
 
 
@@ -168,7 +175,7 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
 
 def info_of(error: Exception) -> ErrorInfo:
     """Of anything that was raised; what nobody expected is an error of ours."""
-    if isinstance(error, Failed):
+    if isinstance(error, RequestFailed):
         return error.info
     if isinstance(error, RateLimited):
         return msgspec.structs.replace(error_info(error), retry_after_s=error.wait_s)
@@ -177,7 +184,7 @@ def info_of(error: Exception) -> ErrorInfo:
     return error_info(WorkerFailure("not expected"))
 
 
-def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
+def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     """What is wrong with a body of the right syntax; `unsupported` are known, and not done here."""
     what, field = split_validation_error(error)
     unknown = "Object contains unknown field `"
@@ -192,7 +199,7 @@ def refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> Requ
         name = what.removeprefix(missing).removesuffix("`")
         path = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{path} is missing", field=path)
-    for part in CONTENT:
+    for part in UNSUPPORTED_CONTENT:
         if what == f"Invalid value {part!r}":
             return UnsupportedContent(
                 f"{part} is not supported by this model", field=field.removesuffix(".type")

@@ -144,7 +144,7 @@ class _Passing:
 
     def leave(self) -> None:
         """The request does not count for its key's limits any more."""
-        leave = self._scope.pop("leave", None)
+        leave = self._scope.pop("release_slot", None)
         if leave is not None:
             leave()
 

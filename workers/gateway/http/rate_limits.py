@@ -13,7 +13,7 @@ from workers.gateway.http.errors import RateLimited
 BUSY_S = 1.0
 
 
-class _Account:
+class _KeyUsage:
     """A bucket that fills evenly, and what is in flight."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
@@ -42,22 +42,22 @@ class _Account:
         self._tokens -= 1
 
 
-class Limits:
+class RateLimiter:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` tells monotonic seconds."""
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._key_usage: dict[str, _KeyUsage] = {}
 
-    def enter(self, caller: Caller) -> None:
-        """Count a request of `caller`, until `leave`. Raises RateLimited."""
+    def acquire(self, caller: Caller) -> None:
+        """Count a request of `caller`, until `release`. Raises RateLimited."""
         if caller.key is None:
             return
         now_s = self._clock()
-        account = self._accounts.get(caller.key.sha256)
-        if account is None:
-            account = self._accounts[caller.key.sha256] = _Account(caller.key, now_s)
-        account.enter(now_s)
+        usage = self._key_usage.get(caller.key.sha256)
+        if usage is None:
+            usage = self._key_usage[caller.key.sha256] = _KeyUsage(caller.key, now_s)
+        usage.enter(now_s)
 
-    def leave(self, caller: Caller) -> None:
+    def release(self, caller: Caller) -> None:
         if caller.key is not None:
-            self._accounts[caller.key.sha256].in_flight -= 1
+            self._key_usage[caller.key.sha256].in_flight -= 1

@@ -19,7 +19,7 @@ PING = b": ping\n\n"
 PING_NUMBERED = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 
-AnswerOf = Callable[[Exception], Response]
+ErrorResponder = Callable[[Exception], Response]
 
 
 def event(data: bytes, event_id: str = "") -> bytes:
@@ -41,7 +41,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         gone: Callable[[], None],
         over: asyncio.Event,
-        answer_of: AnswerOf,
+        answer_of: ErrorResponder,
         headers: dict[str, str],
         *,
         numbered: bool = False,
@@ -60,7 +60,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._run(scope, receive, send), self._gone, self._over)
+            await run_until_disconnect(
+                receive, self._run(scope, receive, send), self._gone, self._over
+            )
         except errors.Interrupted as error:
             if not self._started:
                 await self._refuse(error, scope, receive, send)
@@ -97,7 +99,7 @@ class EventStream(Response):
             async for sent in self._events:
                 await line.write(sent)
         except Exception as error:
-            if not isinstance(error, errors.Failed):
+            if not isinstance(error, errors.RequestFailed):
                 self._answer_of(error)  # For the log.
             await line.write(_last_words(error))
         finally:
@@ -114,7 +116,7 @@ def _body(data: bytes) -> Message:
 
 
 def _last_words(error: Exception) -> bytes:
-    event_id = error.event_id if isinstance(error, errors.Failed) else ""
+    event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
     return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id)
 
 
@@ -148,7 +150,7 @@ class _Line:
                 await self.ping()
 
 
-async def unless_gone(
+async def run_until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], gone: Callable[[], None], over: asyncio.Event
 ) -> T:
     """The result of `work`; when the client goes before, ends it, calls `gone` and raises

@@ -10,13 +10,13 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from workers.gateway.http.connection import MAX_TURNED_AWAY, ConnectionLimits
+from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
 
 # There are no files left, or the network is: both pass by themselves.
 PAUSE_S = 0.1
 
 
-class Handshakes:
+class TlsServer:
     """Accepts connections; a server as far as uvicorn needs one."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Handshakes:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         # One that is too many is told so once it can be, if these are not a crowd themselves.
-        most = self._entrance.max_connections + MAX_TURNED_AWAY
+        most = self._entrance.max_connections + MAX_REJECTED
         while True:
             try:
                 sock, _ = await loop.sock_accept(self._listener)

@@ -16,9 +16,9 @@ from shared.protocol.messages import (
 )
 from shared.protocol.renderer_rpc import ModelCard
 from workers.gateway.core.plan import (
-    STRUCTURE,
+    STRUCTURE_FIELD,
     SubmitPlan,
-    fields_of,
+    client_fields_of,
     lane_of,
     sampling_of,
     usage_options,
@@ -26,11 +26,11 @@ from workers.gateway.core.plan import (
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.strict_tools import strict_structure
 from workers.gateway.schemas.openai_request import (
+    ChatMessage,
+    ChatPart,
+    ChatRefusalPart,
     ChatRequest,
-    GivenMessage,
-    GivenPart,
-    GivenRefusal,
-    GivenText,
+    ChatTextPart,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
@@ -52,7 +52,7 @@ def needs_card(request: ChatRequest) -> bool:
     return bool(request.tools)
 
 
-def chat_order(
+def plan_chat(
     request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
 ) -> SubmitPlan:
     """`card` is needed for a request with tools. Without `strict`, functions that are it and need
@@ -62,7 +62,7 @@ def chat_order(
     by_itself = plan.form is not None and structure is None
     if strict and by_itself and card is not None:
         structure = strict_structure(request, card)
-    sampling, fields = sampling_of(request) | _logprobs_of(request), fields_of(request)
+    sampling, fields = sampling_of(request) | _logprobs_of(request), client_fields_of(request)
     limit = request.max_completion_tokens
     if limit is not None:
         if request.max_tokens not in (None, limit):
@@ -71,7 +71,7 @@ def chat_order(
         fields["sampling_params.max_tokens"] = "max_completion_tokens"
     if structure is not None:
         sampling["structured_outputs"] = structure
-        fields[STRUCTURE] = "tools"
+        fields[STRUCTURE_FIELD] = "tools"
     if by_itself:
         # The signs by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
@@ -103,7 +103,7 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
     )
 
 
-def message_of(given: GivenMessage, field: str) -> Message:
+def message_of(given: ChatMessage, field: str) -> Message:
     content = given.content
     if isinstance(content, list):
         parts = [_part_of(part) for part in content]
@@ -115,7 +115,7 @@ def message_of(given: GivenMessage, field: str) -> Message:
     return _message(given, content)
 
 
-def _message(given: GivenMessage, content: str | list[ContentPart] | None) -> Message:
+def _message(given: ChatMessage, content: str | list[ContentPart] | None) -> Message:
     return Message(
         role="system" if given.role == "developer" else given.role,
         content=content,
@@ -125,9 +125,9 @@ def _message(given: GivenMessage, content: str | list[ContentPart] | None) -> Me
     )
 
 
-def _part_of(given: GivenPart) -> ContentPart:
+def _part_of(given: ChatPart) -> ContentPart:
     match given:
-        case GivenText(text=text) | GivenRefusal(refusal=text):
+        case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
         case _:
             return ImagePart(given.image_url)

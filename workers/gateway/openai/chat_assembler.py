@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, Usage
-from workers.gateway.core.assembler import TokenBytes, or_unset, spelled
+from workers.gateway.core.assembler import TokenBytes, openai_logprobs, or_unset
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call, Piece
 from workers.gateway.schemas.openai_response import (
@@ -64,7 +64,7 @@ class ChatAssembler:
         options: ChatOptions,
         spelling: TokenBytes,
     ) -> None:
-        self.keeps = True
+        self.collects_answer = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
@@ -74,7 +74,7 @@ class ChatAssembler:
         self._num_tokens = 0
         self._usage: Usage | None = None
 
-    def take(self, part: int, record: TokenChunk) -> ChatChunk | None:
+    def add(self, part: int, record: TokenChunk) -> ChatChunk | None:
         self._num_tokens += sum(len(delta.token_ids) for delta in record.choices)
         shown = [shown for delta in record.choices if (shown := self._advance(delta)) is not None]
         if not shown:
@@ -108,8 +108,8 @@ class ChatAssembler:
         text, calls = self._divide(delta, choice)
         logprobs = None
         if self._options.logprobs and delta.logprobs:
-            logprobs = list(spelled(delta.token_ids, delta.logprobs, self._spelling))
-            if self.keeps:
+            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self._spelling))
+            if self.collects_answer:
                 choice.logprobs += logprobs
         if delta.finish_reason is not None:
             called = choice.calls and delta.finish_reason == "stop"

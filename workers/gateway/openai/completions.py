@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import ChoiceDelta, GenerateRequest, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import TokenBytes, or_unset, spelled
-from workers.gateway.core.logprobs import MAX_CONTEXT, spell
+from workers.gateway.core.assembler import TokenBytes, openai_logprobs, or_unset
+from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, token_text
 from workers.gateway.core.plan import (
     SubmitPlan,
-    fields_of,
+    client_fields_of,
     lane_of,
     prompts_of,
     sampling_of,
@@ -57,7 +57,7 @@ class CompletionOptions(Struct, frozen=True):
     """What comes after the prompts is left out."""
 
 
-def completion_order(request: CompletionRequest) -> SubmitPlan:
+def plan_completion(request: CompletionRequest) -> SubmitPlan:
     """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
     prompts = prompts_of(request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
@@ -84,7 +84,7 @@ def completion_order(request: CompletionRequest) -> SubmitPlan:
         "n": request.n or 1,
         "logprobs": request.logprobs is not None,
         "echo_only": echo_only,
-        "fields": fields_of(request),
+        "fields": client_fields_of(request),
     }
     return SubmitPlan([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
 
@@ -117,7 +117,7 @@ class CompletionAssembler:
         options: CompletionOptions,
         spelling: TokenBytes,
     ) -> None:
-        self.keeps = True
+        self.collects_answer = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
@@ -128,7 +128,7 @@ class CompletionAssembler:
         self._usages: list[Usage] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
-    def take(self, part: int, record: TokenChunk) -> Completion | None:
+    def add(self, part: int, record: TokenChunk) -> Completion | None:
         if record.prompt_logprobs is not None:
             self._prompt_logprobs[part] = record.prompt_logprobs
         deltas = record.choices
@@ -179,11 +179,11 @@ class CompletionAssembler:
             self._echo(choice, echo, self._prompt_logprobs.get(part), logprobs)
         text += delta.text
         if self._options.logprobs and delta.logprobs:
-            spelt = spelled(delta.token_ids, delta.logprobs, self._spelling)
+            spelt = openai_logprobs(delta.token_ids, delta.logprobs, self._spelling)
             for token in spelt:
                 _append(choice, token, logprobs)
         choice.text += text
-        if self.keeps:
+        if self.collects_answer:
             _extend(choice.logprobs, logprobs)
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
@@ -215,7 +215,7 @@ class CompletionAssembler:
         logprobs.top_logprobs.append(None)
         logprobs.text_offset.append(0)
         _advance_offset(choice, self._spelling[echo.token_ids[0]])
-        for token in spelled(echo.token_ids[1:], known, self._spelling):
+        for token in openai_logprobs(echo.token_ids[1:], known, self._spelling):
             _append(choice, token, logprobs)
 
 
@@ -233,8 +233,8 @@ def _append(choice: _Choice, token: TokenLogprob, logprobs: CompletionLogprobs) 
 
 
 def _advance_offset(choice: _Choice, token: bytes) -> None:
-    choice.offset += len(spell(token, choice.context))
-    choice.context = [*choice.context, token][-MAX_CONTEXT:]
+    choice.offset += len(token_text(token, choice.context))
+    choice.context = [*choice.context, token][-MAX_CONTEXT_TOKENS:]
 
 
 def _extend(whole: CompletionLogprobs, more: CompletionLogprobs) -> None:

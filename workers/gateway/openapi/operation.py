@@ -60,7 +60,7 @@ class ApiOperation(Struct, frozen=True):
 
 BODY = (
     errors.BodyTooLarge,
-    errors.TooSlow,
+    errors.RequestTimeout,
     errors.UnknownParameter,
     errors.UnsupportedParameter,
     errors.WrongContentType,

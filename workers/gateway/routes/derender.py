@@ -207,7 +207,7 @@ class _Derenderer:
         async def read_one(choice: GeneratedChoice) -> Read:
             token_ids = derender.whole_tokens(answer, choice)
             text = await self._text(model, opened.token_ids + token_ids, skip)
-            new, _ = detokenize_window.read(opened, token_ids, text, text, last=True)
+            new, _ = detokenize_window.advance_window(opened, token_ids, text, text, last=True)
             return Read(new, await self._logprobs(model, choice, []), token_ids)
 
         return await asyncio.gather(*(read_one(choice) for choice in answer.choices))
@@ -233,11 +233,11 @@ class _Derenderer:
         whole = before.token_ids + token_ids
         text, kept_text, logprobs = await asyncio.gather(
             self._text(model, whole, skip),
-            self._text(model, detokenize_window.kept(whole), skip),
+            self._text(model, detokenize_window.context_of(whole), skip),
             self._logprobs(model, choice, state.context),
         )
         last = choice.finish_reason is not None
-        new, after = detokenize_window.read(before, token_ids, text, kept_text, last)
+        new, after = detokenize_window.advance_window(before, token_ids, text, kept_text, last)
         return Read(new, logprobs, token_ids), derender.advanced(state, after, token_ids, new)
 
     async def _looks(self, model: str, request: dict[str, Any] | None) -> Looks:
@@ -247,8 +247,8 @@ class _Derenderer:
         return looks_of(model, request, card)
 
     async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> DetokenizeWindow:
-        seed = detokenize_window.kept(prompt or [])
-        return detokenize_window.opened(seed, await self._text(model, seed, skip))
+        seed = detokenize_window.context_of(prompt or [])
+        return detokenize_window.open_window(seed, await self._text(model, seed, skip))
 
     async def _text(self, model: str, token_ids: list[int], skip: bool) -> str:
         return await self.desk.text_of(model, token_ids, skip, self._tenant)

@@ -20,8 +20,8 @@ from shared.state import request_registry
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.core.field_names import names_of
-from workers.gateway.core.ids import request_id_for, request_id_of
+from workers.gateway.core.field_names import translated_errors
+from workers.gateway.core.ids import named_request_id, read_request_id
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.routes.vllm_common import VllmRoutes, refusal
@@ -83,7 +83,7 @@ class _Generator:
         )
         given = request.headers.get("x-request-id")
         name = given or body.request_id or secrets.token_hex(16)
-        request_id, named = request_id_for(request, KIND, caller.tenant)
+        request_id, named = read_request_id(request, KIND, caller.tenant)
         if given is None:
             await self._name(name, request_id, model, caller.tenant)
         options = msgspec.to_builtins(shape_of(parsed, PREFIX + name))
@@ -110,7 +110,7 @@ class _Generator:
     ) -> Parsed:
         """With pictures as a renderer has processed them."""
         shown = GenerateRequest(model, [Message("user", list(pictures_of(parts)))])
-        with names_of(KIND, {"fields": {"messages": "content_parts"}}):
+        with translated_errors(KIND, {"fields": {"messages": "content_parts"}}):
             rendered = await self.desk.features_of(shown, "tensors", caller)
         token_ids, items = placed(parsed.body.token_ids, rendered)
         return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
@@ -131,13 +131,15 @@ class _Generator:
     async def _abort(self, name: str, tenant: str) -> None:
         bus, name = self.desk.door.bus, name.removeprefix(PREFIX)
         alias = await request_registry.get(bus, _alias_of(name, tenant))
-        request_id = request_id_of(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
+        request_id = (
+            named_request_id(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
+        )
         if await request_registry.get(bus, request_id) is not None:
             await client.cancel(bus, request_id)
 
 
 def _alias_of(name: str, tenant: str) -> str:
-    return request_id_of(KIND, tenant, f"{_ALIAS}:{name}")
+    return named_request_id(KIND, tenant, f"{_ALIAS}:{name}")
 
 
 def check_room(parsed: Parsed, card: ModelCard) -> None:

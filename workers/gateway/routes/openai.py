@@ -21,18 +21,18 @@ from shared.protocol.renderer_rpc import (
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.core.field_names import names_of
+from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import body
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import Failed
-from workers.gateway.openai.chat import chat_order, needs_card
+from workers.gateway.http.errors import RequestFailed
+from workers.gateway.openai.chat import needs_card, plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 from workers.gateway.openai.completions import (
     CompletionAssembler,
     CompletionOptions,
     Echo,
-    completion_order,
+    plan_completion,
 )
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 
@@ -47,11 +47,11 @@ def routes(door: AppContext) -> list[Route]:
     door.assemblers["completion"] = _completion_assembler
 
     async def chat(request: Request, caller: Caller) -> Response:
-        asked = await body.decode(request, door.limits, door.room, _chat, UNSUPPORTED)
+        asked = await body.decode(request, door.limits, door.body_budget, _chat, UNSUPPORTED)
         door.check_model(asked.model)
         card = await door.card(asked.model) if needs_card(asked) else None
-        order = chat_order(asked, card)
-        with names_of("chat", order.options):
+        order = plan_chat(asked, card)
+        with translated_errors("chat", order.options):
             order = await _counted(door, order, caller)
         return await submit(
             door,
@@ -64,10 +64,10 @@ def routes(door: AppContext) -> list[Route]:
         )
 
     async def completion(request: Request, caller: Caller) -> Response:
-        asked = await body.decode(request, door.limits, door.room, _completion, UNSUPPORTED)
+        asked = await body.decode(request, door.limits, door.body_budget, _completion, UNSUPPORTED)
         door.check_model(asked.model)
-        order = completion_order(asked)
-        with names_of("completion", order.options):
+        order = plan_completion(asked)
+        with translated_errors("completion", order.options):
             if asked.echo:
                 order = await _echoed(door, order, caller, scored=asked.logprobs is not None)
             order = await _counted(door, order, caller)
@@ -145,7 +145,7 @@ async def _echoed(
             text = (await _detokenized(door, request.model, token_ids, caller)).prompt
         requests.append(request)
         if scored and token_ids is not None:
-            await door.spellings.learn(request.model, token_ids, caller.tenant)
+            await door.token_bytes.learn(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if scored else []))
     options: dict[str, Any] = order.options | {"echo": msgspec.to_builtins(echoes)}
     return SubmitPlan(requests, order.sampling, options)
@@ -160,5 +160,5 @@ async def _detokenized(
 
 def _unless_refused(answer: T | ErrorReply) -> T:
     if isinstance(answer, ErrorReply):
-        raise Failed(answer.error, "")
+        raise RequestFailed(answer.error, "")
     return answer

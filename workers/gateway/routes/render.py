@@ -15,12 +15,12 @@ from starlette.routing import Route
 
 from shared.protocol.messages import GenerateRequest
 from workers.gateway.app import AppContext, Json
-from workers.gateway.core.field_names import names_of
+from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.chat import chat_order
-from workers.gateway.openai.completions import completion_order
+from workers.gateway.openai.chat import plan_chat
+from workers.gateway.openai.completions import plan_completion
 from workers.gateway.routes.vllm_common import Payload, VllmRoutes
 from workers.gateway.schemas import openai_request
 from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
@@ -75,7 +75,7 @@ class _Renderer:
         model = self.desk.model(asked.model)
         card = await self.desk.door.card(model) if asked.tools else None
         # Other engines read other grammars.
-        order = chat_order(asked, card, strict=False)
+        order = plan_chat(asked, card, strict=False)
         wire_id = f"chatcmpl-{_base_id(request, asked)}"
         return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
 
@@ -84,7 +84,7 @@ class _Renderer:
         self.desk.model(asked.model)
         if asked.echo:
             raise UnsupportedParameter("echo: what is rendered begins no answer", field="echo")
-        order = completion_order(asked)
+        order = plan_completion(asked)
         wire_id, alone = f"cmpl-{_base_id(request, asked)}", len(order.requests) == 1
         wire_ids = [wire_id if alone else f"{wire_id}-{i}" for i in range(len(order.requests))]
         rendered = await asyncio.gather(
@@ -106,7 +106,7 @@ class _Renderer:
         model, payload = request.model, _payload_of(asked)
         defaults = self.desk.door.config.models[model].sampling_defaults
         kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
-        with names_of(kind, order.options):
+        with translated_errors(kind, order.options):
             sampling = resolved(defaults, order.sampling)
             card, rendered = await asyncio.gather(
                 self.desk.door.card(model),

@@ -15,8 +15,8 @@ from shared.state import request_status
 from shared.state.token_log import is_final, last_record
 from workers.gateway.app import AppContext, Json, answer_of
 from workers.gateway.backend.submit import ActiveRequest, job_of
-from workers.gateway.core.ids import start_of
-from workers.gateway.core.memory_budget import kept_in
+from workers.gateway.core.ids import read_start
+from workers.gateway.core.memory_budget import read_logprob_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
@@ -59,11 +59,13 @@ def routes(door: AppContext) -> list[Route]:
     async def stream(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
         await _check_kept(door, job)
-        start = start_of(request, len(job.parts))
+        start = read_start(request, len(job.parts))
         # Whoever looks on may go again.
         headers = {"x-request-id": job.request_id}
         events = job.events(job.follow(), start)
-        return EventStream(events, lambda: None, door.over, answer_of, headers, numbered=True)
+        return EventStream(
+            events, lambda: None, door.shutting_down, answer_of, headers, numbered=True
+        )
 
     async def cancel(request: Request, caller: Caller) -> Response:
         job = await job_of(door, request, caller)
@@ -104,7 +106,9 @@ async def _described(door: AppContext, request: Request, job: ActiveRequest) -> 
     result: Any = UNSET
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
-        door.shelf.take(request.scope, kept_in(job.record).of_tokens(num_tokens), "id")
+        door.answer_budget.reserve(
+            request.scope, read_logprob_size(job.record).num_bytes(num_tokens), "id"
+        )
         result = await job.whole(job.follow())
     return RequestBody(
         id=job.request_id,

@@ -14,11 +14,11 @@ from shared.protocol.messages import Tool
 from shared.protocol.renderer_rpc import TokenizeRequest
 from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
-from workers.gateway.core.field_names import names_of
+from workers.gateway.core.field_names import translated_errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.chat import message_of
 from workers.gateway.routes.vllm_common import VllmRoutes, answered
-from workers.gateway.schemas.openai_request import GivenMessage
+from workers.gateway.schemas.openai_request import ChatMessage
 from workers.gateway.vllm.errors import decode
 
 UNSUPPORTED = frozenset({"chat_template", "media_io_kwargs", "mm_processor_kwargs"})
@@ -29,7 +29,7 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=1024)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     """By default true for a prompt, and what the chat template leaves to do for messages."""
     return_token_strs: bool | None = None
@@ -69,7 +69,7 @@ def routes(door: AppContext) -> list[Route]:
         asked = decode(await desk.read(request), _tokenize, UNSUPPORTED)
         model = desk.model(asked.model)
         question = question_of(asked)
-        with names_of("chat", {}):
+        with translated_errors("chat", {}):
             told = answered(await client.tokenize(door.bus, model, question, tenant=caller.tenant))
         strings = told.token_strs if asked.return_token_strs else None
         return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))

@@ -22,7 +22,7 @@ from workers.gateway.backend.uploads import pinned
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http import body, errors
 from workers.gateway.http.auth import Caller
-from workers.gateway.http.errors import Failed, WrongContentType
+from workers.gateway.http.errors import RequestFailed, WrongContentType
 from workers.gateway.vllm.errors import body_of, is_their_fault, status_of
 
 BuildAnswer = TypeVar("BuildAnswer")
@@ -50,7 +50,7 @@ class VllmRoutes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-        return await body.read(request, self.door.limits, self.door.room)
+        return await body.read(request, self.door.limits, self.door.body_budget)
 
     def model(self, name: str | None) -> str:
         """The model of this name; without one the only one. Raises UnknownModel."""
@@ -83,8 +83,8 @@ class VllmRoutes:
 
     async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> TokenBytes:
         """Of these tokens at least."""
-        await self.door.spellings.learn(model, token_ids, tenant)
-        return self.door.spellings.of(model)
+        await self.door.token_bytes.learn(model, token_ids, tenant)
+        return self.door.token_bytes.of(model)
 
 
 def refusal(error: Exception) -> Response:
@@ -98,5 +98,5 @@ def refusal(error: Exception) -> Response:
 def answered(answer: BuildAnswer | ErrorReply) -> BuildAnswer:
     """What a worker has answered. Raises Failed for a Refusal."""
     if isinstance(answer, ErrorReply):
-        raise Failed(answer.error, "")
+        raise RequestFailed(answer.error, "")
     return answer

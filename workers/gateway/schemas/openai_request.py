@@ -47,7 +47,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class Structure(Struct, frozen=True, forbid_unknown_fields=True):
+class StructuredOutputsBody(Struct, frozen=True, forbid_unknown_fields=True):
     """What the answer must be a text of: exactly one of these."""
 
     json: dict[str, Any] | str | None = None
@@ -90,7 +90,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     include_stop_str_in_output: bool | None = None
 
     response_format: "ResponseFormat | None" = None
-    structured_outputs: Structure | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -150,35 +150,35 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 # -- chat -----------------------------------------------------------------------------------------
 
 
-class GivenText(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
+class ChatTextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
     text: str
 
 
-class GivenRefusal(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
+class ChatRefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag="refusal"):
     refusal: str
 
 
-class GivenImage(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
+class ChatImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
     image_url: ImageURL
 
 
-GivenPart = GivenText | GivenImage | GivenRefusal
+ChatPart = ChatTextPart | ChatImagePart | ChatRefusalPart
 
 
-class GivenCall(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
     index: int | None = None
 
 
-class GivenMessage(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """As sent, or as one of our answers is sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[GivenPart] | None = None
+    content: str | list[ChatPart] | None = None
     name: str | None = None
-    tool_calls: list[GivenCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -199,7 +199,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=1024)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None

@@ -11,7 +11,7 @@ import msgspec
 from shared.errors import InvalidRequest
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.detokenize_window import DetokenizeWindow
-from workers.gateway.core.logprobs import spelt
+from workers.gateway.core.logprobs import text_logprobs
 from workers.gateway.schemas.generate import TextContent, UsageInfo
 from workers.gateway.vllm.derender_schema import (
     CONTEXT_TOKENS,
@@ -99,7 +99,7 @@ def logprobs_of(
     entries = choice.logprobs.content
     if entries is None:
         return TextContent()
-    return TextContent(content=[spelt(entry, before, spelling) for entry in entries])
+    return TextContent(content=[text_logprobs(entry, before, spelling) for entry in entries])
 
 
 def flat_logprobs(told: TextContent | None, text_offset: int) -> DerenderCompletionLogprobs | None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.protocol.sampling import MAX_CHOICES, TokenId
-from workers.gateway.core.detokenize_window import KEPT_TOKENS
+from workers.gateway.core.detokenize_window import NUM_CONTEXT_TOKENS
 from workers.gateway.core.plan import MAX_PROMPTS
 from workers.gateway.schemas.generate import IdLogprobs, TextContent, UsageInfo
 from workers.gateway.schemas.openai_response import CallBody, CallDelta
@@ -47,7 +47,7 @@ class Generated(Struct, frozen=True, kw_only=True):
 class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that derender knows of a choice from one event to the next; the client carries it."""
 
-    token_ids: Annotated[list[TokenId], Meta(max_length=KEPT_TOKENS)] = []
+    token_ids: Annotated[list[TokenId], Meta(max_length=NUM_CONTEXT_TOKENS)] = []
     """The last ones."""
     num_out: Annotated[int, Meta(ge=0)] = 0
     """Characters of their text that are out."""

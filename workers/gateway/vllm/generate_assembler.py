@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.core.assembler import Events, TokenBytes
-from workers.gateway.core.logprobs import ranked, spell, spelt
+from workers.gateway.core.logprobs import id_logprobs, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
     GenerateChunk,
@@ -73,13 +73,13 @@ class GenerateAssembler:
         self._model = model
         self._created_s = created_s
         self._spelling = spelling
-        self.keeps = True
+        self.collects_answer = True
         self._choices = [_Progress() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
         self._begun = False
 
-    def take(self, part: int, record: TokenChunk) -> Events:
+    def add(self, part: int, record: TokenChunk) -> Events:
         """An event for each choice that has something new."""
         if record.prompt_logprobs is not None:
             self._take_prompt(record.prompt_logprobs)
@@ -119,7 +119,7 @@ class GenerateAssembler:
         mine.token_ids += delta.token_ids
         mine.text += delta.text
         mine.finish_reason, mine.stop_reason = delta.finish_reason, delta.stop_reason
-        if self.keeps:
+        if self.collects_answer:
             mine.id_logprobs += ids
             mine.text_logprobs += texts
         if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
@@ -210,12 +210,12 @@ class GenerateAssembler:
         self, mine: _Progress, delta: ChoiceDelta
     ) -> tuple[list[IdLogprobs], list[TextLogprobs]]:
         ids = [
-            ranked(token_id, logprobs, max(self._shape.logprobs or 0, 1))
+            id_logprobs(token_id, logprobs, max(self._shape.logprobs or 0, 1))
             for token_id, logprobs in zip(delta.token_ids, delta.logprobs or [], strict=False)
         ]
         if self._shape.output_mode == "tokens":
             return ids, []
-        return [], [spelt(found, mine.context, self._spelling) for found in ids]
+        return [], [text_logprobs(found, mine.context, self._spelling) for found in ids]
 
     def _take_prompt(self, told: Sequence[TokenLogprobs]) -> None:
         """Nothing comes before the first token."""
@@ -223,13 +223,13 @@ class GenerateAssembler:
         self._prompt_logprobs = [None]
         context = [self._spelling[token_ids[0]]]
         for token_id, logprobs in zip(token_ids[1:], told, strict=True):
-            found = ranked(token_id, logprobs, 1 + len(logprobs.top_token_ids))
+            found = id_logprobs(token_id, logprobs, 1 + len(logprobs.top_token_ids))
             self._prompt_logprobs.append(
                 {
                     top.token_id: PromptLogprob(
                         logprob=top.logprob,
                         rank=top.rank,
-                        decoded_token=spell(self._spelling[top.token_id], context),
+                        decoded_token=token_text(self._spelling[top.token_id], context),
                     )
                     for top in found.top_logprobs
                 }
