@@ -29,7 +29,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest, PagemillError
-from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
+from shared.protocol.multimodal import BlobRef, Modality, MultiModalKwargsItem, content_hash
 from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.subjects import MAX_NAME_LEN, is_name
 
@@ -129,7 +129,7 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     """A picture that somebody else has processed, and where in the prompt its tokens are."""
 
-    modality: Literal["image"]
+    modality: Modality
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
     """Whatever the client calls it by; our caches do not trust it."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]

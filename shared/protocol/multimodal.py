@@ -3,10 +3,14 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+Modality = Literal["image"]
+"""Kinds of media that a request may hold."""
+IMAGE: Modality = "image"
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.config import RendererConfig
 from shared.errors import BlobLost, RequestError
-from shared.protocol.multimodal import BlobRef
+from shared.protocol.multimodal import IMAGE, BlobRef, Modality
 from workers.renderer.media.image_decoder import decode_image, hash_source
 from workers.renderer.processing.processor import ProcessedImage, Processor
 from workers.renderer.threads import InThread
@@ -41,6 +41,7 @@ class PreparedImage:
     """Empty for one that was made before."""
     metadata: dict[str, TensorData]
     """Of the fields, those that the language model needs."""
+    modality: Modality = IMAGE
 
 
 def copied(tensor: TensorData) -> TensorData:

@@ -75,7 +75,9 @@ class Packer:
         if needless and picture.ref is not None:
             await self._blobs.release(picture.ref)
         indexes = _append(tensors, picture.metadata)
-        return MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes, embedding=key)
+        return MultiModalKwargsItem(
+            picture.modality, picture.mm_hash, placeholder, indexes, embedding=key
+        )
 
     async def _is_encoded(self, key: str) -> bool:
         told = await self._bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
@@ -117,9 +119,9 @@ class Packer:
             await self._blobs.release(ref)
             ref = None
         if ref is not None:
-            return MultiModalKwargsItem("image", picture.mm_hash, placeholder, blob=ref)
+            return MultiModalKwargsItem(picture.modality, picture.mm_hash, placeholder, blob=ref)
         indexes = _append(tensors, fields)
-        return MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes)
+        return MultiModalKwargsItem(picture.modality, picture.mm_hash, placeholder, indexes)
 
     def _fit_inline(self, prepared: Sequence[PreparedImage]) -> bool:
         num_bytes = sum(p.ref.num_bytes for p in prepared if p.ref is not None)

@@ -12,7 +12,7 @@ from shared.codec import vllm_kwargs
 from shared.config import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
 from shared.protocol.messages import Prompt
-from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.multimodal import IMAGE, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.media.loader import MediaLoader, is_stored
@@ -69,7 +69,7 @@ class PreviewPath:
         budget = Budget(max_bytes)
         async for field, data in self._files(asked, tenant):
             picture = await self._process(processor, data, field)
-            mm_hash = await self._in_thread(vllm_kwargs.mm_hash, "image", data, model_id)
+            mm_hash = await self._in_thread(vllm_kwargs.mm_hash, picture.modality, data, model_id)
             kwargs_data = mm_metadata = None
             if with_data:
                 kwargs_data, mm_metadata = await self._in_thread(processor.give_item, picture)
@@ -78,7 +78,7 @@ class PreviewPath:
             pictures.append(replace(picture, fields={}))
         token_ids, ranges = await self._expand(processor, asked, token_ids, pictures)
         features = [
-            RenderedFeature("image", mm_hash, placeholder, kwargs_data, mm_metadata)
+            RenderedFeature(IMAGE, mm_hash, placeholder, kwargs_data, mm_metadata)
             for placeholder, (mm_hash, kwargs_data, mm_metadata) in zip(ranges, found, strict=True)
         ]
         return RenderedFeatures(token_ids, features)

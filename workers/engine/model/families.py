@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shared.errors import InvalidRequest, UnsupportedContent
+from shared.protocol.multimodal import IMAGE
 from shared.vision.towers import Qwen3Tower, QwenTower, TowerAdapter, vision_of
 from workers.engine.core.sequence import EngineRequest, Item
 
@@ -50,7 +51,7 @@ class LanguageAdapter:
         for item in request.items:
             if self.vision is None:
                 raise UnsupportedContent("this model reads text only", field="items")
-            if item.modality != "image":
+            if item.modality != IMAGE:
                 raise UnsupportedContent(f"no {item.modality!r} input in this model", field="items")
             if item.embedding is None:
                 self.vision.check(item.fields)

@@ -15,6 +15,7 @@ from shared import client
 from shared.errors import ContextTooLong, InvalidRequest, NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import Feature, GenerateRequest, Message, RequestRecord, to_json
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import ModelCard
 from shared.state import request_registry
 from workers.gateway.app import AppContext
@@ -27,7 +28,7 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.routes.vllm_common import VllmRoutes, refusal
 from workers.gateway.vllm.content_parts import pictures_of, placed
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.features import MODALITY, WireItem
+from workers.gateway.vllm.features import WireItem
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 from workers.gateway.vllm.generate_request import Parsed, parse, shape_of
 
@@ -119,7 +120,7 @@ class _Generator:
         stored = None
         if item.data is not None:
             stored = await client.pin_media(self.desk.door.bus, item.data, tenant)
-        return Feature(MODALITY, item.mm_hash, item.place.offset, item.place.length, stored)
+        return Feature(IMAGE, item.mm_hash, item.place.offset, item.place.length, stored)
 
     async def _name(self, name: str, request_id: str, model: str, tenant: str) -> None:
         """Note which request goes by a name of the body, which may have been another's before."""

@@ -4,16 +4,15 @@ import base64
 import binascii
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from shared.errors import InvalidRequest
+from shared.protocol.multimodal import IMAGE
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo
 from workers.gateway.vllm.errors import wrong
-
-MODALITY: Literal["image"] = "image"
 
 _decode_item = msgspec.msgpack.Decoder().decode
 _encode_item = msgspec.msgpack.Encoder().encode
@@ -45,7 +44,7 @@ def check_features(features: FeaturesInfo) -> None:
     ranges = sorted((place.offset, place.offset + place.length) for place in places)
     if any(start < end for (_, end), (start, _) in itertools.pairwise(ranges)):
         raise wrong("features", "mm_placeholders must be globally non-overlapping and sorted")
-    for modality in modalities - {MODALITY}:
+    for modality in modalities - {IMAGE}:
         raise UnsupportedParameter(
             f"items of modality {modality!r} are not supported here",
             field=f"body.features.mm_hashes.{modality}",
@@ -75,14 +74,14 @@ def _check_lengths(features: FeaturesInfo, modality: str, length: int) -> None:
 
 def items_of(features: FeaturesInfo) -> list[WireItem]:
     """In the order of the prompt."""
-    hashes = features.mm_hashes.get(MODALITY, [])
+    hashes = features.mm_hashes.get(IMAGE, [])
     nothing: list[str | None] = [None] * len(hashes)
-    data = (features.kwargs_data or {}).get(MODALITY, nothing)
-    metadata = (features.mm_metadata or {}).get(MODALITY, nothing)
+    data = (features.kwargs_data or {}).get(IMAGE, nothing)
+    metadata = (features.mm_metadata or {}).get(IMAGE, nothing)
     items = [
         WireItem(mm_hash, place, _item_bytes(i, data[i], metadata[i]))
         for i, (mm_hash, place) in enumerate(
-            zip(hashes, features.mm_placeholders.get(MODALITY, []), strict=True)
+            zip(hashes, features.mm_placeholders.get(IMAGE, []), strict=True)
         )
     ]
     return sorted(items, key=lambda item: item.place.offset)
@@ -92,7 +91,7 @@ def _item_bytes(index: int, data: str | None, metadata: str | None) -> bytes | N
     """The item, overlaid with what its metadata say otherwise."""
     if data is None:
         return None
-    field = f"body.features.kwargs_data.{MODALITY}.{index}"
+    field = f"body.features.kwargs_data.{IMAGE}.{index}"
     item = _unpacked(data, field)
     if metadata is None:
         return item

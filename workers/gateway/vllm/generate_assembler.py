@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, Struct
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.multimodal import IMAGE
 from workers.gateway.core.assembler import Events, TokenBytes
 from workers.gateway.core.logprobs import id_logprobs, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
@@ -184,7 +185,7 @@ class GenerateAssembler:
     def _placeholders(self) -> dict[str, list[PlaceholderInfo]] | None:
         shape = self._shape
         shown = shape.return_token_ids and shape.placeholders
-        return {"image": shape.placeholders} if shown else None
+        return {IMAGE: shape.placeholders} if shown else None
 
     def _whole(self, index: int, mine: _Progress) -> GenerateChoice:
         return GenerateChoice(

@@ -22,7 +22,13 @@ from shared.errors import (
     UnsupportedContent,
 )
 from shared.protocol.messages import Message, Prompt
-from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
+from shared.protocol.multimodal import (
+    IMAGE,
+    Modality,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    content_hash,
+)
 from shared.protocol.renderer_rpc import ModelCard
 from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing import prompt
@@ -43,11 +49,12 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """A picture as the engine takes it."""
+    """An image as the engine takes it."""
 
     mm_hash: str
     num_tokens: int
     fields: dict[str, TensorData]
+    modality: Modality = IMAGE
 
 
 class Processor:
@@ -267,7 +274,7 @@ def join(
     items = []
     for picture, placeholder in zip(pictures, ranges, strict=True):
         indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
-        items.append(MultiModalKwargsItem("image", picture.mm_hash, placeholder, indexes))
+        items.append(MultiModalKwargsItem(picture.modality, picture.mm_hash, placeholder, indexes))
         tensors += picture.fields.values()
     return Rendered(token_ids, items, tensors)
 

@@ -17,7 +17,7 @@ from shared.protocol.messages import (
     Tool,
     ToolCall,
 )
-from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.multimodal import IMAGE, PlaceholderRange
 
 Value = Callable[[Any], Any]
 
@@ -222,8 +222,6 @@ def _template_content(
     if not parts:
         return "\n".join(text(string) for string in texts(message))
     return [
-        {"type": "text", "text": text(part.text)}
-        if isinstance(part, TextPart)
-        else {"type": "image"}
+        {"type": "text", "text": text(part.text)} if isinstance(part, TextPart) else {"type": IMAGE}
         for part in content
     ]
