@@ -75,8 +75,9 @@ chaos-matrix: .venv/installed  ## every cell of the fault matrix, three seeds; n
 fuzz: .venv/installed  ## schemathesis over the OpenAPI document; 10 minutes
 	$(BIN)/python -m ops.fuzz
 
-docs: .venv/installed  ## messages.md and api.md from the types, metrics.md from the catalogue
+docs: .venv/installed  ## reference pages from the types, the settings and the metric catalog
 	$(BIN)/python -m ops.write_messages_doc
+	$(BIN)/python -m ops.write_settings_doc
 	$(BIN)/python -m ops.write_metrics_doc
 	$(BIN)/python -m ops.write_api_doc
 

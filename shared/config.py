@@ -20,7 +20,9 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"
+    """Directory in which the embedded server stores its streams."""
     connect_timeout_s: Seconds = 10.0
+    """Time in which a worker must reach the broker at its start."""
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
     """Number of replicas of every stream; 3 in a cluster of three."""
     unchecked: bool = False
@@ -48,6 +50,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Engines with a vision tower store embeddings for one another, and look there before they
     compute any; see `embeddings`."""
     sampling_defaults: dict[str, Any] = {}
+    """Sampling parameters of requests that do not set them."""
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """The format in which the model writes tool calls; by default derived from the chat
     template."""
@@ -74,6 +77,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Workers of one stage that may die with a request in flight before the request counts as
     poison."""
     retry_delay_s: Seconds = 0.5
+    """Pause before the second attempt of a stage; each further pause is twice as long, up to 30
+    s."""
     max_queued: Positive = 10_000
     """Limit on requests that are accepted and have not ended. Further requests are refused."""
     max_request_mib: Positive = 1024
@@ -83,15 +88,19 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_token_log_mib: Positive = 2048
     """Limit on all token logs together. Beyond it, the oldest are deleted."""
     max_dead_mib: Positive = 512
+    """Limit on all dead letters together. Beyond it, the oldest are deleted."""
     max_job_mib: Positive = 128
     """Limit on all request records of gateways together. Beyond it, the oldest are deleted."""
     max_media_mib: Positive = 1024
     """Limit on fetched and pinned images together. Beyond it, the oldest are deleted."""
     token_log_age_s: Seconds = 3600.0
+    """Time for which a token log is stored."""
     token_log_storage: Literal["file", "memory"] = "file"
     """Logs in memory are faster, but are lost with the broker: requests in flight start again, and
     clients may see tokens twice."""
     drain_s: Seconds = 20.0
+    """Time in which a worker that drains may finish what it has in flight; it requeues the
+    rest."""
 
 
 class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,18 +123,24 @@ class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits on images and on fetching them."""
 
     max_image_bytes: Positive = 32 * 2**20
+    """Limit on the size of one image file."""
     max_image_pixels: Positive = 33_554_432
+    """Limit on the pixels of one image."""
     max_image_side: Positive = 16_384
+    """Limit on the width and the height of one image, in pixels."""
     media_hosts: list[str] = []
     """Hosts from which images may be fetched by URL; `*` matches any part of a name. None by
     default. Addresses outside the public internet are refused even so."""
     media_networks: list[str] = []
     """Private networks that are exempt from that refusal, such as `10.1.0.0/16`."""
     fetch_timeout_s: Seconds = 5.0
+    """Time from the resolution of the name to the last byte of a fetched image."""
     url_cache_mib: Positive = 64
     """Size of the cache of fetched files by URL."""
     concurrency: Positive = 8
+    """Limit on tasks in flight in one renderer."""
     threads: Positive = 2
+    """Number of threads that decode and process images."""
 
 
 class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,6 +167,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The engine: device, KV cache and batches."""
 
     device: str = "cpu"
+    """`cpu`, or `cuda` for an NVIDIA GPU."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 leaves it to torch."""
     native: bool = True
@@ -162,6 +178,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: Positive | None = None
     """KV blocks in the pool; by default as many as fit into `kv_cache_mib`."""
     kv_cache_mib: Positive = 256
+    """Size of the KV cache."""
     prefix_caching: bool = True
     """Cache computed blocks until their memory is needed. Prompts of the same tenant that share a
     prefix reuse them."""
@@ -172,6 +189,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the cache of image embeddings, for images that recur in other prompts; 0 disables
     it."""
     max_num_seqs: Positive = 64
+    """Limit on sequences in one batch."""
     max_appends_per_s: Positive = 200
     """Limit on appends to token logs of all requests together; each log gets at most 25. First
     tokens and ends are appended at once. Those between are batched, so that several share a record
@@ -179,6 +197,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: Seconds = 120.0
     """A step that takes longer counts as hung, and the process ends."""
     max_num_batched_tokens: Positive = 2048
+    """Limit on the tokens of one step; longer prompts are prefilled in chunks."""
     speculative: SpeculativeConfig = SpeculativeConfig()
 
 
@@ -186,6 +205,7 @@ class EncoderConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The encoder: device and batches."""
 
     device: str = "cpu"
+    """`cpu`, or `cuda` for an NVIDIA GPU."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """Number of torch threads; 0 leaves it to torch."""
     max_batch_tokens: Positive = 4096
@@ -206,6 +226,7 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     """Directory that all workers share, relative to the configuration file."""
     ttl_s: Seconds = 600.0
+    """Time for which embeddings are stored."""
     max_mib: Positive = 4096
     """Limit on the files of one model in the directory. In memory the limit is
     `blobs.arena_mib`."""
@@ -232,13 +253,16 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     """Tenant whose cached and stored data the key can reach, and no other's; by default the key's
     name."""
     max_requests_per_minute: Positive | None = None
+    """Limit on counted requests of this key in a minute, in each gateway; by default none."""
     max_concurrent: Positive | None = None
+    """Limit on counted requests of this key at one time, in each gateway; by default none."""
 
 
 class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP gateway: address, keys, limits and optional routes."""
 
     listen: str = "127.0.0.1"
+    """Address on which the gateway serves HTTP."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 takes a free one; the log and the heartbeat contain it."""
     api_keys: list[ApiKey] = []
@@ -248,8 +272,11 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_connections: Positive = 1024
     """Limit on open connections. Further ones are refused."""
     max_body_mib: Positive = 64
+    """Limit on the size of one request body."""
     max_header_kib: Positive = 32
+    """Limit on the size of all headers of one request."""
     header_timeout_s: Seconds = 10.0
+    """Time in which the headers, or a TLS handshake, must arrive."""
     body_timeout_s: Seconds = 60.0
     """Time in which the complete body must arrive."""
     send_timeout_s: Seconds = 60.0
@@ -262,6 +289,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert: str | None = None
     """Certificate chain in PEM format, relative to the configuration file."""
     tls_key: str | None = None
+    """Private key in PEM format, relative to the configuration file."""
     page: bool = True
     """Serve the web page at `/`."""
     scale_out: bool = True
@@ -272,6 +300,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole of `pagemill.yaml`."""
 
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
+    """Served models by name."""
     nats: NatsConfig = NatsConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     blobs: BlobsConfig = BlobsConfig()
@@ -282,3 +311,4 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe log events that are written."""
