@@ -1,4 +1,4 @@
-"""Markdown tables of Struct fields: key, type in words, default, and the docstring below the field."""
+"""Markdown tables of Struct fields: key, type in words, default, and the field's docstring."""
 
 import ast
 import inspect
@@ -55,7 +55,7 @@ def class_doc(cls: type[Struct]) -> str:
 
 
 def field_table(cls: type[Struct], schema: dict[str, Any], link: Link) -> str:
-    """Return the table of `cls`, whose JSON schema is `schema`; `link` writes the name of a type."""
+    """Return the table of `cls` with JSON schema `schema`; `link` writes the name of a type."""
     docs = field_docs(cls)
     fields = msgspec.structs.fields(cls)
     if "prefixItems" in schema:
