@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ops.chaos import bugs as planted
-from ops.chaos.checker import Verdict, check
+from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
 from ops.chaos.scenario import read_run, run_scenario

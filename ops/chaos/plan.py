@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ops.chaos import fake
+from ops.chaos import fake_model
 from shared.protocol.messages import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.core.ids import named_request_id
@@ -189,9 +189,9 @@ def _pick_behaviour(rng: random.Random, mix: Mix) -> tuple[Behaviour, int | None
         (mix.ask_after, "ask_after", None),
         (mix.follow, "follow", None),
         (mix.deadline, "deadline", None),
-        (mix.kills, "harm", fake.KILLS_SEED),
-        (mix.raises, "harm", fake.RAISES_SEED),
-        (mix.hangs, "harm", fake.HANGS_SEED),
+        (mix.kills, "harm", fake_model.KILLS_SEED),
+        (mix.raises, "harm", fake_model.RAISES_SEED),
+        (mix.hangs, "harm", fake_model.HANGS_SEED),
     ]
     for share, behaviour, harm in shares:
         if at < share:

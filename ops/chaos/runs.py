@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from ops.chaos.nemesis import KILLS, MIXED
 from ops.chaos.plan import Mix, Settings
+from ops.chaos.processes.nemesis import KILLS, MIXED
 
 # Answers long enough to be caught by a fault in the middle, half of the questions with pictures.
 DEMO = Settings(

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from ops.chaos import nemesis
-from ops.chaos.checker import Bounds, Run, Verdict, check
-from ops.chaos.cluster3 import Cluster3
-from ops.chaos.dump import Store, arena_sockets, shm_entries
-from ops.chaos.expected import expect
-from ops.chaos.fake import MAX_MODEL_LEN
-from ops.chaos.gateways import Gateways, names_of, to_plan
+from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
+from ops.chaos.checks.checker import Verdict, check
+from ops.chaos.checks.recorded_run import Bounds, Run
+from ops.chaos.expected_answers import expect
+from ops.chaos.fake_model import MAX_MODEL_LEN
 from ops.chaos.history import Final, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
-from ops.chaos.pool import LOAD, OneBroker, Pool, worker_command
+from ops.chaos.processes import nemesis
+from ops.chaos.processes.cluster import Cluster3
+from ops.chaos.processes.gateways import Gateways, names_of, to_plan
+from ops.chaos.processes.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
 from shared.blobs.transports import ANSWER_TIMEOUT_S
@@ -180,7 +181,7 @@ class Scenario:
             for role, fake in fakes(s).items()
         }
         commands["load"] = [
-            *(sys.executable, "-m", "ops.chaos.load", "--nats", url),
+            *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
             *("--settings", str(self.folder / "settings.json")),
             *("--out", str(self.folder / "clients.jsonl")),
             *self.gateways.arguments,

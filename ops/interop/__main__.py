@@ -15,8 +15,8 @@ import httpx
 from rich.console import Console
 
 from ops.bench.models import write_tiny
+from ops.bench.servers import pagemill, vllm, vllm_of_command_line
 from ops.interop.checks import Finding, check_all
-from ops.interop.servers import pagemill, vllm, vllm_of_command_line
 
 MODEL_PATH = "models/tiny-qwen2vl"
 PATIENCE_S = 120.0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ops.interop.servers import MODEL
+from ops.bench.servers import MODEL
 
 
 @dataclass(frozen=True, slots=True)

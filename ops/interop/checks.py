@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import numpy as np
 
+from ops.bench.servers import MODEL
 from ops.interop.cases import Case, cases
-from ops.interop.servers import MODEL
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"

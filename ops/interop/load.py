@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ops.interop.servers import vllm_of_command_line
+from ops.bench.servers import vllm_of_command_line
 from ops.serving import MODEL, serving
 
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ops.chaos import fake
-from ops.chaos.checker import Bounds, Run, check
-from ops.chaos.expected import Expected, ExpectedChoice
+from ops.chaos import fake_model
+from ops.chaos.checks.checker import check
+from ops.chaos.checks.recorded_run import Bounds, Run
+from ops.chaos.expected_answers import Expected, ExpectedChoice
 from ops.chaos.history import (
     Accepted,
     Asked,
@@ -126,7 +127,7 @@ def with_workers(run: Run, *more: Any) -> Run:
     return replace(run, workers=[*run.workers, *more])
 
 
-def harmful(log: list[LogRecord], deaths: int, seed: int = fake.KILLS_SEED) -> Run:
+def harmful(log: list[LogRecord], deaths: int, seed: int = fake_model.KILLS_SEED) -> Run:
     run = make_run(log, "harm", seed=seed)
     return with_workers(run, *(Did(1.3, "harm", ID, seed) for _ in range(deaths)))
 
@@ -349,7 +350,7 @@ WRONG: dict[str, tuple[str, Run]] = {
     "a killer that is answered": ("I11", harmful(LOG, 2)),
     "hung, and given up": (
         "I11",
-        harmful([failure("deadline_exceeded", 0)], 1, fake.HANGS_SEED),
+        harmful([failure("deadline_exceeded", 0)], 1, fake_model.HANGS_SEED),
     ),
     "crashed by itself": ("I11", with_pool(make_run(), Ended(1.0, "engine", 0, 3, -11, False))),
     "asked again in vain": ("I12", make_run(LOG, "ask_after")),

@@ -1,7 +1,7 @@
 """The table of the fault matrix is whole: every cell runs, or says why it does not."""
 
-from ops.chaos.scene import SCENES
-from ops.chaos.table import CELLS
+from ops.chaos.matrix.scene import SCENES
+from ops.chaos.matrix.table import CELLS
 
 
 def test_every_cell_is_there_once() -> None:

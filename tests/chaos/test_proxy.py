@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ops.chaos.proxy import Mode, Proxy, Way
+from ops.chaos.processes.proxy import Mode, Proxy, Way
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig

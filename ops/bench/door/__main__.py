@@ -36,7 +36,7 @@ from ops.bench.door.roads import OverHttp, OverNats, Prepared, Road
 from ops.bench.peers import machine
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
-from ops.interop.servers import MODEL, vllm, vllm_binary
+from ops.bench.servers import MODEL, vllm, vllm_binary
 from shared.bus.bus import Bus
 from shared.telemetry import logs
 from workers.cli import settings

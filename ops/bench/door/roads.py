@@ -15,7 +15,7 @@ import msgspec
 
 from ops.bench.peers.pagemill import sampling
 from ops.bench.peers.protocol import Request
-from ops.interop.servers import MODEL
+from ops.bench.servers import MODEL
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol.messages import (

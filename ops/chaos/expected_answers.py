@@ -1,0 +1,149 @@
+"""What every request of a plan must yield: the same core, run by itself, with nobody disturbing.
+
+No broker, no workers, no log: what can go wrong between them cannot go wrong here. The demo model's
+answers take minutes, so they are kept in a file that is named after all that they depend on.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ops.chaos import fake_model
+from ops.chaos.plan import ROOT, Planned, Settings
+from shared.config import Config
+from shared.protocol.messages import ChoiceDelta
+from workers.coordinator.admission import admit
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.sequence import EngineRequest, Item
+from workers.renderer.processing import prompt
+
+CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
+# As many at once as fit; the answers must not depend on it, which every run shows anew.
+AT_ONCE = 32
+
+
+class ExpectedChoice(Struct):
+    token_ids: list[int] = []
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Expected(Struct):
+    prompt_tokens: int
+    choices: list[ExpectedChoice]
+
+
+def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
+    model = config.models[next(iter(config.models))]
+    file = CACHE / f"{_digest(settings, planned, model.dtype)}.msgpack"
+    if file.exists():
+        return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
+    processor: Any
+    if settings.renderer == "fake":
+        processor = fake_model.FakeProcessor(model)
+    else:
+        from workers.renderer.processing.processor import Processor
+
+        processor = Processor(model)
+    if settings.engine == "fake":
+        core = fake_model.build_core(fake_model.FakeRunner(), 4096, AT_ONCE)
+    else:
+        from workers.engine.main import build_core
+
+        # Whoever makes the embeddings, the answer is to be the same.
+        core = build_core(replace(model, tower="engine"), config.engine)
+    requests = (_rendered(one, processor, config, settings.engine) for one in planned)
+    by_bus_id = run_alone(core, requests)
+    found = {one.id: by_bus_id[one.bus_id] for one in planned}
+    if settings.engine == "demo":
+        CACHE.mkdir(exist_ok=True)
+        file.write_bytes(msgspec.msgpack.encode(found))
+    return found
+
+
+def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
+    found: dict[str, Expected] = {}
+    waiting = iter(requests)
+    num_held = 0
+    while True:
+        for request in _take(waiting, AT_ONCE - num_held):
+            core.add(request)
+            num_held += 1
+            choices = [ExpectedChoice() for _ in range(request.sampling.n)]
+            found[request.request_id] = Expected(len(request.prompt_token_ids), choices)
+        if not num_held:
+            return found
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+            for delta in output.choices:
+                _extend(found[output.request_id].choices[delta.index], delta)
+            num_held -= output.usage is not None
+
+
+def _take(requests: Iterator[EngineRequest], most: int) -> Iterator[EngineRequest]:
+    for _, request in zip(range(most), requests, strict=False):
+        yield request
+
+
+def _extend(choice: ExpectedChoice, delta: ChoiceDelta) -> None:
+    choice.token_ids += delta.token_ids
+    choice.text += delta.text
+    if delta.finish_reason is not None:
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> EngineRequest:
+    """As coordinator and renderer would make it."""
+    request = planned.request
+    data = msgspec.json.encode(request)
+    _, sampling, _ = admit(f"pm.request.{request.model}", planned.bus_id, data, config.models)
+    images = _images(request, config)
+    rendered = processor.render(request.messages, images)
+    if engine == "fake":
+        restore: Any = _as_it_is
+    elif rendered.items:
+        from shared.codec.tensors import to_torch as restore
+    items = [
+        Item(
+            item.modality,
+            item.mm_hash,
+            item.placeholder,
+            {name: restore(rendered.tensors[i]) for name, i in item.fields.items()},
+        )
+        for item in rendered.items
+    ]
+    return EngineRequest(planned.bus_id, rendered.prompt_token_ids, items, sampling)
+
+
+def _images(request: Any, config: Config) -> Iterator[Any]:
+    parts = list(prompt.image_parts(request.messages))
+    if parts:
+        from workers.renderer.media.loader import MediaLoader
+
+        media = MediaLoader(config.renderer)
+        for field, part in parts:
+            yield media.load(part.image_url.url, field)
+
+
+def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:
+    digest = hashlib.sha256()
+    digest.update(settings.engine.encode() + settings.renderer.encode() + dtype.encode())
+    digest.update(msgspec.json.encode(planned))
+    if settings.engine == "demo":
+        for file in sorted((ROOT / "ops" / "demo_model").iterdir()):
+            digest.update(file.read_bytes())
+        for file in sorted((ROOT / "workers").glob("engine/*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:24]

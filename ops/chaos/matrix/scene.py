@@ -1,0 +1,485 @@
+"""A small Pagemill on which the cells of the fault matrix run one after the other.
+
+To start one takes most of the time that a cell needs; therefore it is kept for the next cell, as
+long as it comes to rest by itself after each. Before every process is a proxy of its own.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
+from ops.chaos.checks.checker import Verdict, check
+from ops.chaos.checks.recorded_run import Run
+from ops.chaos.expected_answers import expect
+from ops.chaos.history import (
+    AnyEvent,
+    Did,
+    Fault,
+    Final,
+    Journal,
+    Ready,
+    now,
+    read_events,
+)
+from ops.chaos.plan import MODEL, Mix, Settings, make_requests
+from ops.chaos.processes import network
+from ops.chaos.processes.cluster import SIZE, Cluster3
+from ops.chaos.processes.gateways import Gateways, names_of, to_plan
+from ops.chaos.processes.pool import LOAD, OneBroker, Pool, Slot, worker_command
+from ops.chaos.processes.proxy import Proxy
+from ops.chaos.scenario import (
+    bounds_of,
+    embeddings_over,
+    fakes,
+    releases_over,
+    temp_files,
+    temp_folder,
+    write_config,
+)
+from ops.chaos.worker.payload_events import LASTING
+from shared import client
+from shared.bus.bus import Bus
+from shared.errors import PagemillError
+from shared.protocol.messages import Failure, GenerateRequest, LogRecord, Message
+from shared.protocol.sampling import SamplingParams
+from workers.cli import settings as product_settings
+
+# Requests that live for seconds, so that there is always something in hand to lose.
+BASE = Settings(
+    requests=60,
+    rate=10.0,
+    coordinators=2,
+    renderers=2,
+    engines=2,
+    renderer="fake",
+    max_tokens=(8, 120),
+    step_ms=8.0,
+    mix=Mix(cancel=0.06, ask_during=0.05, ask_after=0.04, follow=0.05, deadline=0.04),
+)
+# A cell that lasts longer than its load and this hangs.
+SPARE_S = 90.0
+NUM_WARM_UPS = 16
+MEMBER_DISK_MIB = 256
+CANCEL_S = 5.0
+PROBE_PATIENCE_S = 2.0
+
+
+class Servers(OneBroker):
+    """One server, which the pool starts again unless it is held down."""
+
+    def __init__(self, folder: Path, disk_mib: int = 0) -> None:
+        """With `disk_mib` its store is a file system of that size."""
+        self.disk = folder / "nats"
+        self._disk_mib = disk_mib
+        super().__init__(self.disk)
+        self.held = False
+
+    def start(self) -> None:
+        if self._disk_mib:
+            mount_disk(self.disk, self._disk_mib)
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        if self._disk_mib:
+            unmount(self.disk)
+
+    def revive(self) -> list[int]:
+        return [] if self.held else super().revive()
+
+    def pid(self) -> int:
+        return int(self._broker.pid_file.read_text())
+
+    def settle(self) -> None:
+        """One server is there as soon as it listens."""
+
+
+class ThreeServers:
+    """The servers of a cluster, in the pool's terms."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cluster = Cluster3(folder)
+        self.url = self.cluster.url
+        self.held = False
+
+    def start(self) -> None:
+        for member in self.cluster.members:
+            mount_disk(member.store_dir, MEMBER_DISK_MIB)
+        for number in range(SIZE):
+            self.cluster.start_member(number)
+        asyncio.run(self.cluster.wait_current())
+
+    def stop(self) -> None:
+        for number in range(SIZE):
+            self.cluster.resume(number)
+        for number, member in enumerate(self.cluster.members):
+            member.stop()
+            unmount(member.store_dir)
+            network.remove_group(self.cluster.group(number))
+
+    def victim(self, pick: int) -> int | None:
+        member = self.cluster.members[pick % SIZE]
+        return None if member.ended else self.cluster.pid(pick % SIZE)
+
+    def revive(self) -> list[int]:
+        ended = [n for n, member in enumerate(self.cluster.members) if member.ended]
+        if self.held:
+            return []
+        for number in ended:
+            self.cluster.start_member(number)
+        return [self.cluster.pid(number) for number in ended]
+
+    def settle(self) -> None:
+        asyncio.run(self.cluster.wait_current())
+
+
+def mount_disk(folder: Path, mib: int) -> None:
+    """A file system of `mib` at `folder`, which can be filled without harm to the machine's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", str(folder)]
+    subprocess.run(mount, check=True)
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a cell has found out, besides what the checker says."""
+
+    violations: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+
+class Scene:
+    """Owns all processes; what is done to them is the business of the cells."""
+
+    def __init__(
+        self,
+        settings: Settings = BASE,
+        *,
+        servers: Callable[[Path], Servers | ThreeServers] = Servers,
+        delivery: dict[str, int] | None = None,
+    ) -> None:
+        """`delivery`: of the configuration, beyond what the settings say."""
+        self.settings = settings
+        self.folder = Path(tempfile.mkdtemp(prefix="pagemill-matrix-"))
+        self.servers = servers(self.folder)
+        self.url = self.servers.url
+        self.config_file = write_config(settings, self.folder)
+        config = msgspec.json.decode(self.config_file.read_bytes())
+        config["delivery"] |= delivery or {}
+        self.config_file.write_bytes(msgspec.json.encode(config))
+        self.proxies: dict[Slot, Proxy] = {}
+        self.journal = Journal(self.folder / "pool.jsonl")
+        counts = {
+            "coordinator": settings.coordinators,
+            "renderer": settings.renderers,
+            "encoder": settings.encoders,
+            "engine": settings.engines,
+            "gateway": settings.gateways,
+            LOAD: 1,
+        }
+        self.gateways = Gateways(settings.gateways)
+        env = {
+            "CHAOS_DIR": str(self.folder / "workers"),
+            "CHAOS_SEED": str(settings.seed),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temp_folder(self.folder)),
+        }
+        commands = {role: [""] for role in counts}
+        self.pool = Pool(self.folder, self.servers, commands, counts, env, self.journal)
+        self.rng = random.Random()
+        self.outcome = Outcome()
+        self._cell_folder = self.folder
+        self._open = False
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Does nothing the second time."""
+        if self._open:
+            return
+        self._open = True
+        for slot in self.pool.slots:
+            if isinstance(self.servers, Servers):
+                self.proxies[slot] = proxy = Proxy(int(self.url.rpartition(":")[2]))
+                await proxy.start()
+            self.dress(slot)
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.stop()
+        for proxy in self.proxies.values():
+            await proxy.stop()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def dress(self, slot: Slot, *before: str, program: str = "") -> None:
+        """Its processes from now on run under the command `before`, for instance `env X=1`.
+
+        A `program` stands in for the worker's module.
+        """
+        url = self.proxies[slot].url if slot in self.proxies else self.url
+        if slot.role == LOAD:
+            command = [
+                *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
+                *("--settings", str(self._cell_folder / "settings.json")),
+                *("--out", str(self.clients_file)),
+                *self.gateways.arguments,
+            ]
+        else:
+            fake = fakes(self.settings)[slot.role]
+            command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
+        if slot.role == "gateway":
+            command = self.gateways.with_port(slot, command)
+        if program:
+            python, _, _, *arguments = command
+            command = [python, "-c", program, *arguments]
+        slot.command = [*before, *command]
+
+    @property
+    def clients_file(self) -> Path:
+        return self._cell_folder / "clients.jsonl"
+
+    async def _warm_up(self) -> None:
+        """Threads and inboxes that come with the first work belong to a process from then on."""
+        async with self.bus("warm-up") as bus:
+            began = f"{now():.3f}".replace(".", "-")
+            asked = (
+                self.ask(bus, f"warm-{began}-{number}", SamplingParams(max_tokens=4, seed=number))
+                for number in range(NUM_WARM_UPS)
+            )
+            await asyncio.gather(*asked)
+        await self.gateways.warm_up()
+
+    # -- one cell ---------------------------------------------------------------------------
+
+    async def run(self, settings: Settings, disturb: "Disturb") -> Outcome:
+        """Load, disturbance, rest, check. Raises TimeoutError when it never ends."""
+        self.outcome = outcome = Outcome()
+        self.rng = random.Random(f"cell:{settings.seed}")
+        self._cell_folder = self.folder / f"cell-{settings.seed}"
+        self._cell_folder.mkdir()
+        (self._cell_folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+        self.dress(self.slot(LOAD))
+        shm_before = shm_entries()
+        store = await Store.connect(self.url)
+        try:
+            await self._warm_up()
+            if not await store.settle():
+                raise TimeoutError("not at rest before the cell")
+            before, began = await self.pool.snapshots(), now()
+            consumers_before = await store.consumers()
+            await self._under(settings, disturb)
+            await self.pool.wait_ready()
+            await asyncio.to_thread(self.servers.settle)
+            settled = await store.settle()
+            await embeddings_over(settings)
+            mine = f"c{settings.seed}-"
+            planned = make_requests(settings)
+            by_name = to_plan(planned, await store.logs())
+            logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
+            noted = names_of(planned, await store.notes())
+            letters = [
+                letter
+                for letter in await store.letters()
+                if (letter.request_id or "").startswith(mine)
+            ]
+            pids = {slot.pid for slot in self.pool.slots}
+            beats = [beat for beat in await store.beats() if beat.pid in pids]
+            await releases_over()
+            final = Final(
+                settled=settled,
+                logs=logs,
+                letters=letters,
+                messages=await store.messages(),
+                left=await store.left(),
+                consumers=await store.consumers(),
+                consumers_before=consumers_before,
+                beats=beats,
+                before=before,
+                after=await self.pool.snapshots(),
+                shm_before=shm_before,
+                shm_after=[name for name in shm_entries() if "faketime" not in name],
+                sockets=arena_sockets(),
+                notes=[id for id in noted if id.startswith(mine)],
+                temp_files=temp_files(self.folder),
+            )
+        finally:
+            await store.close()
+        run = await asyncio.to_thread(self._recorded, settings, final, began)
+        outcome.verdict = verdict = check(run)
+        outcome.violations += [str(violation) for violation in verdict.violations]
+        outcome.figures |= {"longest_s": verdict.figures["max_s"]}
+        return outcome
+
+    async def _under(self, settings: Settings, disturb: "Disturb") -> None:
+        disturbing = asyncio.create_task(disturb(self))
+        try:
+            async with asyncio.timeout(settings.requests / settings.rate + SPARE_S):
+                await self.pool.run_load()
+                await disturbing
+        finally:
+            disturbing.cancel()
+            await asyncio.gather(disturbing, return_exceptions=True)
+
+    def _recorded(self, settings: Settings, final: Final, began: float) -> Run:
+        planned = make_requests(settings)
+        config = product_settings.load_config(self.config_file)
+        return Run(
+            settings=settings,
+            planned={one.id: one for one in planned},
+            expected=expect(settings, config, planned),
+            clients=list(read_events(self.clients_file)),
+            pool=_since(self.folder / "pool.jsonl", began),
+            workers=[
+                event
+                for file in sorted((self.folder / "workers").glob("*.jsonl"))
+                for event in read_events(file)
+                if event.t >= began or (isinstance(event, Did) and event.what in LASTING)
+            ],
+            final=final,
+            # A cancellation may be in the hand of a worker that is just being hurt.
+            bounds=dataclasses.replace(bounds_of(settings), after_cancel_s=CANCEL_S),
+        )
+
+    # -- what cells are made of -------------------------------------------------------------
+
+    def note(self, violation: str) -> None:
+        self.outcome.violations.append(violation)
+
+    def slot(self, role: str, number: int = 0) -> Slot:
+        return next(s for s in self.pool.slots if (s.role, s.number) == (role, number))
+
+    def pick(self, role: str) -> Slot:
+        return self.rng.choice([slot for slot in self.pool.slots if slot.role == role])
+
+    def signal(self, slot: Slot, kind: str, number: signal.Signals) -> None:
+        self.journal.write(Fault(now(), kind, slot.role, slot.number, slot.pid))
+        slot.meant |= number in (signal.SIGKILL, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot.pid, number)
+
+    async def replaced(self, slot: Slot, pid: int) -> None:
+        """Returns when another process than `pid` is in the slot, and ready."""
+        while slot.pid == pid:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await self.pool.wait_ready()
+
+    @contextlib.contextmanager
+    def outage(self, kind: str) -> Iterator[None]:
+        """The broker is away, or somebody is away from it: what ends late then ends in time."""
+        self.journal.write(Fault(now(), kind, "broker", 0, 0))
+        try:
+            yield
+        finally:
+            self.journal.write(Ready(now(), "broker", 0, 0, 0.0))
+
+    @contextlib.asynccontextmanager
+    async def bus(self, name: str = "matrix"):  # type: ignore[no-untyped-def]
+        """A connection that no proxy disturbs."""
+        bus = await Bus.connect(self.url, f"chaos-{name}", 30.0)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    async def ask(
+        self, bus: Bus, id: str, sampling: SamplingParams, text: str = "probe", **more: float
+    ) -> list[LogRecord]:
+        request = GenerateRequest(MODEL, [Message("user", text)], sampling, **more)  # type: ignore[arg-type]
+        return [record async for record in client.ask(bus, request, id)]
+
+    async def probe(self, name: str, bound_s: float) -> None:
+        """How long a new request takes to its first record from now on, and that it is in time."""
+        began = now()
+        id = f"probe-{name}-{began:.3f}".replace(".", "-")
+        request = GenerateRequest(MODEL, [Message("user", "probe")], SamplingParams(max_tokens=8))
+        try:
+            async with self.bus("probe") as bus:
+                records = client.ask(bus, request, id)
+                first = await anext(records)
+                took_s = now() - began
+                async for record in records:
+                    first = record
+        except PagemillError as error:
+            self.note(f"I9 {name}: a new request was told {error.code}: {error.message}")
+            return
+        if isinstance(first, Failure):
+            self.note(f"I9 {name}: a new request ended with {first.error.code}")
+        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        if took_s > bound_s:
+            self.note(f"I9 {name}: {took_s:.2f} s to the first record of a new request")
+        if self.gateways.urls:
+            await self._probe_http(f"{name}_http", id, bound_s)
+
+    async def _probe_http(self, name: str, id: str, bound_s: float) -> None:
+        try:
+            took_s = await self.gateways.probe(f"{id}-http", PROBE_PATIENCE_S)
+        except TimeoutError:
+            self.note(f"I9 {name}: no gateway answered a new request")
+            return
+        self.outcome.figures[name] = max(took_s, self.outcome.figures.get(name, 0.0))
+        if took_s > bound_s:
+            self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
+
+
+Disturb = Callable[[Scene], Awaitable[None]]
+
+
+def open_scene(name: str) -> Scene:
+    return SCENES[name]()
+
+
+DISK_MIB = 24
+SCENES: dict[str, Callable[[], Scene]] = {
+    "single": Scene,
+    "cluster": lambda: Scene(replace(BASE, brokers=3), servers=ThreeServers),
+    # Two deaths are enough to be taken for poison; elsewhere the deaths come from outside.
+    "poison": lambda: Scene(replace(BASE, max_deaths=2, max_deliver=5)),
+    # Everything that has a limit is near it.
+    "tight": lambda: Scene(
+        replace(BASE, max_queued=60, num_blocks=136),
+        delivery={"max_request_mib": 2, "max_stage_mib": 8},
+    ),
+    # Most of what is asked has payloads, on any road.
+    "payloads": lambda: Scene(replace(BASE, mix=replace(BASE.mix, pictures=0.7), listen=True)),
+    # Engines without a tower; most of what is asked has pictures.
+    "encoders": lambda: Scene(
+        replace(
+            BASE,
+            engine="demo",
+            renderer="real",
+            encoders=2,
+            rate=4.0,
+            renderers=1,
+            max_tokens=(8, 48),
+            mix=replace(BASE.mix, pictures=0.7),
+        )
+    ),
+    # Most of what is asked goes through them.
+    "gateways": lambda: Scene(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
+    "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
+}
+
+
+def _since(file: Path, began: float) -> list[AnyEvent]:
+    return [event for event in read_events(file) if event.t >= began]

@@ -1,0 +1,184 @@
+"""Three nats-servers that keep every stream three times, and what a nemesis may do to them.
+
+A member is named by its number. Two of the three must live for anything to be stored, and one that
+comes back must catch up first: `wait_current` says when the next may be harmed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from ops.chaos.processes import network
+from shared.bus.embedded_server import ClusterMember, EmbeddedServer, free_port
+from shared.errors import Unavailable
+
+SIZE = 3
+# An election takes 4 to 9 s; the streams elect their leaders when the meta group has one.
+READY_TIMEOUT_S = 40.0
+POLL_S = 0.1
+ANSWER_TIMEOUT_S = 1.0
+# Leaders send heartbeats every second.
+MAX_SILENT_S = 1.6
+
+_Down = (NatsError, OSError, TimeoutError)
+
+
+class Cluster3:
+    """Owns the servers; `url` names them all, separated by commas, as `Bus.connect` takes it."""
+
+    def __init__(self, folder: Path, ports: list[int] | None = None) -> None:
+        """With `ports` the servers listen where somebody expects them."""
+        self.route_ports = [free_port() for _ in range(SIZE)]
+        self.members = [
+            EmbeddedServer(
+                folder / f"n{number}",
+                port=0 if ports is None else ports[number],
+                member=ClusterMember(f"n{number}", self.route_ports[number], self.route_ports),
+            )
+            for number in range(SIZE)
+        ]
+        self.url = ",".join(member.url for member in self.members)
+
+    async def start(self) -> None:
+        """Returns when streams can be made: some seconds, for the servers elect a leader first."""
+        for number in range(SIZE):
+            await self.restart(number)
+        await self.wait_current()
+
+    async def stop(self) -> None:
+        for number in range(SIZE):
+            self.resume(number)
+        await asyncio.gather(*(asyncio.to_thread(member.stop) for member in self.members))
+        for number in range(SIZE):
+            network.remove_group(self.group(number))
+
+    def group(self, number: int) -> str:
+        """Of the member's process, for `network.drop`."""
+        return f"pagemill-{os.getpid()}-n{number}"
+
+    # -- harm -------------------------------------------------------------------------------
+
+    def kill(self, number: int) -> None:
+        """The member has `ended` then, and stays away until it is restarted."""
+        self._signal(number, signal.SIGKILL)
+
+    async def terminate(self, number: int) -> None:
+        await asyncio.to_thread(self.members[number].stop)
+
+    async def restart(self, number: int) -> None:
+        await asyncio.to_thread(self.start_member, number)
+
+    def start_member(self, number: int) -> None:
+        """Start a member that does not run, with the store that it has; takes some 0.1 s."""
+        with network.born_in(self.group(number)):
+            self.members[number].start()
+
+    def pid(self, number: int) -> int:
+        return int(self.members[number].pid_file.read_text())
+
+    def pause(self, number: int) -> None:
+        self._signal(number, signal.SIGSTOP)
+
+    def resume(self, number: int) -> None:
+        self._signal(number, signal.SIGCONT)
+
+    def _signal(self, number: int, how: signal.Signals) -> None:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            os.kill(self.pid(number), how)
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    async def leader_of(self, stream: str) -> int | None:
+        """The member that leads a stream; None while there is none, or nobody answers."""
+        with contextlib.suppress(*_Down):
+            async with self._connected() as nc:
+                info = await _ask(nc, f"STREAM.INFO.{stream}")
+                leader = info.get("cluster", {}).get("leader")
+                return int(leader.removeprefix("n")) if leader else None
+        return None
+
+    async def wait_current(self, timeout_s: float = READY_TIMEOUT_S) -> float:
+        """Wait until all streams and consumers have a leader and all their replicas are current.
+
+        Returns the seconds that took; raises Unavailable, saying what is missing.
+        """
+        began = time.monotonic()
+        missing = "no server answers"
+        while time.monotonic() - began < timeout_s:
+            with contextlib.suppress(*_Down):
+                async with self._connected() as nc:
+                    missing = await _missing(nc)
+                if not missing:
+                    return time.monotonic() - began
+            await asyncio.sleep(POLL_S)
+        raise Unavailable(f"the cluster is not current after {timeout_s:.0f} s: {missing}")
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Client]:
+        """To the first member that answers. Raises one of `_Down` when none does."""
+        for member in self.members:
+            nc = Client()
+            with contextlib.suppress(*_Down):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await nc.connect(member.url, allow_reconnect=False, error_cb=_ignore)
+            if nc.is_connected:
+                break
+            await nc.close()
+        else:
+            raise OSError("no member answers")
+        try:
+            yield nc
+        finally:
+            await nc.close()
+
+
+async def _ask(nc: Client, what: str) -> dict[str, Any]:
+    answer = await nc.request(f"$JS.API.{what}", b"", timeout=ANSWER_TIMEOUT_S)
+    decoded: dict[str, Any] = json.loads(answer.data)
+    return decoded
+
+
+async def _missing(nc: Client) -> str:
+    """What is not as it should be, the first thing found; empty when all is well."""
+    listed = await _ask(nc, "STREAM.LIST")
+    if "error" in listed:
+        return str(listed["error"].get("description"))
+    for stream in listed.get("streams") or []:
+        name = stream["config"]["name"]
+        if found := _lacking(stream):
+            return f"stream {name}: {found}"
+        consumers = await _ask(nc, f"CONSUMER.LIST.{name}")
+        for consumer in consumers.get("consumers") or []:
+            if found := _lacking(consumer):
+                return f"consumer {name}/{consumer['name']}: {found}"
+    if listed.get("missing") or listed.get("offline"):
+        return "streams that do not answer"
+    return ""
+
+
+def _lacking(info: dict[str, Any]) -> str:
+    cluster = info.get("cluster", {})
+    if not cluster.get("leader"):
+        return "no leader"
+    replicas = cluster.get("replicas") or []
+    behind = [r["name"] for r in replicas if not _follows(r)]
+    return f"behind: {', '.join(behind)}" if behind else ""
+
+
+def _follows(replica: dict[str, Any]) -> bool:
+    """A follower that has died is called current for a while: it has not missed anything yet."""
+    silent_s = replica.get("active", 0) / 1e9
+    return bool(replica.get("current")) and not replica.get("offline") and silent_s < MAX_SILENT_S
+
+
+async def _ignore(_: Exception) -> None:
+    """The library would write every refused connection to stderr."""
