@@ -106,4 +106,3 @@ async def no_wall_clock(scene: Scene) -> None:
                 reads = "time.time(" in line or "datetime.now(" in line or "utcnow(" in line
                 if reads and name not in _READS_FILE_AGES:
                     scene.note(f"{name}:{number} reads the wall clock")
-
