@@ -151,7 +151,7 @@ async def main(picture: Path | None) -> int:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
         config = msgspec.structs.replace(config, nats=nats)
         log_file = Path(folder) / "workers.log"
-        logs.setup("warning", role="demo")
+        logs.configure_logging("warning", role="demo")
         cluster = LocalCluster(config, None, default_workers(config), log_file=log_file)
         demo = Demo(pick_cases())
         try:

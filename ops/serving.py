@@ -29,7 +29,7 @@ async def serving(max_model_len: int = 1024) -> AsyncIterator[tuple[str, Path]]:
         file = folder / "pagemill.yaml"
         file.write_text(CONFIG.format(model=MODEL, folder=folder, max_model_len=max_model_len))
         config = settings.load_config(file)
-        logs.setup("warning", role="serving")
+        logs.configure_logging("warning", role="serving")
         workers = [*default_workers(config), WorkerSpec("gateway")]
         cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
         try:

@@ -111,7 +111,7 @@ async def cancel(bus: Bus, request_id: str) -> None:
     """
     _check_request_id(request_id)
     # The stream keeps one of them at a time, and needs no id to tell.
-    await bus.publish_unnamed(subjects.cancel(request_id), b"")
+    await bus.publish_without_id(subjects.cancel(request_id), b"")
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
@@ -120,9 +120,9 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
     It is there for at least as long as the longest request may take, and anew from each request
     that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
-    name = await media_store.name_of(data)
+    name = await media_store.hash_media(data)
     await media_store.store(bus, name, data, tenant)
-    return media_store.url_of(name)
+    return media_store.media_url(name)
 
 
 async def render(
@@ -193,7 +193,7 @@ async def _question(
     _check_name(model, "model")
     bus.check_size(question, subject_of(model))
     try:
-        return await bus.ask(subject_of(model), question, timeout_s, tenant)
+        return await bus.request(subject_of(model), question, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has answered in {timeout_s:g} s") from None
 
@@ -218,11 +218,11 @@ class _Reader:
         return self._expected == 0
 
     async def open(self) -> None:
-        self._listener = await self._bus.listen(self._subject)
+        self._listener = await self._bus.subscribe(self._subject)
 
     async def close(self) -> None:
         """Does nothing the second time."""
-        await self._bus.unlisten(self._listener)
+        await self._bus.unsubscribe(self._listener)
 
     async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
         """`at_once`: there may be a log already."""

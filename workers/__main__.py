@@ -66,7 +66,7 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
-    logs.setup(loaded.log_level, role="up")
+    logs.configure_logging(loaded.log_level, role="up")
     workers = [*default_workers(loaded), WorkerSpec("gateway")]
     cluster = LocalCluster(loaded, file, workers, nats)
     return uvloop.run(run_until_stopped(cluster))

@@ -238,7 +238,7 @@ async def cluster(config: Config, config_file: Path, storage: str) -> AsyncItera
 
 
 async def main(model: str, rounds: int) -> None:
-    logs.setup("warning", role="bench")
+    logs.configure_logging("warning", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         file = Path(folder) / "pagemill.yaml"
         if model == DEMO:

@@ -77,7 +77,7 @@ def add_row(table: Table, name: str, took_ms: list[float], floor_ms: float) -> N
 
 async def main(count: int) -> None:
     config = settings.load_config(None)
-    logs.setup("warning", role="bench")
+    logs.configure_logging("warning", role="bench")
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
         config = msgspec.structs.replace(config, nats=nats)

@@ -437,7 +437,7 @@ if __name__ == "__main__":
     parser.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        logs.setup("warning", role="bench")
+        logs.configure_logging("warning", role="bench")
         name, url, count, window, side = given.side
         run = run_worker(SYSTEMS[name], url, int(window))
         if side == "client":

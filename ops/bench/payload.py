@@ -107,8 +107,8 @@ async def run_owner(url: str, ip: str) -> None:
         assert ref is not None, "the arena is full"
         return msgspec.msgpack.encode(ref)
 
-    await bus.serve(MAKE, make)
-    await bus.serve(HELLO, lambda _: msgspec.msgpack.encode(hello))
+    await bus.add_responder(MAKE, make)
+    await bus.add_responder(HELLO, lambda _: msgspec.msgpack.encode(hello))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
@@ -122,7 +122,7 @@ def _use_all(blobs: Blobs) -> None:
     refs = [blobs.put(secrets.token_hex(32), [bytes(2**20)], 60) for _ in range(ARENA_MIB)]
     for ref in refs:
         assert ref is not None
-        blobs.forget(ref)
+        blobs.discard(ref)
 
 
 def _http(
@@ -163,7 +163,7 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
     # The other core is the owner's.
     torch.set_num_threads(1)
     bus = await Bus.connect(url, "reader")
-    hello = msgspec.msgpack.decode(await bus.ask(HELLO, b"", 5), type=Hello)
+    hello = msgspec.msgpack.decode(await bus.request(HELLO, b"", 5), type=Hello)
     assert hello.address.tcp is not None
     pool = BufferPool(2**28)
     roads: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
@@ -215,17 +215,17 @@ def _use(blob: Blob) -> None:
 def _by_road(bus: Bus, road: SharedMemoryTransport | TcpTransport | BusTransport) -> Fetch:
     async def fetch(num_bytes: int) -> None:
         question = msgspec.msgpack.encode((num_bytes, False))
-        ref = msgspec.msgpack.decode(await bus.ask(MAKE, question, 30), type=BlobRef)
+        ref = msgspec.msgpack.decode(await bus.request(MAKE, question, 30), type=BlobRef)
         with await road.get(ref) as blob:
             _use(blob)
-        await road.tell(ref, wire.RELEASE)
+        await road.send(ref, wire.RELEASE)
 
     return fetch
 
 
 def _inline(bus: Bus) -> Fetch:
     async def fetch(num_bytes: int) -> None:
-        data = await bus.ask(MAKE, msgspec.msgpack.encode((num_bytes, True)), 30)
+        data = await bus.request(MAKE, msgspec.msgpack.encode((num_bytes, True)), 30)
         _use(Blob(memoryview(data), lambda: None))
 
     return fetch
@@ -367,10 +367,10 @@ if __name__ == "__main__":
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.owner:
-        logs.setup("warning", role="bench")
+        logs.configure_logging("warning", role="bench")
         uvloop.run(run_owner(*given.owner))
     elif given.reader:
-        logs.setup("warning", role="bench")
+        logs.configure_logging("warning", role="bench")
         uvloop.run(run_reader(given.reader, given.rounds, not given.apart))
     else:
         main(given.rounds, given.namespaces)

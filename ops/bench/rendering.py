@@ -199,7 +199,7 @@ async def table_of_rates(
 
 
 async def main(args: argparse.Namespace) -> None:
-    logs.setup("warning", role="bench")
+    logs.configure_logging("warning", role="bench")
     config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         broker = EmbeddedServer(Path(folder) / "nats")

@@ -98,7 +98,7 @@ def check_again(folder: Path, /) -> int:
 
 
 def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
-    logs.setup("error", role="chaos")
+    logs.configure_logging("error", role="chaos")
     began = time.monotonic()
     verdict, folder = uvloop.run(run_scenario(settings, keep=keep))
     took_s = time.monotonic() - began

@@ -440,14 +440,14 @@ def _full_arena_is_an_error() -> None:
     from shared.blobs import mm_items
     from shared.errors import MediaTooLarge
 
-    put = mm_items.put
+    put = mm_items.put_item
 
     def or_fail(*args: Any) -> Any:
         if (ref := put(*args)) is None:
             raise MediaTooLarge("there is no room for this picture")
         return ref
 
-    _put(mm_items, "put", or_fail)
+    _put(mm_items, "put_item", or_fail)
 
 
 # -- the HTTP door ----------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def _cancels_what_went_on_elsewhere() -> None:
     async def always(*_: Any) -> bool:
         return True
 
-    _put(request_registry, "leave", always)
+    _put(request_registry, "unregister", always)
 
 
 @bug("gateway", "frozen gateways", "I8")
@@ -497,7 +497,7 @@ def _listens_on() -> None:
     async def never(*_: Any) -> None:
         pass
 
-    _put(Bus, "unlisten", never)
+    _put(Bus, "unsubscribe", never)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ class BufferPool:
         self._kept_bytes = 0
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 
-    def take(self, num_bytes: int) -> mmap.mmap:
+    def acquire(self, num_bytes: int) -> mmap.mmap:
         """At least `num_bytes` long; what it contains is not defined. Raises ValueError for more
         than the pool may keep: who says how large a blob is may be lying."""
         if num_bytes > self._max_bytes:
@@ -25,7 +25,7 @@ class BufferPool:
         self._kept_bytes -= size
         return self._free[size].pop()
 
-    def give_back(self, buffer: mmap.mmap) -> None:
+    def release(self, buffer: mmap.mmap) -> None:
         """Nobody may look at it any more."""
         if self._kept_bytes + len(buffer) <= self._max_bytes:
             self._kept_bytes += len(buffer)

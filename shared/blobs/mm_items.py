@@ -20,7 +20,7 @@ class ItemContents(Struct, frozen=True):
     """Embeddings that will take the place of tokens."""
 
 
-def put(
+def put_item(
     blobs: Blobs, mm_hash: str, num_tokens: int, fields: Mapping[str, TensorData], ttl_s: float
 ) -> BlobRef | None:
     """A blob of the item's tensors; None if there is no room for it."""
@@ -29,10 +29,10 @@ def put(
     return blobs.put(mm_hash, parts, ttl_s)
 
 
-def read(blob: Blob) -> tuple[dict[str, TensorData], int]:
+def read_item(blob: Blob) -> tuple[dict[str, TensorData], int]:
     """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
     contents, tensors = envelope.decode(blob.data, ItemContents)
-    return named(contents.fields, tensors), contents.num_tokens
+    return select_tensors(contents.fields, tensors), contents.num_tokens
 
 
 async def open_item(
@@ -43,10 +43,10 @@ async def open_item(
     Raises BlobLost, or DecodeError for an item whose fields do not fit its tensors.
     """
     if item.blob is None:
-        return named(item.fields, tensors), None
+        return select_tensors(item.fields, tensors), None
     blob = await blobs.get(item.blob)
     try:
-        fields, num_tokens = read(blob)
+        fields, num_tokens = read_item(blob)
         if num_tokens != item.placeholder.num_embeds:
             raise DecodeError(
                 f"an item of {num_tokens} tokens has a placeholder of {item.placeholder.num_embeds}"
@@ -57,7 +57,7 @@ async def open_item(
         raise
 
 
-def named(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
+def select_tensors(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
     """Fields of an item in a message. Raises DecodeError for one that the message does not have."""
     if any(not 0 <= index < len(tensors) for index in fields.values()):
         raise DecodeError("an item names a tensor that its envelope does not have")

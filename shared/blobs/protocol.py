@@ -28,8 +28,8 @@ RELEASE: BlobOperation = b"R"
 FIND: BlobOperation = b"F"
 """A key, good for so many seconds, to the blob of this name, and its size."""
 
-_question = struct.Struct(f"<c{KEY_BYTES}sf")
-_answer = struct.Struct(f"<BQQ{KEY_BYTES}s")
+_request = struct.Struct(f"<c{KEY_BYTES}sf")
+_reply = struct.Struct(f"<BQQ{KEY_BYTES}s")
 _credentials = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 NO_KEY = bytes(KEY_BYTES)
 
@@ -55,21 +55,21 @@ def is_same_user(sock: socket.socket) -> bool:
     return uid == os.getuid()
 
 
-async def send_question(sock: socket.socket, question: BlobRequest) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, _question.pack(*question))
+async def send_request(sock: socket.socket, question: BlobRequest) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _request.pack(*question))
 
 
-async def read_question(sock: socket.socket) -> BlobRequest:
+async def read_request(sock: socket.socket) -> BlobRequest:
     """Raises ConnectionError at the end of the connection."""
-    return BlobRequest(*_question.unpack(await _read(sock, _question.size)))
+    return BlobRequest(*_request.unpack(await _read_exactly(sock, _request.size)))
 
 
-async def send_answer(sock: socket.socket, answer: BlobReply) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, _answer.pack(*answer))
+async def send_reply(sock: socket.socket, answer: BlobReply) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _reply.pack(*answer))
 
 
-async def read_answer(sock: socket.socket) -> BlobReply:
-    found, *rest = _answer.unpack(await _read(sock, _answer.size))
+async def read_reply(sock: socket.socket) -> BlobReply:
+    found, *rest = _reply.unpack(await _read_exactly(sock, _reply.size))
     return BlobReply(bool(found), *rest)
 
 
@@ -84,7 +84,7 @@ async def read_into(sock: socket.socket, buffer: memoryview) -> None:
         filled += count
 
 
-async def _read(sock: socket.socket, num_bytes: int) -> bytes:
+async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     buffer = bytearray(num_bytes)
     await read_into(sock, memoryview(buffer))
     return bytes(buffer)
@@ -92,7 +92,7 @@ async def _read(sock: socket.socket, num_bytes: int) -> bytes:
 
 # -- over the broker, where a message is a whole question -----------------------------------------
 
-_piece = struct.Struct(f"<c{KEY_BYTES}sQQ")
+_chunk = struct.Struct(f"<c{KEY_BYTES}sQQ")
 
 
 class BlobChunk(NamedTuple):
@@ -102,10 +102,10 @@ class BlobChunk(NamedTuple):
     num_bytes: int = 0
 
 
-def pack_piece(piece: BlobChunk) -> bytes:
-    return _piece.pack(*piece)
+def pack_chunk(piece: BlobChunk) -> bytes:
+    return _chunk.pack(*piece)
 
 
-def unpack_piece(data: bytes) -> BlobChunk | None:
+def unpack_chunk(data: bytes) -> BlobChunk | None:
     """None for what is no question."""
-    return BlobChunk(*_piece.unpack(data)) if len(data) == _piece.size else None
+    return BlobChunk(*_chunk.unpack(data)) if len(data) == _chunk.size else None

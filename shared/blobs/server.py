@@ -160,7 +160,7 @@ class _Reader:
                     socket.send_fds(self._sock, [wire.HELLO], [self._server.arena.fd])
                 else:
                     return
-                while await self._answer(await wire.read_question(self._sock)):
+                while await self._answer(await wire.read_request(self._sock)):
                     pass
         finally:
             for key in list(self._reading):
@@ -179,13 +179,13 @@ class _Reader:
                 await self._give(question.key)
             case wire.DONE:
                 self._done(question.key)
-                await wire.send_answer(self._sock, wire.BlobReply(True))
+                await wire.send_reply(self._sock, wire.BlobReply(True))
             case wire.ACKNOWLEDGE:
                 self._server.acknowledge(question.key)
-                await wire.send_answer(self._sock, wire.BlobReply(True))
+                await wire.send_reply(self._sock, wire.BlobReply(True))
             case wire.RELEASE:
                 self._server.release(question.key)
-                await wire.send_answer(self._sock, wire.BlobReply(True))
+                await wire.send_reply(self._sock, wire.BlobReply(True))
             # A name is no permission; and whoever shares our memory could look for it there.
             case wire.FIND if self._local and 0 <= question.ttl_s < math.inf:
                 await self._find(question)
@@ -196,10 +196,10 @@ class _Reader:
     async def _give(self, key: bytes) -> None:
         slot = self._server.open(key, self._holder(key))
         if slot is None:
-            await wire.send_answer(self._sock, wire.BlobReply(False))
+            await wire.send_reply(self._sock, wire.BlobReply(False))
             return
         self._reading[key] = slot.name
-        await wire.send_answer(self._sock, wire.BlobReply(True, slot.offset, slot.num_bytes))
+        await wire.send_reply(self._sock, wire.BlobReply(True, slot.offset, slot.num_bytes))
         if not self._local:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 view = self._server.arena.view(slot)
@@ -209,7 +209,7 @@ class _Reader:
     async def _find(self, question: wire.BlobRequest) -> None:
         ref = self._server.find(question.key.hex(), question.ttl_s)
         try:
-            await wire.send_answer(self._sock, _found(ref))
+            await wire.send_reply(self._sock, _found(ref))
         except BaseException:
             # Nobody else has this key.
             if ref is not None:

@@ -73,7 +73,7 @@ class Blobs:
         self._server.start()
         if config.listen is not None:
             self._server.listen((config.listen, config.port), config.advertise or config.listen)
-        await self._bus.serve(subjects.blob(self._worker), self._answer)
+        await self._bus.add_responder(subjects.blob(self._worker), self._answer)
         self._sweeping = asyncio.create_task(self._sweep())
 
     @property
@@ -127,7 +127,7 @@ class Blobs:
         now_s = time.monotonic()
         if now_s > self._look_again_s:
             self._look_again_s = now_s + NEIGHBOURS_S
-            beats = [_heartbeat.decode(data) for data in await self._bus.heartbeats()]
+            beats = [_heartbeat.decode(data) for data in await self._bus.read_heartbeats()]
             self._near = {
                 beat.worker: beat.blobs
                 for beat in beats
@@ -145,7 +145,7 @@ class Blobs:
 
     def _answer(self, question: bytes) -> bytes:
         """To a piece of a blob over the broker; empty if there is none."""
-        piece = wire.unpack_piece(question)
+        piece = wire.unpack_chunk(question)
         if piece is None or piece.num_bytes > CHUNK_BYTES:
             return b""
         if piece.operation == wire.RELEASE:
@@ -162,7 +162,7 @@ class Blobs:
         self._server.arena.slots.unpin_all(reader)
         return bytes(view)
 
-    def forget(self, ref: BlobRef) -> None:
+    def discard(self, ref: BlobRef) -> None:
         """Take back what has not been given to anybody."""
         self._server.release(ref.key)
 
@@ -207,7 +207,7 @@ class Blobs:
         """Nobody will ask for it by this reference again; returns when the owner knows, or soon. If
         it never hears of it, the reference lasts until its time is over."""
         if ref.worker == self._worker:
-            self.forget(ref)
+            self.discard(ref)
             return
         task = asyncio.create_task(self._release(ref))
         self._releasing.add(task)
@@ -228,7 +228,7 @@ class Blobs:
             return False
         for road in roads:
             try:
-                await road.tell(ref, operation)
+                await road.send(ref, operation)
                 return True
             except (OSError, TimeoutError, ValueError, Unavailable):
                 continue
@@ -283,5 +283,5 @@ class Blobs:
                         road.close()
 
     async def _address_of(self, owner: str) -> BlobAddress | None:
-        stored = await self._bus.last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
+        stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
         return None if stored is None else _heartbeat.decode(stored.data).blobs

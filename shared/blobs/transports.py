@@ -59,7 +59,7 @@ class Transport(Protocol):
     or ValueError when the road itself fails."""
 
     async def get(self, ref: BlobRef) -> Blob: ...
-    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None: ...
+    async def send(self, ref: BlobRef, operation: wire.BlobOperation) -> None: ...
     def close(self) -> None: ...
     @property
     def ended(self) -> bool:
@@ -75,7 +75,7 @@ class _SocketTransport:
         self._turn = asyncio.Lock()
         self._rests_until_s = 0.0
 
-    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
+    async def send(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
         async with self._turn:
             await self._ask(wire.BlobRequest(operation, ref.key))
 
@@ -97,8 +97,8 @@ class _SocketTransport:
             if self._sock is None:
                 self._sock = await self._connected()
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await wire.send_question(self._sock, question)
-                return await wire.read_answer(self._sock)
+                await wire.send_request(self._sock, question)
+                return await wire.read_reply(self._sock)
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 self._rests_until_s = time.monotonic() + REST_S
@@ -228,7 +228,7 @@ class TcpTransport(_SocketTransport):
         async with self._turn:
             await self._ask_for(ref)
             assert self._sock is not None
-            buffer = self._pool.take(ref.num_bytes)
+            buffer = self._pool.acquire(ref.num_bytes)
             data = memoryview(buffer)[: ref.num_bytes]
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S + ref.num_bytes / MIN_BYTES_S):
@@ -236,7 +236,7 @@ class TcpTransport(_SocketTransport):
             except BaseException:
                 self.close()
                 raise
-        return Blob(data.toreadonly(), functools.partial(self._pool.give_back, buffer))
+        return Blob(data.toreadonly(), functools.partial(self._pool.release, buffer))
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
@@ -260,15 +260,15 @@ class BusTransport:
         self._pool = pool
 
     async def get(self, ref: BlobRef) -> Blob:
-        buffer = self._pool.take(ref.num_bytes)
+        buffer = self._pool.acquire(ref.num_bytes)
         data = memoryview(buffer)[: ref.num_bytes]
         credit = asyncio.Semaphore(CHUNKS_UNDER_WAY)
 
         async def fetch(offset: int) -> None:
             num_bytes = min(CHUNK_BYTES, ref.num_bytes - offset)
             async with credit:
-                question = wire.pack_piece(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
-                piece = await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
+                question = wire.pack_chunk(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
+                piece = await self._bus.request(self._subject, question, ANSWER_TIMEOUT_S)
             if len(piece) != num_bytes:
                 raise BlobLost("a payload has expired where it was kept")
             data[offset : offset + num_bytes] = piece
@@ -281,11 +281,11 @@ class BusTransport:
         finally:
             for piece in pieces:
                 piece.cancel()
-        return Blob(data.toreadonly(), functools.partial(self._pool.give_back, buffer))
+        return Blob(data.toreadonly(), functools.partial(self._pool.release, buffer))
 
-    async def tell(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
-        question = wire.pack_piece(wire.BlobChunk(operation, ref.key))
-        await self._bus.ask(self._subject, question, ANSWER_TIMEOUT_S)
+    async def send(self, ref: BlobRef, operation: wire.BlobOperation) -> None:
+        question = wire.pack_chunk(wire.BlobChunk(operation, ref.key))
+        await self._bus.request(self._subject, question, ANSWER_TIMEOUT_S)
 
     def close(self) -> None:
         pass

@@ -22,9 +22,9 @@ from nats.js.errors import APIError, NotFoundError
 from shared.bus import streams
 from shared.bus.connection import ANSWER_TIMEOUT_S, connect, next_of
 from shared.bus.consumer import Consumer, acknowledge
-from shared.bus.queue_depth import Queue, QueueDepth
-from shared.bus.stored import NotAnswered, StoredMessage, collect
-from shared.bus.subscriptions import Answer, Listener, Share
+from shared.bus.queue_depth import ConsumerQueue, QueueDepth
+from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
+from shared.bus.subscriptions import GroupResponder, LiveSubscription, Responder
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import (
     Fenced,
@@ -73,7 +73,7 @@ class Bus:
         self._nc = nc
         self._js: JetStreamContext = nc.jetstream(timeout=ANSWER_TIMEOUT_S)
         self._consumers: list[Consumer] = []
-        self._listeners: set[Listener] = set()
+        self._listeners: set[LiveSubscription] = set()
         self._volatile: list[api.StreamConfig] = []
         self._clock_offset_ms = 0.0
         self._reviving: asyncio.Task[None] | None = None
@@ -102,7 +102,7 @@ class Bus:
             raise Unavailable(f"no nats-server answers at {url}") from error
         bus = cls(nc)
         try:
-            await bus.set_clock()
+            await bus.sync_clock()
         except Unavailable:
             await bus.close()
             raise
@@ -129,7 +129,7 @@ class Bus:
 
     # -- the one clock ------------------------------------------------------------------------
 
-    async def set_clock(self) -> None:
+    async def sync_clock(self) -> None:
         """Take the broker's time: clocks of workers may differ by hours, and deadlines must not.
 
         Raises Unavailable when the broker does not answer.
@@ -146,9 +146,9 @@ class Bus:
 
     def now_ms(self) -> float:
         """Unix milliseconds of the broker's clock."""
-        return self.at_ms(asyncio.get_running_loop().time())
+        return self.to_broker_ms(asyncio.get_running_loop().time())
 
-    def at_ms(self, monotonic_s: float) -> float:
+    def to_broker_ms(self, monotonic_s: float) -> float:
         """What the broker's clock shows when this machine's monotonic clock shows that."""
         return 1000 * monotonic_s + self._clock_offset_ms
 
@@ -223,14 +223,14 @@ class Bus:
                 field="messages",
             )
 
-    async def publish_unnamed(
+    async def publish_without_id(
         self, subject: str, data: bytes, headers: dict[str, str] | None = None
     ) -> None:
         """Store `data`, perhaps twice if the broker fails meanwhile."""
         self.check_size(data, subject)
         await self._publish(subject, data, headers or {})
 
-    async def tell(self, subject: str) -> None:
+    async def notify(self, subject: str) -> None:
         """A hint to whoever listens just now; nothing may depend on its arrival."""
         with contextlib.suppress(NatsError):
             await self._nc.publish(subject, b"")
@@ -324,12 +324,14 @@ class Bus:
             found += batch
         return found
 
-    async def last(self, stream: str, subject: str) -> StoredMessage | None:
+    async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
         """The latest message of `subject`, which may have wildcards."""
         found, _ = await self._get_directly(stream, {"last_by_subj": subject})
         return found[0] if found else None
 
-    async def at(self, stream: str, sequence: int, subject: str = ">") -> StoredMessage | None:
+    async def read_next(
+        self, stream: str, sequence: int, subject: str = ">"
+    ) -> StoredMessage | None:
         """The message at or, where it is gone, the first one after `sequence`."""
         found, _ = await self._get_directly(stream, {"seq": sequence, "next_by_subj": subject})
         return found[0] if found else None
@@ -346,8 +348,8 @@ class Bus:
             try:
                 subject = f"$JS.API.DIRECT.GET.{stream}"
                 await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
-                return await collect(subscription, batched="batch" in request)
-            except (NatsError, NotAnswered) as error:
+                return await collect_replies(subscription, batched="batch" in request)
+            except (NatsError, ReadFailed) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
                     raise Unavailable(f"the broker did not answer a read of {stream}") from error
             finally:
@@ -355,7 +357,7 @@ class Bus:
                     await subscription.unsubscribe()
             await asyncio.sleep(MAX_RETRY_S)
 
-    async def queued_request(self, sequence: int) -> "QueuedRequest | None":
+    async def get_queued_request(self, sequence: int) -> "QueuedRequest | None":
         """A client's request that has not ended; None if it is not there any more."""
         try:
             found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
@@ -365,7 +367,7 @@ class Bus:
             raise Unavailable(f"the broker does not tell of request {sequence}") from error
         return QueuedRequest(found.data or b"", (found.headers or {}).get(TENANT_HEADER, ""))
 
-    async def bounds(self, stream: str) -> tuple[int, int]:
+    async def sequence_range(self, stream: str) -> tuple[int, int]:
         """First and last sequence of a stream."""
         try:
             state = (await self._js.stream_info(stream)).state
@@ -373,7 +375,7 @@ class Bus:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
         return state.first_seq, state.last_seq
 
-    async def backlog(self, stream: str, durable: str) -> QueueDepth:
+    async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
         """How a queue stands with its consumer. Raises NotFound if there is no such consumer."""
         try:
             info = await self._js.consumer_info(stream, durable)
@@ -383,17 +385,17 @@ class Bus:
             raise Unavailable(f"the broker does not tell of consumer {durable}") from error
         return QueueDepth.of(info)
 
-    async def queues(self, stream: str) -> list[Queue]:
+    async def queue_depths(self, stream: str) -> list[ConsumerQueue]:
         """How all consumers of a stream stand."""
-        found: list[Queue] = []
+        found: list[ConsumerQueue] = []
         try:
             while page := await self._js.consumers_info(stream, offset=len(found)):
-                found += [Queue.of(info) for info in page]
+                found += [ConsumerQueue.of(info) for info in page]
         except NatsError as error:
             raise Unavailable(f"the broker does not tell of stream {stream}: {error}") from error
         return found
 
-    async def size(self, stream: str) -> tuple[int, float | None]:
+    async def stream_size(self, stream: str) -> tuple[int, float | None]:
         """How many messages a stream has, and when the oldest was stored: Unix milliseconds."""
         try:
             # The library leaves out the time.
@@ -414,33 +416,33 @@ class Bus:
         except NatsError as error:
             raise Unavailable(f"the broker did not purge {subject}: {error}") from error
 
-    async def forget(self, stream: str, sequence: int) -> None:
+    async def delete(self, stream: str, sequence: int) -> None:
         """Remove one message; one that is not there any more is forgotten already."""
         with contextlib.suppress(NatsError):
             await self._js.delete_msg(stream, sequence)
 
-    async def listen(self, subject: str) -> Listener:
+    async def subscribe(self, subject: str) -> LiveSubscription:
         """Live messages of `subject` from now on; returns once the server knows of it.
 
         Raises Unavailable when the broker does not answer until PUBLISH_DEADLINE_S.
         """
-        listener = Listener()
+        listener = LiveSubscription()
         listener.subscription = await self._nc.subscribe(subject, cb=listener.receive)
         self._listeners.add(listener)
         try:
             await self._flush()
         except BaseException:
-            await self.unlisten(listener)
+            await self.unsubscribe(listener)
             raise
         return listener
 
-    async def unlisten(self, listener: Listener) -> None:
+    async def unsubscribe(self, listener: LiveSubscription) -> None:
         self._listeners.discard(listener)
         if listener.subscription is not None:
             with contextlib.suppress(NatsError):
                 await listener.subscription.unsubscribe()
 
-    async def watch(self, subject: str, notice: Callable[[str], None]) -> None:
+    async def watch_subjects(self, subject: str, notice: Callable[[str], None]) -> None:
         """Call `notice` with the subject of every message that `subject` matches, from now on."""
 
         async def receive(msg: Msg) -> None:
@@ -449,7 +451,9 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
-    async def ask(self, subject: str, question: bytes, timeout_s: float, tenant: str = "") -> bytes:
+    async def request(
+        self, subject: str, question: bytes, timeout_s: float, tenant: str = ""
+    ) -> bytes:
         """The answer of whoever serves `subject`. Raises TimeoutError, or Unavailable at once when
         nobody does."""
         headers = tenant_header(tenant) or None
@@ -461,7 +465,9 @@ class Bus:
         except NatsError as error:
             raise Unavailable(f"nobody answers on {subject}") from error
 
-    async def ask_all(self, subject: str, take: Callable[[bytes], bool], timeout_s: float) -> None:
+    async def request_many(
+        self, subject: str, take: Callable[[bytes], bool], timeout_s: float
+    ) -> None:
         """Give `take` the answers of all who serve `subject`, until it returns True for one, or
         there is no more time.
 
@@ -485,7 +491,7 @@ class Bus:
             with contextlib.suppress(NatsError):
                 await subscription.unsubscribe()
 
-    async def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
+    async def add_responder(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
         """Answer every question on `subject` from now on."""
 
         async def receive(msg: Msg) -> None:
@@ -494,12 +500,14 @@ class Bus:
         await self._nc.subscribe(subject, cb=receive)
         await self._flush()
 
-    async def share(self, subject: str, group: str, answer: Answer) -> Share:
+    async def add_group_responder(
+        self, subject: str, group: str, answer: Responder
+    ) -> GroupResponder:
         """Answer, many at a time, the questions on `subject` that do not go to others of `group`.
 
         `answer` must not raise.
         """
-        share = Share(answer)
+        share = GroupResponder(answer)
         share.subscription = await self._nc.subscribe(subject, group, cb=share.receive)
         await self._flush()
         return share
@@ -522,23 +530,23 @@ class Bus:
 
     # -- workers ----------------------------------------------------------------------------
 
-    async def put_heartbeat(self, worker: str, data: bytes) -> None:
-        await self.publish_unnamed(subjects.heartbeat(worker), data)
+    async def publish_heartbeat(self, worker: str, data: bytes) -> None:
+        await self.publish_without_id(subjects.heartbeat(worker), data)
 
-    async def heartbeats(self) -> list[bytes]:
+    async def read_heartbeats(self) -> list[bytes]:
         """The last heartbeat of every worker that is alive."""
         stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
         return [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
 
-    async def silence_s(self, worker: str, witness: str) -> float:
+    async def heartbeat_lag_s(self, worker: str, witness: str) -> float:
         """For how long `worker` has been silent while `witness`, who lives, has not.
 
         Infinite for one that is forgotten. While the broker is away nobody is heard, and that is no
         sign of death.
         """
-        its = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
-        ours = await self.last(subjects.WORKERS_STREAM, subjects.heartbeat(witness))
+        its = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(worker))
+        ours = await self.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(witness))
         if its is None:
             return math.inf
         return 0.0 if ours is None else (ours.stored_ms - its.stored_ms) / 1000

@@ -107,7 +107,7 @@ async def acknowledge(nc: NatsClient, receipt: str) -> bool:
     return False
 
 
-class Acks:
+class AckBatcher:
     """Acknowledges in groups, one group after another: the answer to the last confirms them all.
 
     For one consumer, whose acknowledgements the server takes in the order of the connection. Those
@@ -162,7 +162,7 @@ class Consumer:
 
     def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
         self.capacity = capacity
-        self.acks = Acks(nc)
+        self.acks = AckBatcher(nc)
         self._nc = nc
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = nc.new_inbox()

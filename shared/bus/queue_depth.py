@@ -20,12 +20,12 @@ class QueueDepth:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class ConsumerQueue:
     """A consumer, on one filter of its stream, and its backlog."""
 
     subject: str
     backlog: QueueDepth
 
     @classmethod
-    def of(cls, info: api.ConsumerInfo) -> "Queue":
+    def of(cls, info: api.ConsumerInfo) -> "ConsumerQueue":
         return cls(info.config.filter_subject or "", QueueDepth.of(info))

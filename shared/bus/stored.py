@@ -20,11 +20,13 @@ class StoredMessage:
     msg_id: str | None = None
 
 
-class NotAnswered(Exception):
+class ReadFailed(Exception):
     """A read got a status instead of messages."""
 
 
-async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[StoredMessage], bool]:
+async def collect_replies(
+    subscription: Subscription, *, batched: bool
+) -> tuple[list[StoredMessage], bool]:
     """The answers to one direct get, and whether more are left after a batch of them."""
     found: list[StoredMessage] = []
     while True:
@@ -37,13 +39,13 @@ async def collect(subscription: Subscription, *, batched: bool) -> tuple[list[St
             return found, headers.get("Nats-Num-Pending", "0") != "0"
         if status is not None:
             # 503: no stream answers. To take that for an empty log would be to forget it.
-            raise NotAnswered(f"status {status}")
-        found.append(stored_of(msg))
+            raise ReadFailed(f"status {status}")
+        found.append(to_stored_message(msg))
         if not batched:
             return found, False
 
 
-def stored_of(msg: Msg) -> StoredMessage:
+def to_stored_message(msg: Msg) -> StoredMessage:
     """From the headers that the server gives to what it reads or republishes from a stream."""
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()

@@ -8,22 +8,22 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from shared.bus.stored import StoredMessage, stored_of
+from shared.bus.stored import StoredMessage, to_stored_message
 from shared.protocol.messages import TENANT_HEADER
 
 # Live messages that wait for a slow reader; what does not fit it finds in the stream.
-MAX_UNREAD = 4096
+MAX_UNREAD_MESSAGES = 4096
 
-Answer = Callable[[bytes, str | None], Awaitable[bytes]]
+Responder = Callable[[bytes, str | None], Awaitable[bytes]]
 """To a question and its TENANT_HEADER, if it has one."""
 
 
-class Listener:
+class LiveSubscription:
     """A live subscription. It may lose messages when read slowly; the stream has them all."""
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
-        self._unread: asyncio.Queue[StoredMessage | None] = asyncio.Queue(MAX_UNREAD)
+        self._unread: asyncio.Queue[StoredMessage | None] = asyncio.Queue(MAX_UNREAD_MESSAGES)
 
     async def receive(self, msg: Msg) -> None:
         if "Nats-Sequence" not in (msg.headers or {}):
@@ -31,7 +31,7 @@ class Listener:
             self.wake()
             return
         with contextlib.suppress(asyncio.QueueFull):
-            self._unread.put_nowait(stored_of(msg))
+            self._unread.put_nowait(to_stored_message(msg))
 
     def wake(self) -> None:
         """Have the reader look into the stream: something may have been missed."""
@@ -47,10 +47,10 @@ class Listener:
             return None
 
 
-class Share:
+class GroupResponder:
     """A part of the questions on a subject."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Responder) -> None:
         self.subscription: Subscription | None = None
         self._answer = answer
         self._answering: set[asyncio.Task[None]] = set()

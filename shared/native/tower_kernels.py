@@ -36,7 +36,7 @@ class _Product(ctypes.Structure):
 
 
 class TowerKernels:
-    """Made by `find`. Several threads may call; they work one after the other."""
+    """Made by `find_kernels`. Several threads may call; they work one after the other."""
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
         self._library = loaded
@@ -93,7 +93,7 @@ class TowerKernels:
     def multiply(
         self,
         x: Tensor,  # [..., num_inputs]
-        panels: Tensor,  # of `pack`
+        panels: Tensor,  # of `pack_weight`
         bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
         num_outputs: int,
         activation: str = "none",
@@ -120,14 +120,14 @@ class TowerKernels:
         return y
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """[num_outputs, num_inputs], as linear.h wants it: [num_panels, num_inputs / 2, 32, 2]."""
     num_outputs, num_inputs = weight.shape
     padded = F.pad(weight.detach(), (0, 0, 0, -num_outputs % PANEL))
     return padded.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
 
 
-def find(weight: Tensor) -> TowerKernels | None:
+def find_kernels(weight: Tensor) -> TowerKernels | None:
     """The kernels for a tower of such weights; None if it stays with torch.
 
     So does bfloat16 on a processor with the matrix extension, which torch's own products use.
@@ -137,11 +137,11 @@ def find(weight: Tensor) -> TowerKernels | None:
         return None
     if not loaded.pagemill_has_bf16() or "amx_tile" in library.processor_flags():
         return None
-    return _make(torch.get_num_threads())
+    return _make_kernels(torch.get_num_threads())
 
 
 @functools.cache
-def _make(num_threads: int) -> TowerKernels:
+def _make_kernels(num_threads: int) -> TowerKernels:
     """One team of threads for all towers of a process."""
     loaded = library.load()
     assert loaded is not None

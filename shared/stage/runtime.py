@@ -69,14 +69,14 @@ class Context:
 
     async def open_metrics(self) -> None:
         """From now on whoever asks is told. Raises ConfigError where they cannot be served."""
-        self.metrics.watch("info", lambda: 1.0, version=VERSION)
+        self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
-        self.metrics.watch("start_time_seconds", lambda: started_s)
-        await self.bus.serve(subjects.METRICS, lambda _: to_json(self.metrics.tell()))
+        self.metrics.set_function("start_time_seconds", lambda: started_s)
+        await self.bus.add_responder(subjects.METRICS, lambda _: to_json(self.metrics.snapshot()))
         config = self.config.metrics
         if config.listen is not None:
             self._endpoint = MetricsEndpoint(
-                lambda: self.metrics.tell().series, config.listen, config.port, METRICS_PORTS
+                lambda: self.metrics.snapshot().series, config.listen, config.port, METRICS_PORTS
             )
             self.log.info("metrics", address=self._endpoint.address)
 
@@ -118,9 +118,9 @@ class Context:
                 url=self.url,
             )
             try:
-                await self.bus.put_heartbeat(self.worker, to_json(beat))
+                await self.bus.publish_heartbeat(self.worker, to_json(beat))
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
-                    await self.bus.set_clock()
+                    await self.bus.sync_clock()
             except Exception as error:
                 # The broker is away: the worker waits for it like everybody else.
                 self.log.warning("heartbeat_failed", error=str(error))
@@ -137,7 +137,7 @@ def run(role: str, main: Main, config: Config, url: str, model: str | None = Non
 
 async def _live(role: str, main: Main, config: Config, url: str, model: str | None) -> int:
     worker = f"{role}-{secrets.token_hex(4)}"
-    log = logs.setup(config.log_level, role=role, worker=worker)
+    log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
         bus = await Bus.connect(url, worker, config.nats.connect_timeout_s)
     except PagemillError as error:

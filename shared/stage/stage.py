@@ -233,7 +233,7 @@ class Stage:
         job.attempts = [decode_attempt(message.data) for message in stored]
         workers = {a.worker for a in job.attempts if a.role == self.role and a.outcome == "open"}
         others = sorted(workers - {self.worker})
-        silences = await asyncio.gather(*(self.bus.silence_s(w, self.worker) for w in others))
+        silences = await asyncio.gather(*(self.bus.heartbeat_lag_s(w, self.worker) for w in others))
         if any(ALIVE_S < silence_s <= DEAD_AFTER_S for silence_s in silences):
             return False
         dead = {w for w, silence_s in zip(others, silences, strict=True) if silence_s > ALIVE_S}
@@ -257,7 +257,7 @@ class Stage:
         )
         job.attempts.append(attempt)
         subject = subjects.attempts(_known(job.request_id))
-        await self.bus.publish_unnamed(subject, to_json(attempt))
+        await self.bus.publish_without_id(subject, to_json(attempt))
 
     # -- settling ---------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Stage:
         subject = subjects.stage(role, model, lane, request_id)
         was_there = await self.bus.publish(subject, data, msg_id)
         if was_there and (round > 0 or job.outputs):
-            stored = await self.bus.last(subjects.STAGES_STREAM, subject)
+            stored = await self.bus.read_last(subjects.STAGES_STREAM, subject)
             if round > 0 and stored is not None and stored.msg_id != msg_id:
                 raise Unavailable("what was lost is still in the queue")
             if round > 0 and stored is None:
@@ -300,7 +300,7 @@ class Stage:
 
         Raises `lost` when that cannot be done, or has been done too often.
         """
-        request = await self.bus.queued_request(task.accepted.sequence)
+        request = await self.bus.get_queued_request(task.accepted.sequence)
         if request is None or task.round >= self._policy.max_deliver:
             raise lost
         again = RenderTask(
@@ -334,7 +334,7 @@ class Stage:
         if accepted is None:
             # Without its receipt it can only be removed.
             if job.request_sequence is not None:
-                await self.bus.forget(subjects.REQUESTS_STREAM, job.request_sequence)
+                await self.bus.delete(subjects.REQUESTS_STREAM, job.request_sequence)
             return True
         if accepted.receipt == job.delivery.receipt:
             return True
@@ -343,7 +343,7 @@ class Stage:
         # A server that was cut off may have given out a receipt that its successor has never heard
         # of. What is still in the queue then comes to a coordinator again, and leaves it there.
         try:
-            return await self.bus.queued_request(accepted.sequence) is None
+            return await self.bus.get_queued_request(accepted.sequence) is None
         except Unavailable:
             return False
 
@@ -434,11 +434,11 @@ class Stage:
         if ours:
             closed = replace(ours[-1], outcome=outcome)
             subject = subjects.attempts(_known(job.request_id))
-            await self.bus.publish_unnamed(subject, to_json(closed))
+            await self.bus.publish_without_id(subject, to_json(closed))
 
     async def _write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
         delivery, sequence = job.delivery, job.request_sequence
-        queued = None if sequence is None else await self.bus.queued_request(sequence)
+        queued = None if sequence is None else await self.bus.get_queued_request(sequence)
         if queued is not None:
             request = queued.data
         else:

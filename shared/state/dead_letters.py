@@ -12,11 +12,11 @@ from shared.protocol.messages import DeadLetter, tenant_header
 _letter = msgspec.msgpack.Decoder(DeadLetter)
 
 
-async def newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
+async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
     """The latest `limit` letters, the newest first."""
-    first, sequence = await bus.bounds(subjects.DEAD_STREAM)
+    first, sequence = await bus.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
-        stored = await bus.at(subjects.DEAD_STREAM, sequence)
+        stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:
             yield _letter.decode(stored.data)
             limit -= 1
@@ -27,7 +27,7 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
     """Raises NotFound."""
     if not subjects.is_name(request_id):
         raise InvalidRequest("not a request id", field="request_id")
-    stored = await bus.last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+    stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
     if stored is None:
         raise NotFound(f"no dead letter of request {request_id}", field="request_id")
     letter: DeadLetter = _letter.decode(stored.data)
@@ -43,5 +43,5 @@ async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant:
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     # Under a message id of its own it would be taken for the first one's repetition.
-    await bus.publish_unnamed(subjects.request(model), request, tenant_header(tenant))
+    await bus.publish_without_id(subjects.request(model), request, tenant_header(tenant))
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))

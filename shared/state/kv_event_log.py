@@ -60,7 +60,7 @@ class KVLogWriter:
                     return
 
 
-def split(message: bytes) -> tuple[int, bytes]:
+def split_message(message: bytes) -> tuple[int, bytes]:
     """Number and payload."""
     return int.from_bytes(message[:NUMBER_BYTES], "big"), message[NUMBER_BYTES:]
 
@@ -71,4 +71,4 @@ async def replay(bus: Bus, engine: str, first: int = 0) -> list[tuple[int, bytes
     Raises Unavailable when the broker does not answer.
     """
     stored = await bus.read(subjects.KV_STREAM, subjects.kv(engine))
-    return [(n, payload) for n, payload in (split(s.data) for s in stored) if n >= first]
+    return [(n, payload) for n, payload in (split_message(s.data) for s in stored) if n >= first]

@@ -28,21 +28,21 @@ _URL = re.compile(r"media:([0-9a-f]{64})")
 _head = msgspec.json.Decoder(MediaHead)
 
 
-def url_of(name: str) -> str:
+def media_url(name: str) -> str:
     return f"media:{name}"
 
 
-def name_in(url: str) -> str | None:
+def parse_media_url(url: str) -> str | None:
     """The name in a `media:` URL; None for any other text."""
     match = _URL.fullmatch(url)
     return match and match.group(1)
 
 
-async def name_of(data: bytes) -> str:
+async def hash_media(data: bytes) -> str:
     return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
 
 
-def place_of(name: str, tenant: str) -> str:
+def storage_name(name: str, tenant: str) -> str:
     """By which name a tenant's picture is in the stream."""
     return hashlib.sha256(f"{tenant}:{name}".encode()).hexdigest() if tenant else name
 
@@ -52,7 +52,7 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
 
     What is there already, and not for long, is not written again. Raises Unavailable.
     """
-    place = place_of(name, tenant)
+    place = storage_name(name, tenant)
     known = await _find_head(bus, place)
     if known is not None:
         head, stored_ms = known
@@ -65,11 +65,11 @@ async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
     async def publish(number: int, start: int) -> None:
         async with credit:
             chunk = data[start : start + CHUNK_BYTES]
-            await bus.publish_unnamed(subjects.media_chunk(place, number), chunk)
+            await bus.publish_without_id(subjects.media_chunk(place, number), chunk)
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
-    await bus.publish_unnamed(subjects.media(place), to_json(head))
+    await bus.publish_without_id(subjects.media(place), to_json(head))
 
 
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
@@ -85,7 +85,7 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
 
 
 async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | None:
-    place = place_of(name, tenant)
+    place = storage_name(name, tenant)
     known = await _find_head(bus, place)
     if known is None:
         return None
@@ -97,18 +97,20 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
     data = bytearray()
     for first in range(0, head.num_chunks, CHUNKS_UNDER_WAY):
         numbers = range(first, min(first + CHUNKS_UNDER_WAY, head.num_chunks))
-        reads = (bus.last(subjects.MEDIA_STREAM, subjects.media_chunk(place, n)) for n in numbers)
+        reads = (
+            bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(place, n)) for n in numbers
+        )
         for chunk in await asyncio.gather(*reads):
             if chunk is None or len(data) + len(chunk.data) > head.num_bytes:
                 return None
             data += chunk.data
     found = bytes(data)
-    return found if await name_of(found) == name else None
+    return found if await hash_media(found) == name else None
 
 
 async def _find_head(bus: Bus, place: str) -> tuple[MediaHead, float] | None:
     """With the time when it was stored, in milliseconds of the broker's clock."""
-    stored = await bus.last(subjects.MEDIA_STREAM, subjects.media(place))
+    stored = await bus.read_last(subjects.MEDIA_STREAM, subjects.media(place))
     if stored is None:
         return None
     try:

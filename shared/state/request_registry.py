@@ -21,7 +21,7 @@ MAX_HOLDERS = 8
 _heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
-async def hold(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
+async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
     """Answer for a request, of which `record` is noted unless there is a note of it: the first
     stays. `holder` is a name that nobody else has, and begins with that of the worker and a colon.
 
@@ -39,7 +39,7 @@ async def hold(bus: Bus, request_id: str, record: RequestRecord, holder: str) ->
                 return held
 
 
-async def leave(bus: Bus, request_id: str, holder: str) -> bool:
+async def unregister(bus: Bus, request_id: str, holder: str) -> bool:
     """Whether nobody alive answers for the request any more. Raises Unavailable."""
     left = await _change(bus, request_id, lambda known: [h for h in known if h != holder])
     if left is None or not left.holders:
@@ -52,15 +52,15 @@ async def _are_gone(bus: Bus, workers: set[str]) -> bool:
     heard of anybody yet."""
     for pause_s in LOOKS_S:
         await asyncio.sleep(pause_s)
-        living = {_heartbeat.decode(data).worker for data in await bus.heartbeats()}
+        living = {_heartbeat.decode(data).worker for data in await bus.read_heartbeats()}
         if living & workers:
             return False
     return True
 
 
-async def get(bus: Bus, request_id: str) -> RequestRecord | None:
+async def find(bus: Bus, request_id: str) -> RequestRecord | None:
     """None if there is none, or none any more. Raises Unavailable."""
-    stored = await bus.last(subjects.JOBS_STREAM, subjects.job(request_id))
+    stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
     return None if stored is None else decode_job_record(stored.data)
 
 
@@ -69,7 +69,7 @@ async def _change(
 ) -> RequestRecord | None:
     """With other holders; None if there is no note."""
     subject = subjects.job(request_id)
-    while (stored := await bus.last(subjects.JOBS_STREAM, subject)) is not None:
+    while (stored := await bus.read_last(subjects.JOBS_STREAM, subject)) is not None:
         known = decode_job_record(stored.data)
         changed = replace(known, holders=change(known.holders))
         if changed.holders == known.holders:

@@ -63,7 +63,7 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     records = 0 if last is None else last.index + 1
     if last is not None and is_final(last):
         return _ended(request_id, last, attempts)
-    work = await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
+    work = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
         why = await _why_unknown(bus)
         return RequestStatus(request_id, "unknown", records=records, attempts=attempts, why=why)
@@ -119,7 +119,7 @@ def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> R
 
 async def _why_unknown(bus: Bus) -> str:
     """Requests that no coordinator has taken yet cannot be told apart by their ids."""
-    backlog = await bus.backlog(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+    backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     return (
         f"no stage has it: it is one of {backlog.waiting} requests that wait for a coordinator, has"
         " never been asked for, or is so old that its log has been removed"
@@ -128,12 +128,12 @@ async def _why_unknown(bus: Bus) -> str:
 
 async def _why_queued(bus: Bus, work: StoredMessage, role: str) -> str:
     _, _, _, model, lane, _ = work.subject.split(".")
-    beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+    beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
     takers = [beat for beat in beats if beat.role == role and model in beat.models]
     if not takers:
         return f"no {role} for model {model} is alive"
     try:
-        backlog = await bus.backlog(
+        backlog = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(role, model, lane)
         )
     except NotFound as error:
@@ -150,7 +150,7 @@ async def _why_in_hand(bus: Bus, attempt: AttemptRecord) -> str:
     beat = next(
         (
             beat
-            for data in await bus.heartbeats()
+            for data in await bus.read_heartbeats()
             if (beat := _heartbeat.decode(data)).worker == attempt.worker
         ),
         None,

@@ -33,7 +33,7 @@ async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:
 
 
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
-    stored = await bus.last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+    stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     return None if stored is None else decode_log_record(stored.data)
 
 
@@ -114,7 +114,7 @@ async def end_request(
     """End a request with `error`, unless its log has its final record already."""
     subject = subjects.tokens(request_id)
     while True:
-        last = await bus.last(subjects.TOKENS_STREAM, subject)
+        last = await bus.read_last(subjects.TOKENS_STREAM, subject)
         record = None if last is None else decode_log_record(last.data)
         if record is not None and is_final(record):
             return

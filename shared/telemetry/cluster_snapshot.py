@@ -10,7 +10,7 @@ import contextlib
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.queue_depth import Queue
+from shared.bus.queue_depth import ConsumerQueue
 from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics
@@ -27,14 +27,14 @@ _heartbeat = msgspec.json.Decoder(Heartbeat)
 _metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
-async def take(bus: Bus) -> ClusterSnapshot:
+async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     """Raises Unavailable without a broker, or without a Pagemill in it."""
     # First what is answered at once if there is none.
-    in_flight, oldest_ms = await bus.size(subjects.REQUESTS_STREAM)
-    dead_letters, _ = await bus.size(subjects.DEAD_STREAM)
-    beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+    in_flight, oldest_ms = await bus.stream_size(subjects.REQUESTS_STREAM)
+    dead_letters, _ = await bus.stream_size(subjects.DEAD_STREAM)
+    beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
     queues, told = await asyncio.gather(
-        bus.queues(subjects.STAGES_STREAM), _ask(bus, {beat.worker for beat in beats})
+        bus.queue_depths(subjects.STAGES_STREAM), _ask(bus, {beat.worker for beat in beats})
     )
     return ClusterSnapshot(
         at_ms=bus.now_ms(),
@@ -55,17 +55,17 @@ async def _requests(bus: Bus) -> list[StageQueue]:
     it may have megabytes."""
     try:
         stream, consumer = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
-        backlog = await bus.backlog(stream, consumer)
+        backlog = await bus.queue_depth(stream, consumer)
     except NotFound:
         return []
     return [StageQueue("coordinator", "", "", backlog.waiting, backlog.in_hand, None)]
 
 
-async def _look_into(bus: Bus, queue: Queue) -> StageQueue:
+async def _look_into(bus: Bus, queue: ConsumerQueue) -> StageQueue:
     backlog, oldest = queue.backlog, None
     if backlog.waiting:
         stream, subject = subjects.STAGES_STREAM, queue.subject
-        oldest = await bus.at(stream, backlog.delivered + 1, subject)
+        oldest = await bus.read_next(stream, backlog.delivered + 1, subject)
     return StageQueue(
         *subjects.parts_of_stage(queue.subject),
         pending=backlog.waiting,
@@ -78,7 +78,7 @@ async def _ask(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:
     """What workers tell, by worker: as soon as all of those have answered."""
     told: dict[str, WorkerMetrics] = {}
 
-    def take(answer: bytes) -> bool:
+    def take_snapshot(answer: bytes) -> bool:
         # Anybody may answer on a subject; what is no worker's is left out.
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             metrics = _metrics.decode(answer)
@@ -86,7 +86,7 @@ async def _ask(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:
             told[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
         return expected <= told.keys()
 
-    await bus.ask_all(subjects.METRICS, take, ANSWER_S)
+    await bus.request_many(subjects.METRICS, take_snapshot, ANSWER_S)
     return told
 
 
@@ -100,7 +100,7 @@ def _is_known(series: MetricSeries) -> bool:
     )
 
 
-def as_series(survey: ClusterSnapshot) -> list[MetricSeries]:
+def to_series(survey: ClusterSnapshot) -> list[MetricSeries]:
     """All that workers told, and what the broker knows."""
     return [
         *(series for told in survey.told.values() for series in told.series),

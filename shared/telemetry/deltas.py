@@ -65,16 +65,16 @@ def samples_of(told: WorkerMetrics) -> Samples:
     return found
 
 
-def since(before: ClusterSnapshot, now: ClusterSnapshot, worker: str) -> Samples | None:
+def increase_between(before: ClusterSnapshot, now: ClusterSnapshot, worker: str) -> Samples | None:
     """What a worker has counted between two surveys; None where that cannot be told."""
     samples = now.samples[worker]
     if worker in before.samples:
-        return increase(before.samples[worker], samples)
+        return increases(before.samples[worker], samples)
     started_after = 1000 * total(samples, "start_time_seconds") >= before.at_ms
     return samples if started_after else None
 
 
-def increase(before: Samples, now: Samples) -> Samples:
+def increases(before: Samples, now: Samples) -> Samples:
     """Of everything that only grows. What is less than before has begun again from zero."""
     return {
         name: {

@@ -17,7 +17,7 @@ Level = Literal["debug", "info", "warning", "error"]
 Logger = structlog.typing.FilteringBoundLogger
 
 
-def setup(level: Level, **context: str) -> Logger:
+def configure_logging(level: Level, **context: str) -> Logger:
     """Configure structlog for this process.
 
     `context` (role, worker) becomes part of every event of this task and of those it starts.

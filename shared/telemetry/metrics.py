@@ -81,16 +81,16 @@ class Metrics:
         assert isinstance(series, Histogram), name
         return series
 
-    def watch(self, name: str, read: Read, **labels: str) -> None:
+    def set_function(self, name: str, read: Read, **labels: str) -> None:
         """Call `read` whenever somebody asks; what it reads of a counter must only grow."""
         assert METRICS[name].kind != "histogram", name
         self._series[self._key(name, labels)] = read
 
-    def tell(self) -> WorkerMetrics:
+    def snapshot(self) -> WorkerMetrics:
         """All of it, of every model, as it is just now."""
         # Another thread may be asking while a series comes into being.
         told = sorted(self._series.copy().items(), key=lambda item: item[0])
-        series = [_tell(name, dict(labels), series) for (name, labels), series in told]
+        series = [_to_series(name, dict(labels), series) for (name, labels), series in told]
         return WorkerMetrics(self._role, self._worker, series)
 
     def _key(self, name: str, labels: dict[str, str]) -> tuple[str, LabelSet]:
@@ -98,7 +98,7 @@ class Metrics:
         return name, own + tuple(labels.items())
 
 
-def _tell(name: str, labels: dict[str, str], series: Series) -> MetricSeries:
+def _to_series(name: str, labels: dict[str, str], series: Series) -> MetricSeries:
     if isinstance(series, Histogram):
         return MetricSeries(name, labels, series.total, list(series.bounds), series.counts.copy())
     value = series.value if isinstance(series, Counter) else series()

@@ -21,17 +21,17 @@ from shared.telemetry.catalog import METRICS, PREFIX
 Collect = Callable[[], Iterable[MetricSeries]]
 
 
-def text(told: Iterable[MetricSeries]) -> bytes:
+def to_text(told: Iterable[MetricSeries]) -> bytes:
     """In Prometheus' text format. All names must be of the catalogue."""
-    return generate_latest(registry(lambda: told))
+    return generate_latest(make_registry(lambda: told))
 
 
-def registry(collect: Collect) -> CollectorRegistry:
+def make_registry(collect: Collect) -> CollectorRegistry:
     """Tells what `collect` returns, each time that it is asked."""
-    registry = CollectorRegistry()
+    make_registry = CollectorRegistry()
     # It is not asked at once: nothing else is registered here that it could clash with.
-    registry.register(_Told(collect))
-    return registry
+    make_registry.register(_Told(collect))
+    return make_registry
 
 
 class _Told(Collector):
@@ -75,7 +75,7 @@ class MetricsEndpoint:
 
         `collect` is called in the server's threads. Raises ConfigError where it cannot listen.
         """
-        self._server = _listen(registry(collect), host, port, num_ports)
+        self._server = _listen(make_registry(collect), host, port, num_ports)
         self.address = (host, self._server.server_port)
 
     def close(self) -> None:

@@ -128,20 +128,20 @@ class EmbeddingStore:
         return blob is not None
 
     async def _tell(self, key: str, record: EmbeddingRecord) -> None:
-        await self._bus.publish_unnamed(subjects.embedding(key), to_msgpack(record))
+        await self._bus.publish_without_id(subjects.embedding(key), to_msgpack(record))
 
     # -- consumer -----------------------------------------------------------------------------
 
     async def get(self, key: str, mm_hash: str) -> Held | None:
         """None if they are not made yet, or lost; then nobody else will look for them there."""
-        told = await self._bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
+        told = await self._bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
         if told is None:
             return None
         try:
             return await self._open(told, mm_hash)
         except (BlobLost, DecodeError) as error:
             _log.warning("embedding_lost", key=key, reason=error.message)
-            await self._bus.forget(subjects.EMBEDDINGS_STREAM, told.sequence)
+            await self._bus.delete(subjects.EMBEDDINGS_STREAM, told.sequence)
             return None
 
     async def wait(self, key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> Held:
@@ -153,11 +153,13 @@ class EmbeddingStore:
         if (held := await self.get(key, mm_hash)) is not None:
             return held
         encoding = subjects.encoding(key)
-        listener = await self._bus.listen(subjects.embedding(key))
+        listener = await self._bus.subscribe(subjects.embedding(key))
         try:
             while True:
                 # In this order: a task is gone only after its result has been told.
-                task = await self._bus.last(subjects.STAGES_STREAM, subjects.stages_of(encoding))
+                task = await self._bus.read_last(
+                    subjects.STAGES_STREAM, subjects.stages_of(encoding)
+                )
                 if (held := await self.get(key, mm_hash)) is not None:
                     return held
                 if task is None:
@@ -166,7 +168,7 @@ class EmbeddingStore:
                 await progress()
                 await listener.next(LOOK_S)
         finally:
-            await self._bus.unlisten(listener)
+            await self._bus.unsubscribe(listener)
 
     async def acknowledge(self, held: Held) -> None:
         """They have been had, and may go when their owner needs the room."""

@@ -40,7 +40,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def quicken(visual: Any) -> None:
     """Put these layers into a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, around its weights."""
-    kernels = tower_kernels.find(visual.patch_embed.proj.weight)
+    kernels = tower_kernels.find_kernels(visual.patch_embed.proj.weight)
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
         block.attn = SegmentAttention(block.attn, kernels)
@@ -50,7 +50,7 @@ def quicken(visual: Any) -> None:
 
 def quicken_clip(tower: nn.Module, projector: nn.Module) -> None:
     """The same for LLaVA's tower and projector; on torch they stay as they are."""
-    kernels = tower_kernels.find(next(projector.parameters()))
+    kernels = tower_kernels.find_kernels(next(projector.parameters()))
     if kernels is None:
         return
     for module in tower.modules():
@@ -96,7 +96,7 @@ class PackedLinear(nn.Module):
         self._activation = activation
         self._num_outputs = num_outputs
         # transformers asks for the type and the device of a `weight`.
-        self.weight = tower_kernels.pack(linear.weight)
+        self.weight = tower_kernels.pack_weight(linear.weight)
         self._bias = F.pad(bias, (0, -num_outputs % tower_kernels.PANEL))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., num_inputs] -> [..., num_outputs]

@@ -17,16 +17,16 @@ def engine(
     worker: str, *, prompt: int = 0, out: int = 0, first: tuple[float, ...] = (), started_s: float
 ) -> Metrics:
     metrics = Metrics("engine", worker, "demo")
-    metrics.watch("start_time_seconds", lambda: started_s)
+    metrics.set_function("start_time_seconds", lambda: started_s)
     metrics.counter("prompt_tokens_total").add(prompt)
     metrics.counter("generation_tokens_total").add(out)
-    metrics.watch("prefix_cache_queries_total", lambda: prompt)
-    metrics.watch("prefix_cache_hits_total", lambda: prompt / 4)
-    metrics.watch("num_preemptions_total", lambda: 3)
-    metrics.watch("num_requests_running", lambda: 2)
-    metrics.watch("num_requests_waiting", lambda: 1)
-    metrics.watch("kv_cache_usage_perc", lambda: 0.25)
-    metrics.watch("kv_waste", lambda: 0.02)
+    metrics.set_function("prefix_cache_queries_total", lambda: prompt)
+    metrics.set_function("prefix_cache_hits_total", lambda: prompt / 4)
+    metrics.set_function("num_preemptions_total", lambda: 3)
+    metrics.set_function("num_requests_running", lambda: 2)
+    metrics.set_function("num_requests_waiting", lambda: 1)
+    metrics.set_function("kv_cache_usage_perc", lambda: 0.25)
+    metrics.set_function("kv_waste", lambda: 0.02)
     for value in first:
         metrics.histogram("time_to_first_token_seconds").observe(value)
     return metrics
@@ -38,7 +38,7 @@ def survey(
     silent: tuple[str, ...] = (),
     queues: tuple[StageQueue, ...] = (),
 ) -> ClusterSnapshot:
-    told = [metrics.tell() for metrics in answering]
+    told = [metrics.snapshot() for metrics in answering]
     workers = [metrics.worker for metrics in told] + list(silent)
     return ClusterSnapshot(
         at_ms=1000 * at_s,

@@ -160,7 +160,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
     source = hash_source((tmp_path / "new.png").read_bytes())
     key = embedding_key("demo", processor.hash_picture(source, ""))
     for name in (key, subjects.encoding(key)):
-        await client.publish_unnamed(subjects.cancel(name), b"")
+        await client.publish_without_id(subjects.cancel(name), b"")
         bad = GenerateRequest("nobodys", request.messages)
         await client.publish(subjects.request("demo"), to_json(bad), name)
     await until(lambda: nothing_queued(client, subjects.CANCELS_STREAM))
@@ -169,7 +169,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
 
 
 async def nothing_queued(bus: Bus, stream: str) -> bool:
-    first, last = await bus.bounds(stream)
+    first, last = await bus.sequence_range(stream)
     return first > last
 
 
@@ -194,7 +194,7 @@ async def test_an_encoder_killed_with_a_picture_in_hand(
 
 async def _in_hand(bus: Bus) -> bool:
     durable = subjects.stage_consumer("encoder", "demo", "interactive")
-    return (await bus.backlog(subjects.STAGES_STREAM, durable)).in_hand > 0
+    return (await bus.queue_depth(subjects.STAGES_STREAM, durable)).in_hand > 0
 
 
 async def test_embeddings_that_are_lost_are_made_again(
@@ -219,7 +219,7 @@ async def test_embeddings_that_are_lost_are_made_again(
 
 
 async def _told(bus: Bus) -> bool:
-    return await bus.last(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER) is not None
+    return await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER) is not None
 
 
 async def test_without_encoders_the_deadline_holds_and_text_goes_on(

@@ -47,7 +47,7 @@ async def engine_is_idle(bus: Bus) -> bool:
 
 
 async def work_of(bus: Bus, request_id: str) -> bool:
-    return await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id)) is not None
+    return await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)) is not None
 
 
 def code_of(records: list[LogRecord]) -> str:
@@ -167,7 +167,7 @@ async def test_the_same_id_again_is_the_same_request(client: Bus) -> None:
     assert again == first
     # Without a message id the server cannot know it again, as after its window.
     body = to_json(msgspec.structs.replace(request, request_id=request_id))
-    await client.publish_unnamed(subjects.request("demo"), body)
+    await client.publish_without_id(subjects.request("demo"), body)
     await asyncio.sleep(1)
     assert await read_log(client, request_id) == first
     assert not await work_of(client, request_id)

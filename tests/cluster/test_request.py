@@ -68,7 +68,7 @@ def image(url: str) -> dict[str, Any]:
 async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogRecord], float]:
     """Raw bytes as a foreign client sends them; the log, and the seconds to its first record."""
     request_id = new_request_id()
-    listener = await bus.listen(subjects.tokens(request_id))
+    listener = await bus.subscribe(subjects.tokens(request_id))
     began = time.monotonic()
     await bus.publish(subjects.request(model), data, request_id)
     records: list[LogRecord] = []
@@ -78,7 +78,7 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
         assert live is not None
         took_s = took_s or time.monotonic() - began
         records.append(decode_log_record(live.data))
-    await bus.unlisten(listener)
+    await bus.unsubscribe(listener)
     return records, took_s
 
 

@@ -114,7 +114,7 @@ async def until(true: Callable[[], Any], timeout_s: float = 10) -> None:
 async def settled(bus: Bus, key: str) -> None:
     async def is_settled() -> bool:
         return (
-            await bus.last(subjects.STAGES_STREAM, subjects.stages_of(subjects.encoding(key)))
+            await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(subjects.encoding(key)))
             is None
         )
 
@@ -157,12 +157,12 @@ async def test_what_has_no_room_is_not_made_again(start: Start, bus: Bus, model:
     await settled(bus, await ask_for(bus, model, first))
     key = await ask_for(bus, model, second)
     await asyncio.sleep(1.5)
-    assert await bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is None
+    assert await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is None
     held = await encoder.embeddings.get(embedding_key(model, first), first)
     await encoder.embeddings.acknowledge(held)
     held.close()
     await settled(bus, key)
-    assert await bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is not None
+    assert await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is not None
     assert encoder.tower.num_encoded == 2
 
 

@@ -65,7 +65,7 @@ async def start_worker(
         Blobs(bus, "engine", name, BlobsConfig(arena_mib=1)), None, lambda data: data
     )
     worker = EngineWorker(context, model, core, opener)
-    await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
+    await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
     return worker, runner, context
 
 
@@ -244,11 +244,11 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     async with asyncio.timeout(20):
         (record,) = [record async for record in follow(bus, request_id)]
         # What is waited for happens at the broker.
-        while await bus.last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
+        while await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
-    assert await bus.queued_request(accepted.sequence) is None
+    assert await bus.get_queued_request(accepted.sequence) is None
     assert (await dead_letters.find(bus, request_id)).request == b"what the client wrote"
     assert all(consumer.held == 0 for consumer in worker._consumers)
     context.shutdown.asked.set()

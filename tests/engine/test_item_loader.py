@@ -56,19 +56,19 @@ async def test_what_was_opened_is_closed(
 ) -> None:
     mm_hash = secrets.token_hex(32)
     fields = {"pixels": from_torch(torch.zeros(600, 256))}  # 0.6 MiB
-    ref = mm_items.put(blobs, mm_hash, 4, fields, 60)
+    ref = mm_items.put_item(blobs, mm_hash, 4, fields, 60)
     item = MultiModalKwargsItem("image", mm_hash, PlaceholderRange(0, 4), blob=ref)
     opener = ItemLoader(blobs, embeddings, restore)
     assert ref is not None
     if error is None:
         opened = await opener.open(item, [], no_progress)
-        blobs.forget(ref)
-        assert mm_items.put(blobs, secrets.token_hex(32), 4, fields, 60) is None
+        blobs.discard(ref)
+        assert mm_items.put_item(blobs, secrets.token_hex(32), 4, fields, 60) is None
         del opened
         gc.collect()
         await asyncio.sleep(0)  # once around the loop
     else:
         with pytest.raises(error):
             await opener.open(item, [], no_progress)
-        blobs.forget(ref)
-    assert mm_items.put(blobs, secrets.token_hex(32), 4, fields, 60) is not None
+        blobs.discard(ref)
+    assert mm_items.put_item(blobs, secrets.token_hex(32), 4, fields, 60) is not None

@@ -66,7 +66,7 @@ class Rig:
 
     @property
     def samples(self) -> Samples:
-        return samples_of(self.metrics.tell())
+        return samples_of(self.metrics.snapshot())
 
 
 def count(samples: Samples, name: str) -> float:

@@ -46,7 +46,7 @@ async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Callable]:
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
-        await bus.put_heartbeat(worker, to_json(beat))
+        await bus.publish_heartbeat(worker, to_json(beat))
         return ImageCache(blobs, RendererConfig(), asyncio.to_thread), blobs
 
     yield start
@@ -57,7 +57,7 @@ async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Callable]:
 async def contents(blobs: Blobs, prepared: PreparedImage) -> dict[str, bytes]:
     assert prepared.ref is not None
     with await blobs.get(prepared.ref) as blob:
-        fields, num_tokens = mm_items.read(blob)
+        fields, num_tokens = mm_items.read_item(blob)
         assert num_tokens == prepared.num_tokens
         return {name: bytes(tensor.data) for name, tensor in fields.items()}
 

@@ -57,7 +57,7 @@ def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> PreparedImage:
         "pixels": from_numpy(np.zeros(4096, dtype=np.uint8)),
         "grid": from_numpy(np.array([1, 2, 3])),
     }
-    ref = mm_items.put(blobs, mm_hash, num_tokens, fields, TTL_S)
+    ref = mm_items.put_item(blobs, mm_hash, num_tokens, fields, TTL_S)
     assert ref is not None
     return PreparedImage(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
 
@@ -75,7 +75,7 @@ async def queued(
 ) -> tuple[EncodeTask, list[TensorData]] | None:
     name = subjects.encoding(embedding_key(model, picture.mm_hash))
     subject = subjects.stage("encoder", model, lane, name)
-    stored = await bus.last(subjects.STAGES_STREAM, subject)
+    stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     return None if stored is None else envelope.decode(stored.data, EncodeTask)
 
 
@@ -124,7 +124,7 @@ async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model
 async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
     picture = prepared(blobs, 10)
     key = embedding_key(model, picture.mm_hash)
-    await bus.publish_unnamed(subjects.embedding(key), b"told")
+    await bus.publish_without_id(subjects.embedding(key), b"told")
     made = refs_of([picture])
     await packer(bus, blobs, model).pack(task_of(bus, model), [picture], ranges_of([picture]), made)
     assert await queued(bus, model, picture) is None

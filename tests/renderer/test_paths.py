@@ -230,7 +230,7 @@ async def test_bad_questions_get_one_clear_error(rig: Rig) -> None:
             messages = messages_with(question.get("urls", []))
             question = to_msgpack(GenerateRequest(model, messages))
         subject = (render_subject if service == "render" else tokenize_subject)(rig.model)
-        refusal = msgspec.json.decode(await rig.bus.ask(subject, question, 10), type=ErrorReply)
+        refusal = msgspec.json.decode(await rig.bus.request(subject, question, 10), type=ErrorReply)
         assert refusal.error.code == code, question
         assert refusal.error.fault == "client"
         assert (refusal.error.field or "").endswith(field or "")

@@ -25,7 +25,7 @@ async def start(bus: Bus) -> AsyncIterator[Callable]:
         await blobs.start()
         started.append(blobs)
         beat = Heartbeat("test", worker, "0", 0, [], {}, told(blobs.address))
-        await bus.put_heartbeat(worker, to_json(beat))
+        await bus.publish_heartbeat(worker, to_json(beat))
         return blobs
 
     yield start

@@ -182,7 +182,7 @@ class LocalCluster:
     async def _ready_roles(self, bus: Bus) -> Counter[str]:
         pids = {process.pid for process in self._processes.values()}
         try:
-            beats = [_heartbeat.decode(data) for data in await bus.heartbeats()]
+            beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
         except Unavailable:
             return Counter()  # Nor can anybody else hear of them yet.
         ours = [beat for beat in beats if beat.pid in pids]

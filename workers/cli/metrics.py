@@ -10,7 +10,7 @@ from shared.bus.bus import Bus
 from shared.errors import ConfigError, PagemillError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
-from shared.telemetry.prometheus import MetricsEndpoint, text
+from shared.telemetry.prometheus import MetricsEndpoint, to_text
 
 CONNECT_TIMEOUT_S = 3.0
 # Prometheus itself gives up after ten seconds.
@@ -20,10 +20,10 @@ SCRAPE_TIMEOUT_S = 5.0
 async def print_metrics(url: str) -> int:
     bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
     try:
-        told = cluster_snapshot.as_series(await cluster_snapshot.take(bus))
+        told = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
     finally:
         await bus.close()
-    sys.stdout.write(text(told).decode())
+    sys.stdout.write(to_text(told).decode())
     return 0
 
 
@@ -56,7 +56,7 @@ async def _ask(bus: Bus) -> list[MetricSeries]:
     """Never raises: that the broker is away is something to tell as well."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            return cluster_snapshot.as_series(await cluster_snapshot.take(bus))
+            return cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
     except (PagemillError, TimeoutError):
         return [cluster_snapshot.BROKER_DOWN]
 

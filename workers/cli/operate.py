@@ -75,7 +75,7 @@ async def print_dead(limit: int, url: str) -> int:
     bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
     table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
     try:
-        async for letter in dead_letters.newest(bus, limit):
+        async for letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 _time(letter.failed_ms),
                 letter.request_id or "(none)",

@@ -31,7 +31,7 @@ Show = Callable[[Frame | Unavailable], None]
 async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
     """Show frame after frame until Ctrl-C; or one, and raise Unavailable where there is none."""
     # What the connection has to say would be written over the picture, which tells it too.
-    logs.setup("error", role="top")
+    logs.configure_logging("error", role="top")
     viewer = Viewer(url)
     try:
         if once:
@@ -57,7 +57,7 @@ class Viewer:
             self._bus = await Bus.connect(self._url, "top", CONNECT_TIMEOUT_S)
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                now = await cluster_snapshot.take(self._bus)
+                now = await cluster_snapshot.take_snapshot(self._bus)
         except TimeoutError:
             raise Unavailable(f"the broker at {self._url} does not answer") from None
         before, self._last = self._last, now

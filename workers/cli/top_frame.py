@@ -9,8 +9,8 @@ from shared.telemetry.deltas import (
     Samples,
     StageQueue,
     buckets,
+    increase_between,
     quantile,
-    since,
     total,
 )
 
@@ -170,7 +170,9 @@ def _flow(
     interval_s = _interval_s(before, now)
     if before is None or interval_s is None:
         return Throughput(None, None, None, None, None, None, None)
-    parts = [part for worker in workers if (part := since(before, now, worker)) is not None]
+    parts = [
+        part for worker in workers if (part := increase_between(before, now, worker)) is not None
+    ]
     queries = _sum(parts, "prefix_cache_queries_total")
     first_token = buckets(parts, "time_to_first_token_seconds")
     return Throughput(

@@ -146,7 +146,7 @@ class Coordinator:
         )
         path = [self._stage.span(job)]
         await end_request(self._context.bus, job.request_id, job.delivery.attempt, error, path)
-        await self._context.bus.tell(subjects.ended(job.request_id))
+        await self._context.bus.notify(subjects.ended(job.request_id))
         # Perhaps nobody serves its model any more, and its work would lie in the queue for long.
         await self._context.bus.purge(subjects.STAGES_STREAM, subjects.stages_of(job.request_id))
         self._stage.count_error(error)
@@ -162,7 +162,7 @@ class Coordinator:
                 error = Cancelled("cancelled on request")
                 await end_request(bus, request_id, delivery.attempt, error, [])
                 self._stage.count_error(error)
-                await bus.tell(subjects.ended(request_id))
+                await bus.notify(subjects.ended(request_id))
                 self._context.log.info("cancelled", request_id=request_id)
             await delivery.ack()
         except asyncio.CancelledError:

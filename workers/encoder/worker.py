@@ -85,9 +85,9 @@ class EncoderWorker:
     def _tell_metrics(self) -> None:
         metrics, tower = self._context.metrics.of(self._model), self._tower
         tower.on_batch = metrics.histogram("encoder_batch_items").observe
-        metrics.watch("encoded_items_total", lambda: tower.num_encoded)
-        metrics.watch("encoder_waiting_items", lambda: tower.num_waiting)
-        metrics.watch("encoder_found_items_total", lambda: self._found)
+        metrics.set_function("encoded_items_total", lambda: tower.num_encoded)
+        metrics.set_function("encoder_waiting_items", lambda: tower.num_waiting)
+        metrics.set_function("encoder_found_items_total", lambda: self._found)
 
     async def _consume(self, lane: str) -> Consumer:
         context = self._context

@@ -54,7 +54,7 @@ class ItemLoader:
             elif self._embeddings is None:
                 raise DecodeError("an item's embeddings are elsewhere, and nobody makes any")
             else:
-                fields = mm_items.named(item.fields, tensors)
+                fields = mm_items.select_tensors(item.fields, tensors)
                 held = await self._embeddings.wait(item.embedding, item.mm_hash, progress)
             if held is not None:
                 views.callback(held.close)

@@ -77,7 +77,7 @@ class EngineMetrics:
             ("mm_cache_hits_total", lambda: self._stats.mm_cache_hits),
             ("encoded_items_total", lambda: self._stats.encoded_items),
         ):
-            self._metrics.watch(name, read)
+            self._metrics.set_function(name, read)
 
     def step(
         self,

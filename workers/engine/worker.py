@@ -86,7 +86,9 @@ class EngineWorker:
         self._consumers: list[Consumer] = []
         self._told: set[asyncio.Task[None]] = set()
         self._stats = core.stats()
-        self._meters = EngineMetrics(context.metrics.of(model), self._stats, context.bus.at_ms)
+        self._meters = EngineMetrics(
+            context.metrics.of(model), self._stats, context.bus.to_broker_ms
+        )
         self._kv_events = core.kv_events
         self._kv_log = KVLogWriter(context.bus, context.worker)
         self._max_num_seqs = context.config.engine.max_num_seqs
@@ -110,7 +112,7 @@ class EngineWorker:
         if self._kv_events is not None:
             self._tell_kv_events()
             self._start(self._kv_log.run())
-        await context.bus.watch(subjects.ENDED_FILTER, self._on_ended)
+        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         for lane in subjects.LANES:
             self._consumers.append(
                 await context.bus.consume(

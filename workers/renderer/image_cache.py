@@ -112,7 +112,7 @@ class ImageCache:
             return None
         try:
             with await self._blobs.get(ref) as blob:
-                fields, num_tokens = mm_items.read(blob)
+                fields, num_tokens = mm_items.read_item(blob)
                 metadata = {name: copied(fields[name]) for name in processor.metadata}
         except BaseException as error:
             await self._blobs.release(ref)
@@ -122,7 +122,7 @@ class ImageCache:
         return PreparedImage(mm_hash, num_tokens, ref, {}, metadata)
 
     def _put(self, mm_hash: str, picture: ProcessedImage, ttl_s: float) -> BlobRef | None:
-        return mm_items.put(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+        return mm_items.put_item(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
 
     async def _make(
         self, mm_hash: str, process: Callable[[], ProcessedImage], field: str, ttl_s: float
@@ -135,7 +135,7 @@ class ImageCache:
                 picture = await self._in_thread(process)
                 # It is there before this is over: who came between would make it again.
                 if (ref := self._put(mm_hash, picture, ttl_s)) is not None:
-                    self._blobs.forget(ref)
+                    self._blobs.discard(ref)
                 return picture
 
             self.counters.processed += 1

@@ -80,7 +80,7 @@ class Packer:
         )
 
     async def _is_encoded(self, key: str) -> bool:
-        told = await self._bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
+        told = await self._bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
         # What is about to expire may be gone before the engine asks for it.
         good_ms = 1000 * self._config.embeddings.ttl_s / 2
         return told is not None and self._bus.now_ms() - told.stored_ms < good_ms
@@ -91,7 +91,7 @@ class Packer:
             # One that waits in the faster lane will do.
             name = subjects.encoding(key)
             faster = subjects.stage("encoder", task.model, "interactive", name)
-            if await self._bus.last(subjects.STAGES_STREAM, faster) is not None:
+            if await self._bus.read_last(subjects.STAGES_STREAM, faster) is not None:
                 return True
         tensors: list[TensorData] = []
         whole = PlaceholderRange(0, picture.num_tokens)
@@ -140,7 +140,7 @@ class Packer:
 
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:
-            fields, _ = mm_items.read(blob)
+            fields, _ = mm_items.read_item(blob)
             return {name: copied(tensor) for name, tensor in fields.items()}
 
 

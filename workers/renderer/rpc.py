@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.bus.subscriptions import Share
+from shared.bus.subscriptions import GroupResponder
 from shared.codec import envelope
 from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
@@ -68,7 +68,7 @@ class RendererRpc:
         self._in_thread = in_thread
         self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
         self._num_free = max(1, config.renderer.threads // 2)
-        self._shares: list[Share] = []
+        self._shares: list[GroupResponder] = []
 
     async def start(self) -> None:
         for model in self._processors:
@@ -81,7 +81,7 @@ class RendererRpc:
             ):
                 answer = partial(self._answer, partial(work, model))
                 self._shares.append(
-                    await self._bus.share(subject, subjects.RENDERERS_GROUP, answer)
+                    await self._bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
                 )
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:

@@ -95,14 +95,14 @@ class RendererWorker:
             for model in self._processors
             for lane in subjects.LANES
         ]
-        await context.bus.watch(subjects.ENDED_FILTER, self._note_ended)
+        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._note_ended)
         services = RendererRpc(
             context.bus, self._readonly_path, self._processors, config, self._in_thread
         )
         await services.start()
         counters = self._main_path.pictures.counters
-        context.metrics.watch("mm_cache_queries_total", lambda: counters.queries)
-        context.metrics.watch("mm_cache_hits_total", lambda: counters.hits)
+        context.metrics.set_function("mm_cache_queries_total", lambda: counters.queries)
+        context.metrics.set_function("mm_cache_hits_total", lambda: counters.hits)
         context.ready(
             sorted(self._processors),
             lambda: {

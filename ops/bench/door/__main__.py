@@ -77,7 +77,7 @@ WORKS = (
 
 def main() -> None:
     given = _arguments()
-    logs.setup("warning", role="bench")
+    logs.configure_logging("warning", role="bench")
     console = Console()
     if not console.is_terminal:
         console.width = 120

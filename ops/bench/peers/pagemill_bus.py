@@ -98,7 +98,7 @@ def _data_url(picture: str) -> str:
 
 
 async def main() -> None:
-    logs.setup("warning", role="bench")
+    logs.configure_logging("warning", role="bench")
     peer = PagemillBus(asyncio.get_running_loop())
     try:
         await asyncio.to_thread(serve, peer)

@@ -175,7 +175,7 @@ def main(
     nats: Annotated[str, Parameter(name="--nats")],
     gateway: list[str] | None = None,
 ) -> int:
-    logs.setup("error", role="load")
+    logs.configure_logging("error", role="load")
     load = Load(nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out)
     uvloop.run(load.run())
     return 0

@@ -232,7 +232,7 @@ async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus
         live.append(msg.data)
 
     subscription = await bus._nc.subscribe(subjects.kv(engine), cb=receive)
-    await bus.serve("pm.test.receipt", lambda receipt: b"+OK")
+    await bus.add_responder("pm.test.receipt", lambda receipt: b"+OK")
     serving = asyncio.create_task(worker.serve())
     # More blocks than the pool has, so that some are evicted.
     names = [f"kv-{secrets.token_hex(8)}" for _ in range(12)]
@@ -254,7 +254,7 @@ async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus
     assert numbers == list(range(len(numbers)))
     assert [n for n, _ in await kv_event_log.replay(bus, engine, 3)] == numbers[3:]
     await subscription.unsubscribe()
-    assert [number for number, _ in map(kv_event_log.split, live)] == numbers
+    assert [number for number, _ in map(kv_event_log.split_message, live)] == numbers
 
 
 async def put_task(

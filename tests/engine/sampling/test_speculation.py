@@ -185,7 +185,7 @@ def test_what_was_drafted_is_told() -> None:
     stats = core.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     meters.step([], [], stats, 1.0, 2.0)
-    samples = samples_of(metrics.tell())
+    samples = samples_of(metrics.snapshot())
     name = "spec_decode_num_{}_tokens_total"
     assert total(samples, name.format("draft")) == stats.num_draft_tokens
     assert total(samples, name.format("accepted")) == stats.num_accepted_tokens

@@ -245,7 +245,7 @@ async def test_a_log_without_its_beginning_is_told_as_that(
     assert first is not None
     assert first.index > 0
     stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(f"{request_id}-0"), 1)
-    await bus.forget(subjects.TOKENS_STREAM, stored[0].sequence)
+    await bus.delete(subjects.TOKENS_STREAM, stored[0].sequence)
     told = await http.get(f"/v1/requests/{request_id}/stream")
     assert (told.status_code, told.json()["error"]["code"]) == (410, "log_truncated")
 
@@ -254,7 +254,7 @@ async def test_a_request_whose_log_is_gone_is_not_waited_for(
     http: httpx.AsyncClient, bus: Bus
 ) -> None:
     request_id = f"chatcmpl-{time.time_ns()}"
-    await request_registry.hold(
+    await request_registry.register(
         bus, request_id, RequestRecord("chat", "demo", "", 1, True), "gateway-dead:a"
     )
     for path in ("", "/stream"):
@@ -361,7 +361,7 @@ async def test_who_waits_when_the_drain_is_over_is_told_where_to_go_on(
 async def test_what_could_not_be_noted_is_not_done(http: httpx.AsyncClient, bus: Bus) -> None:
     """The client is told to ask again: what it has asked first is nobody's."""
     cancels: list[str] = []
-    await bus.watch(subjects.CANCELS_FILTER, cancels.append)
+    await bus.watch_subjects(subjects.CANCELS_FILTER, cancels.append)
     await bus._js.delete_stream(subjects.JOBS_STREAM)
     try:
         answer = await http.post(PATH, json=long(max_tokens=900))
@@ -381,6 +381,6 @@ async def test_a_note_of_what_was_never_asked_is_not_waited_for(
     request_id = f"chatcmpl-{time.time_ns()}"
     now_s = int(bus.now_ms() / 1000)
     note = RequestRecord("chat", "demo", "", now_s - 20, False, {}, 2.0)
-    await request_registry.hold(bus, request_id, note, "gateway-dead:a")
+    await request_registry.register(bus, request_id, note, "gateway-dead:a")
     for path in ("", "/stream"):
         assert (await http.get(f"/v1/requests/{request_id}{path}")).status_code == 404

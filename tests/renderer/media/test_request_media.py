@@ -164,7 +164,7 @@ async def test_the_store_is_each_tenants_own(
     """Who knows a file's hash is told nothing of whether others have sent or fetched the file."""
     pinned = await client.pin_media(bus, png(61), "a")
     canary.answers["/own.png"] = send(png(62))
-    fetched = media_store.url_of(await media_store.name_of(png(62)))
+    fetched = media_store.media_url(await media_store.hash_media(png(62)))
     async with renderer(broker.url, config_for(model)) as worker:
 
         async def ask(url: str, tenant: str) -> str:
@@ -211,7 +211,7 @@ async def test_a_picture_that_nobody_has_stored(
 ) -> None:
     async with renderer(broker.url, config_for(model)):
         task = task_for(bus, model, messages_with([url]))
-        listener = await bus.listen(subjects.tokens(task.request_id))
+        listener = await bus.subscribe(subjects.tokens(task.request_id))
         await publish(bus, task)
         assert await listener.next(10) is not None
     (failure,) = await read_log(bus, task.request_id)
@@ -274,7 +274,7 @@ async def test_the_pin_does_not_tell_the_url(
     job = attempt()
     await read_all(job, canary)
     await job.pin()
-    stored = await bus.last(subjects.MEDIA_STREAM, job._subject)
+    stored = await bus.read_last(subjects.MEDIA_STREAM, job._subject)
     assert stored is not None
     assert b"127.0.0.1" not in stored.data
-    assert (await media_store.name_of(png(1))).encode() in stored.data
+    assert (await media_store.hash_media(png(1))).encode() in stored.data

@@ -131,8 +131,8 @@ async def test_no_piece_lies_outside_of_a_blob(
 ) -> None:
     owner, asker = await start(), await start()
     ref = put(owner, b"abcde")
-    question = wire.pack_piece(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
-    assert await asker._bus.ask(subjects.blob(ref.worker), question, 1) == b""
+    question = wire.pack_chunk(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
+    assert await asker._bus.request(subjects.blob(ref.worker), question, 1) == b""
 
 
 # -- S54, S55: owners that lie --------------------------------------------------------------------
@@ -149,8 +149,8 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
         sock, _ = await loop.sock_accept(listener)
         with sock:
             socket.send_fds(sock, [wire.HELLO], [fd])
-            await wire.read_question(sock)
-            await wire.send_answer(sock, answer)
+            await wire.read_request(sock)
+            await wire.send_reply(sock, answer)
             await asyncio.sleep(60)
 
     async def lie(fd: int, answer: wire.BlobReply) -> tuple[Blobs, BlobRef]:
@@ -315,7 +315,7 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
     for _ in range(KILLS):
         pid, name, key = (await owners.stdout.readline()).decode().split()
         address = BlobAddress(host_id(), name)
-        await bus.put_heartbeat(name, to_json(Heartbeat("test", name, "0", 0, [], {}, address)))
+        await bus.publish_heartbeat(name, to_json(Heartbeat("test", name, "0", 0, [], {}, address)))
         with await reader.get(BlobRef(name, bytes.fromhex(key), MIB)) as blob:
             os.kill(int(pid), 9)
             assert bytes(blob.data) == b"a" * MIB
@@ -337,13 +337,13 @@ async def test_one_copy_by_the_writer_and_none_by_the_reader(start: Callable) ->
     pixels = np.arange(16 * MIB, dtype=np.uint8)
     fields = {"pixel_patches": from_numpy(pixels), "image_grid_thw": from_numpy(np.arange(3))}
     tracemalloc.start()
-    ref = mm_items.put(owner, NAME, 7, fields, 60)
+    ref = mm_items.put_item(owner, NAME, 7, fields, 60)
     assert ref is not None
     # The one copy is the arena's content; a second would have been somewhere in between.
     assert tracemalloc.get_traced_memory()[1] < MIB
     tracemalloc.reset_peak()
     blob = await reader.get(ref)
-    read, num_tokens = mm_items.read(blob)
+    read, num_tokens = mm_items.read_item(blob)
     restored = to_torch(read["pixel_patches"])
     assert tracemalloc.get_traced_memory()[1] < MIB
     tracemalloc.stop()

@@ -173,7 +173,7 @@ async def main():
     blobs = Blobs(bus, "test", "owner", BlobsConfig(arena_mib=16))
     await blobs.start()
     beat = Heartbeat("test", "owner", "0", 0, [], {}, blobs.address)
-    await bus.put_heartbeat("owner", to_json(beat))
+    await bus.publish_heartbeat("owner", to_json(beat))
     print(to_msgpack(blobs.put("ab" * 32, [b"x" * 2**20], 60)).hex(), flush=True)
     await asyncio.sleep(60)
 
@@ -257,7 +257,7 @@ async def test_nonsense_on_the_socket_harms_nobody(start: Callable) -> None:
     reader = await start()
     with await reader.get(ref) as blob:
         assert bytes(blob.data) == b"abc"
-    assert await reader._bus.ask(subjects.blob(ref.worker), b"nonsense", 1) == b""
+    assert await reader._bus.request(subjects.blob(ref.worker), b"nonsense", 1) == b""
 
 
 def num_mapped_arenas() -> int:
@@ -333,12 +333,12 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
 async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> None:
     owner = await start()
     ref = put(owner, b"abc")
-    owner.forget(ref)
+    owner.discard(ref)
     assert owner.load()["arena_pinned"] == 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + owner.address.local)
         await asyncio.to_thread(sock.recv, len(wire.HELLO))
-        sock.sendall(wire._question.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
+        sock.sendall(wire._request.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
         # And ends, before it can be told the key.
     await asyncio.sleep(0.2)
     assert owner.load()["arena_pinned"] == 0

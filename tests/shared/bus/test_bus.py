@@ -132,19 +132,19 @@ async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Embedd
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     nc = bus._nc
-    await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
+    await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
     held = len(nc._subs)
     for _ in range(3):
         nc._flusher_task.cancel()
         await asyncio.sleep(0)
         nc._transport.close()
-        assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
-    listener = await bus.listen(subjects.tokens("nobody"))
+        assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    listener = await bus.subscribe(subjects.tokens("nobody"))
     nc._flusher_task.cancel()
     await asyncio.sleep(0)
     nc._transport.close()
     await bus.publish(subjects.cancel("nobody"), b"", f"lost-{secrets.token_hex(4)}")
-    await bus.unlisten(listener)
+    await bus.unsubscribe(listener)
     assert len(nc._subs) == held
     await bus.close()
 
@@ -155,12 +155,12 @@ async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Embedd
     await bus.prepare(NatsConfig(), DeliveryConfig())
     nc = bus._nc
     for _ in range(3):
-        listening = asyncio.create_task(bus.listen(subjects.tokens("nobody")))
+        listening = asyncio.create_task(bus.subscribe(subjects.tokens("nobody")))
         while not nc._pongs:  # noqa: ASYNC110
             await asyncio.sleep(0)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
-    assert await bus.last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
+    assert await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody")) is None
     assert nc.stats["reconnects"] == 0
     await bus.close()
 

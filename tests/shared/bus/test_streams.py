@@ -141,13 +141,13 @@ async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
 async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: EmbeddedServer) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
-    await bus.put_heartbeat("engine-1", b"{}")
+    await bus.publish_heartbeat("engine-1", b"{}")
     own_broker.kill()
     own_broker.start()
-    await bus.put_heartbeat("engine-1", b"{}")
-    assert await bus.silence_s("engine-1", witness="engine-1") == 0
-    assert await bus.silence_s("engine-2", witness="engine-1") == math.inf
-    assert await bus.heartbeats() == [b"{}"]
+    await bus.publish_heartbeat("engine-1", b"{}")
+    assert await bus.heartbeat_lag_s("engine-1", witness="engine-1") == 0
+    assert await bus.heartbeat_lag_s("engine-2", witness="engine-1") == math.inf
+    assert await bus.read_heartbeats() == [b"{}"]
     await bus.close()
 
 
@@ -170,6 +170,6 @@ async def test_acknowledgements_in_groups_reach_a_server_that_was_away(
     second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
     own_broker.start()
     await asyncio.gather(*first, *second)
-    backlog = await bus.backlog(subjects.STAGES_STREAM, "test")
+    backlog = await bus.queue_depth(subjects.STAGES_STREAM, "test")
     assert (backlog.waiting, backlog.in_hand) == (0, 0)
     await bus.close()

@@ -13,7 +13,7 @@ from shared.native import library, tower_kernels
 from shared.native.tower_kernels import TowerKernels
 from shared.vision.layers import rotate
 
-FOUND = tower_kernels.find(torch.empty(0, dtype=torch.bfloat16))
+FOUND = tower_kernels.find_kernels(torch.empty(0, dtype=torch.bfloat16))
 needs_kernels = pytest.mark.skipif(
     FOUND is None, reason="no AVX-512 for bfloat16, no compiler, or a matrix extension"
 )
@@ -112,7 +112,7 @@ def test_products(
     x = torch.randn(num_rows, num_inputs).bfloat16()
     weight = (3 * num_inputs**-0.5 * torch.randn(num_outputs, num_inputs)).bfloat16()
     bias = F.pad(torch.randn(num_outputs), (0, -num_outputs % tower_kernels.PANEL))
-    actual = kernels.multiply(x, tower_kernels.pack(weight), bias, num_outputs, activation)
+    actual = kernels.multiply(x, tower_kernels.pack_weight(weight), bias, num_outputs, activation)
     products = x.double() @ weight.double().T + bias[:num_outputs]
     assert actual.dtype == torch.bfloat16
     # Nothing is rounded before the end, where 2**-9 is lost.
@@ -124,7 +124,7 @@ def test_products(
 @pytest.mark.parametrize("activation", tower_kernels.ACTIVATIONS)
 def test_activations_of_any_number(kernels: TowerKernels, activation: str):
     x = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([1e30, torch.nan])]).bfloat16()
-    same = tower_kernels.pack(torch.eye(2).bfloat16())
+    same = tower_kernels.pack_weight(torch.eye(2).bfloat16())
     pairs = torch.stack([x, torch.zeros_like(x)], 1)
     actual = kernels.multiply(pairs, same, torch.zeros(32), 2, activation)
     expected = EXACTLY[activation](x.double()).float()
@@ -159,11 +159,11 @@ def test_segments_are_those_of_the_rows(kernels: TowerKernels, wrong: list[int])
 
 def test_what_stays_with_torch(monkeypatch: pytest.MonkeyPatch):
     rough = torch.empty(0, dtype=torch.bfloat16)
-    assert tower_kernels.find(rough.float()) is None
-    assert tower_kernels.find(rough.to("meta")) is None
+    assert tower_kernels.find_kernels(rough.float()) is None
+    assert tower_kernels.find_kernels(rough.to("meta")) is None
     flags = library.processor_flags()
     monkeypatch.setattr(library, "processor_flags", lambda: flags | {"amx_tile"})
-    assert tower_kernels.find(rough) is None
+    assert tower_kernels.find_kernels(rough) is None
     monkeypatch.undo()
     monkeypatch.setattr(library, "load", lambda: None)
-    assert tower_kernels.find(rough) is None
+    assert tower_kernels.find_kernels(rough) is None

@@ -100,7 +100,7 @@ async def accept(
     request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
     subject = subjects.request(model)
     inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
-    await bus.publish_unnamed(subject, request, headers)
+    await bus.publish_without_id(subject, request, headers)
     delivery = await asyncio.wait_for(inbox.next(), 5)
     await delivery.retry(600)
     await inbox.stop()
@@ -113,7 +113,7 @@ async def assert_nothing_more(consumer: Consumer, within_s: float = 1.0) -> None
 
 
 async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
-    stored = await bus.last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
+    stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
     return None if stored is None else msgspec.msgpack.decode(stored.data, type=DeadLetter)
 
 
@@ -216,7 +216,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.
-    assert await bus.queued_request(accepted.sequence) is None
+    assert await bus.get_queued_request(accepted.sequence) is None
 
 
 async def test_what_cannot_be_read_ends_its_request_at_once(
@@ -232,7 +232,7 @@ async def test_what_cannot_be_read_ends_its_request_at_once(
     (record,) = await read_log(bus, request_id)
     assert isinstance(record, Failure)
     assert record.error.code == "undecodable_message"
-    assert await bus.queued_request(accepted.sequence) is None
+    assert await bus.get_queued_request(accepted.sequence) is None
     letter = await dead_letter(bus, request_id)
     assert letter is not None
     assert (letter.request, letter.tenant, letter.input) == (request, "somebody", b"garbage")
@@ -248,7 +248,7 @@ async def test_what_cannot_be_read_ends_no_other_request(
     msg_id = subjects.stage_msg_id("renderer", f"{request_id}-other", accepted.sequence, 0)
     await bus.publish(subject, b"garbage", msg_id)
     await stage.fail(await next_job(stage, inbox), DecodeError("what is this"))
-    assert await bus.queued_request(accepted.sequence) is not None
+    assert await bus.get_queued_request(accepted.sequence) is not None
     assert await bus.acknowledge(accepted.receipt)
 
 
@@ -263,7 +263,7 @@ async def test_a_stage_counts_what_becomes_of_its_work(
         await stage.fail(job, RuntimeError("twice"))
     await put(bus, model, f"{request_id}-2")
     await stage.fail(await next_job(stage, inbox), InvalidMedia("no picture"))
-    told = samples_of(stage.metrics.tell())
+    told = samples_of(stage.metrics.snapshot())
     counts = {
         name: total(told, name, model=model)
         for name in ("stage_redeliveries_total", "stage_retries_total", "stage_dead_letters_total")
@@ -315,7 +315,7 @@ async def test_what_has_ended_is_not_taken_in_hand(bus: Bus, model: str, request
     inbox, stage = await consume(bus, "renderer", model), make_stage(bus)
     assert await stage.claim(await next_job(stage, inbox, accepted)) is None
     await assert_nothing_more(inbox)
-    assert await bus.queued_request(accepted.sequence) is None
+    assert await bus.get_queued_request(accepted.sequence) is None
 
 
 async def test_a_request_in_hand_at_two_deaths_is_poison(
@@ -475,7 +475,7 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     await stage.finish(job)
     assert inbox.held == 0
     queue = subjects.stage_consumer("renderer", model, "interactive")
-    backlog = await bus.backlog(subjects.STAGES_STREAM, queue)
+    backlog = await bus.queue_depth(subjects.STAGES_STREAM, queue)
     assert (backlog.waiting, backlog.in_hand) == (0, 0)
 
 

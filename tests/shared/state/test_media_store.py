@@ -18,14 +18,14 @@ LIMIT = 8 * CHUNK_BYTES
 async def stored(bus: Bus, num_bytes: int) -> tuple[str, bytes]:
     data = secrets.token_bytes(num_bytes)
     url = await client.pin_media(bus, data)
-    name = media_store.name_in(url)
+    name = media_store.parse_media_url(url)
     assert name == hashlib.sha256(data).hexdigest()
     return name, data
 
 
 async def newest(bus: Bus) -> int:
     """The last sequence of the stream."""
-    return (await bus.bounds(subjects.MEDIA_STREAM))[1]
+    return (await bus.sequence_range(subjects.MEDIA_STREAM))[1]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ async def test_what_may_expire_too_soon_is_written_again_in_its_place(
 
 async def test_a_writer_that_died_half_way_leaves_nothing_to_be_found(bus: Bus) -> None:
     data = secrets.token_bytes(2 * CHUNK_BYTES)
-    name = await media_store.name_of(data)
-    await bus.publish_unnamed(subjects.media_chunk(name, 0), data[:CHUNK_BYTES])
+    name = await media_store.hash_media(data)
+    await bus.publish_without_id(subjects.media_chunk(name, 0), data[:CHUNK_BYTES])
     assert await media_store.find(bus, name, LIMIT) is None
     await media_store.store(bus, name, data)
     assert await media_store.find(bus, name, LIMIT) == data
@@ -67,7 +67,7 @@ async def test_a_writer_that_died_half_way_leaves_nothing_to_be_found(bus: Bus) 
 @pytest.mark.parametrize("chunk", [b"", b"x" * CHUNK_BYTES, b"x" * (CHUNK_BYTES + 1)])
 async def test_damage_is_a_miss(bus: Bus, chunk: bytes) -> None:
     name, _ = await stored(bus, 3 * CHUNK_BYTES)
-    await bus.publish_unnamed(subjects.media_chunk(name, 1), chunk)
+    await bus.publish_without_id(subjects.media_chunk(name, 1), chunk)
     assert await media_store.find(bus, name, LIMIT) is None
 
 
@@ -91,7 +91,7 @@ async def test_a_lost_chunk_is_a_miss(bus: Bus) -> None:
 )
 async def test_a_head_that_lies_is_a_miss_and_is_mended(bus: Bus, head: bytes) -> None:
     name, data = await stored(bus, 10)
-    await bus.publish_unnamed(subjects.media(name), head)
+    await bus.publish_without_id(subjects.media(name), head)
     assert await media_store.find(bus, name, LIMIT) is None
     if b'"num_bytes":10' not in head:
         await media_store.store(bus, name, data)
@@ -112,4 +112,4 @@ async def test_nothing_is_read_of_what_is_too_large(bus: Bus) -> None:
 
 @pytest.mark.parametrize("url", ["media:", "media:" + "A" * 64, "media:" + "a" * 65, "a" * 64])
 def test_other_urls_name_nothing(url: str) -> None:
-    assert media_store.name_in(url) is None
+    assert media_store.parse_media_url(url) is None

@@ -24,15 +24,15 @@ from shared.state import request_registry
 
 async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
-    assert await request_registry.get(bus, request_id) is None
+    assert await request_registry.find(bus, request_id) is None
     first = RequestRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
-    assert await request_registry.hold(bus, request_id, first, "gateway-1:a") == first
+    assert await request_registry.register(bus, request_id, first, "gateway-1:a") == first
     other = RequestRecord("completion", "demo", "a", 2, False)
     assert (
-        replace(await request_registry.hold(bus, request_id, other, "gateway-2:b"), holders=[])
+        replace(await request_registry.register(bus, request_id, other, "gateway-2:b"), holders=[])
         == first
     )
-    noted = await request_registry.get(bus, request_id)
+    noted = await request_registry.find(bus, request_id)
     assert noted == replace(first, holders=["gateway-1:a", "gateway-2:b"])
 
 
@@ -40,11 +40,15 @@ async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) ->
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
-    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     names = [f"{worker}:{number}" for number in range(6)]
-    await asyncio.gather(*(request_registry.hold(bus, request_id, note, name) for name in names))
-    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
-    alone = await asyncio.gather(*(request_registry.leave(bus, request_id, name) for name in names))
+    await asyncio.gather(
+        *(request_registry.register(bus, request_id, note, name) for name in names)
+    )
+    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    alone = await asyncio.gather(
+        *(request_registry.unregister(bus, request_id, name) for name in names)
+    )
     assert sum(alone) == 1
 
 
@@ -53,10 +57,10 @@ async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
     note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
     for name in (f"{worker}:a", "gateway-alive:b"):
-        await request_registry.hold(bus, request_id, note, name)
-    leaving = asyncio.create_task(request_registry.leave(bus, request_id, "gateway-alive:b"))
+        await request_registry.register(bus, request_id, note, name)
+    leaving = asyncio.create_task(request_registry.unregister(bus, request_id, "gateway-alive:b"))
     await asyncio.sleep(0.3)
-    await bus.put_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
+    await bus.publish_heartbeat(worker, to_json(Heartbeat("gateway", worker, "1", 1, [], {})))
     assert not await leaving
 
 
@@ -64,8 +68,8 @@ async def test_the_dead_hold_nothing(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     for name in ("gateway-dead:a", "gateway-alive:b"):
-        await request_registry.hold(bus, request_id, note, name)
-    assert await request_registry.leave(bus, request_id, "gateway-alive:b")
+        await request_registry.register(bus, request_id, note, name)
+    assert await request_registry.unregister(bus, request_id, "gateway-alive:b")
 
 
 def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:

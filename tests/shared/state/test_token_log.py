@@ -65,7 +65,7 @@ async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str
 
 
 async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str) -> None:
-    listener = await bus.listen(subjects.tokens(request_id))
+    listener = await bus.subscribe(subjects.tokens(request_id))
     zombie = await LogWriter.open(bus, request_id, attempt=1)
     successor = await LogWriter.open(bus, request_id, attempt=2)
     await successor.tokens(delta(0))
@@ -75,7 +75,7 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
     seen = []
     while (message := await listener.next(0.3)) is not None:
         seen.append(decode_log_record(message.data))
-    await bus.unlisten(listener)
+    await bus.unsubscribe(listener)
     assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
 
 

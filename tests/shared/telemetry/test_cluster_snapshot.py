@@ -12,7 +12,7 @@ from shared.protocol.messages import Heartbeat, MetricSeries, to_json
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.deltas import total
 from shared.telemetry.metrics import Metrics
-from shared.telemetry.prometheus import text
+from shared.telemetry.prometheus import to_text
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
     """A worker's heartbeat, and what it answers."""
     metrics = Metrics("engine", worker, "demo")
     beat = Heartbeat("engine", worker, "0", os.getpid(), ["demo"], {})
-    await bus.put_heartbeat(worker, to_json(beat))
+    await bus.publish_heartbeat(worker, to_json(beat))
     if answers:
-        await bus.serve(subjects.METRICS, lambda _: to_json(metrics.tell()))
+        await bus.add_responder(subjects.METRICS, lambda _: to_json(metrics.snapshot()))
     return metrics
 
 
@@ -35,7 +35,7 @@ async def test_every_worker_answers_one_question(bus: Bus) -> None:
     for number, worker in enumerate(workers):
         metrics = await start(bus, worker)
         metrics.counter("prompt_tokens_total").add(number)
-    seen = await cluster_snapshot.take(bus)
+    seen = await cluster_snapshot.take_snapshot(bus)
     assert [total(seen.samples[w], "prompt_tokens_total", worker=w) for w in workers] == [0, 1, 2]
     assert {beat.worker for beat in seen.beats} >= set(workers)
 
@@ -44,7 +44,7 @@ async def test_who_does_not_answer_is_told_of_as_silent(bus: Bus) -> None:
     alive, silent = (f"engine-{secrets.token_hex(4)}" for _ in range(2))
     await start(bus, alive)
     await start(bus, silent, answers=False)
-    series = cluster_snapshot.as_series(await cluster_snapshot.take(bus))
+    series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
     up = {s.labels["worker"]: s.value for s in series if s.name == "up"}
     assert (up[alive], up[silent]) == (1, 0)
 
@@ -53,7 +53,7 @@ async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
     worker = f"engine-{secrets.token_hex(4)}"
     metrics = await start(bus, worker)
     metrics.counter("prompt_tokens_total").add(5)
-    told = metrics.tell()
+    told = metrics.snapshot()
     own = told.series[0]
     odd = [
         MetricSeries("of_a_later_version", own.labels, 1),
@@ -62,17 +62,17 @@ async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
         MetricSeries("inter_token_latency_seconds", own.labels, 1, [1.0], [1]),
     ]
     for answer in (b"", b"\xff", b"[]", b'{"worker": 5}', b"# HELP x\n"):
-        await bus.serve(subjects.METRICS, lambda _, answer=answer: answer)
+        await bus.add_responder(subjects.METRICS, lambda _, answer=answer: answer)
     liar = to_json({"role": "engine", "worker": "liar", "series": [own, *odd]})
-    await bus.serve(subjects.METRICS, lambda _: liar)
+    await bus.add_responder(subjects.METRICS, lambda _: liar)
     # Nobody is done with asking before all have answered.
     last = await start(bus, f"engine-{secrets.token_hex(4)}")
     last.counter("prompt_tokens_total").add(7)
-    seen = await cluster_snapshot.take(bus)
+    seen = await cluster_snapshot.take_snapshot(bus)
     assert total(seen.samples[worker], "prompt_tokens_total") == 5
-    assert total(seen.samples[last.tell().worker], "prompt_tokens_total") == 7
+    assert total(seen.samples[last.snapshot().worker], "prompt_tokens_total") == 7
     assert seen.told["liar"].series == [own]
-    assert b"prompt_tokens_total" in text(cluster_snapshot.as_series(seen))
+    assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(seen))
 
 
 async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> None:
@@ -90,9 +90,9 @@ async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> 
         await bus.publish(subject, b"task", f"{model}-{name}")
     in_hand = await lanes["batch"].next()
     await asyncio.sleep(0.05)
-    seen = await cluster_snapshot.take(bus)
+    seen = await cluster_snapshot.take_snapshot(bus)
     queues = {queue.lane: queue for queue in seen.queues if queue.model == model}
-    second = await bus.at(
+    second = await bus.read_next(
         subjects.STAGES_STREAM,
         in_hand.sequence + 1,
         subjects.stage_filter("renderer", model, "batch"),
@@ -103,7 +103,7 @@ async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> 
     assert queues["interactive"].oldest_ms is None
     ages = {
         series.labels["lane"]: series.value
-        for series in cluster_snapshot.as_series(seen)
+        for series in cluster_snapshot.to_series(seen)
         if series.name == "queue_oldest_age_seconds" and series.labels["model"] == model
     }
     assert ages["interactive"] == 0

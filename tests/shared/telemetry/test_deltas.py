@@ -13,10 +13,10 @@ from shared.telemetry.deltas import (
     ClusterSnapshot,
     Samples,
     buckets,
-    increase,
+    increase_between,
+    increases,
     quantile,
     samples_of,
-    since,
     total,
 )
 from shared.telemetry.metrics import Histogram, Metrics
@@ -36,7 +36,7 @@ def observed(values: list[float], worker: str = "w") -> Samples:
     metrics = Metrics("engine", worker)
     for value in values:
         metrics.histogram(NAME).observe(value)
-    return samples_of(metrics.tell())
+    return samples_of(metrics.snapshot())
 
 
 def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
@@ -72,7 +72,7 @@ def test_increases_add_up_to_what_was_counted_over_restarts(lives: list[list[int
         for amount in life:
             value += amount
             now = counted(value)
-            grown = total(increase(before, now), "prompt_tokens_total")
+            grown = total(increases(before, now), "prompt_tokens_total")
             assert grown >= 0
             seen += grown
             before = now
@@ -85,14 +85,14 @@ def test_increases_add_up_to_what_was_counted_over_restarts(lives: list[list[int
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=10))
 def test_without_restarts_looking_more_often_changes_nothing(amounts: list[int]) -> None:
     looks = [counted(amount) for amount in sorted(amounts)]
-    parts = [total(increase(a, b), "prompt_tokens_total") for a, b in pairwise(looks)]
-    assert sum(parts) == total(increase(looks[0], looks[-1]), "prompt_tokens_total")
+    parts = [total(increases(a, b), "prompt_tokens_total") for a, b in pairwise(looks)]
+    assert sum(parts) == total(increases(looks[0], looks[-1]), "prompt_tokens_total")
 
 
 def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -> None:
     before = survey(100, old=(1, 7))
     now = survey(110, old=(1, 9), young=(105, 5), silent=(50, 1000))
-    grown = {worker: since(before, now, worker) for worker in now.told}
+    grown = {worker: increase_between(before, now, worker) for worker in now.told}
     assert grown["silent"] is None
     assert {w: total(s, "prompt_tokens_total") for w, s in grown.items() if s is not None} == {
         "old": 2,
@@ -104,7 +104,7 @@ def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -
 def test_a_histogram_of_the_time_between_has_what_was_observed_then(
     earlier: list[float], later: list[float]
 ) -> None:
-    between = increase(observed(earlier), observed(earlier + later))
+    between = increases(observed(earlier), observed(earlier + later))
     assert buckets([between], NAME) == buckets([observed(later)], NAME)
 
 
@@ -146,7 +146,7 @@ def test_of_nothing_there_is_no_quantile() -> None:
 def _empty() -> WorkerMetrics:
     metrics = Metrics("engine", "w")
     metrics.histogram(NAME)
-    return metrics.tell()
+    return metrics.snapshot()
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 40)), max_size=20))

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry.catalog import METRICS, PREFIX
 from shared.telemetry.metrics import Metrics
-from shared.telemetry.prometheus import MetricsEndpoint, text
+from shared.telemetry.prometheus import MetricsEndpoint, to_text
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
 COUNTERS = [d.name for d in METRICS.values() if d.kind == "counter" and not d.labels]
@@ -51,7 +51,7 @@ def test_the_parser_reads_what_was_counted(
             key = (f"{PREFIX}{name}_bucket", model, str(bound))
             wanted[key] = wanted.get(key, 0.0) + (value <= bound)
     found: dict[tuple[str, str, str], float] = {}
-    for (name, labels), value in samples(text(metrics.tell().series)).items():
+    for (name, labels), value in samples(to_text(metrics.snapshot().series)).items():
         told = dict(labels)
         assert (told["role"], told["worker"]) == ("engine", "engine-1")
         if not name.endswith(("_count", "_sum")):
@@ -67,10 +67,10 @@ def test_every_metric_of_the_catalogue_can_be_told() -> None:
             case "counter":
                 metrics.counter(described.name, **labels)
             case "gauge":
-                metrics.watch(described.name, lambda: 1.5, **labels)
+                metrics.set_function(described.name, lambda: 1.5, **labels)
             case "histogram":
                 metrics.histogram(described.name, **labels)
-    families = text_string_to_metric_families(text(metrics.tell().series).decode())
+    families = text_string_to_metric_families(to_text(metrics.snapshot().series).decode())
     kinds = {family.name: family.type for family in families}
     assert kinds == {
         PREFIX + name.removesuffix("_total" if described.kind == "counter" else ""): described.kind

@@ -65,7 +65,7 @@ async def start(bus: Bus) -> AsyncIterator[Start]:
             await blobs.start()
             stack.push_async_callback(blobs.close)
             beat = Heartbeat(role, worker, "0", 0, [], {}, blobs.address)
-            await bus.put_heartbeat(worker, to_json(beat))
+            await bus.publish_heartbeat(worker, to_json(beat))
             return EmbeddingStore(bus, blobs, config, MODEL, role), blobs
 
         yield start
@@ -118,7 +118,7 @@ async def test_what_is_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) 
     await blobs.close()
     with pytest.raises(BlobLost):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
-    told = await bus.last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key_of(mm_hash)))
+    told = await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key_of(mm_hash)))
     assert told is None
 
 
@@ -221,6 +221,6 @@ async def test_bytes_that_are_no_embeddings_are_a_miss(start: Start, bus: Bus) -
     mm_hash = new_hash()
     ref = blobs.put(key_of(mm_hash), [b"no envelope at all"], 60)
     record = msgspec.msgpack.encode({"blob": ref})
-    await bus.publish_unnamed(subjects.embedding(key_of(mm_hash)), record)
+    await bus.publish_without_id(subjects.embedding(key_of(mm_hash)), record)
     consumer, _ = await start("consumer")
     assert await consumer.get(key_of(mm_hash), mm_hash) is None

@@ -155,7 +155,7 @@ def test_an_unknown_activation_stays_behind_its_linear():
     (model := nn.Sequential(nn.Linear(4, 8), nn.Mish(), nn.Linear(8, 2))).bfloat16()
     x = torch.randn(5, 4).bfloat16()
     expected = model(x)
-    kernels = tower_kernels.find(x)
+    kernels = tower_kernels.find_kernels(x)
     assert kernels is not None
     pack_linears(model, kernels)
     assert [type(m) for m in model] == [PackedLinear, nn.Mish, PackedLinear]

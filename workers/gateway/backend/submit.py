@@ -175,7 +175,7 @@ class ActiveRequest:
         assert self.noted is not None
         try:
             await self.noted
-            alone = await request_registry.leave(self._door.bus, self.request_id, self._holder)
+            alone = await request_registry.unregister(self._door.bus, self.request_id, self._holder)
         except PagemillError:
             alone = True  # Nobody else can have come.
         if alone:
@@ -223,7 +223,7 @@ async def submit(
     if named:
         record = structs.replace(record, digest=_digest(requests, order))
     holder = f"{door.worker}:{secrets.token_hex(8)}"
-    holding = asyncio.create_task(request_registry.hold(door.bus, request_id, record, holder))
+    holding = asyncio.create_task(request_registry.register(door.bus, request_id, record, holder))
     # What becomes of it is looked at before anything is shown, or by nobody.
     holding.add_done_callback(lambda done: done.cancelled() or done.exception())
     known = await holding if named else record
@@ -347,7 +347,7 @@ async def job_of(door: AppContext, request: Request, caller: Caller) -> ActiveRe
     of_client = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
     ids = [name, *of_client] if subjects.is_request_id(name) else of_client
     for request_id in ids:
-        record = await request_registry.get(door.bus, request_id)
+        record = await request_registry.find(door.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
             return ActiveRequest(door, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or not any more", field="id")

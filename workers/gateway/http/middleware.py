@@ -50,7 +50,7 @@ class EdgeMiddleware:
         self._metrics = metrics
         self._answer_of = answer_of
         self._in_flight = 0
-        metrics.watch("http_requests_in_flight", lambda: self._in_flight)
+        metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

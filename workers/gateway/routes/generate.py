@@ -127,15 +127,15 @@ class _Generator:
         bus = self.desk.door.bus
         now_s = int(bus.now_ms() / 1000)
         alias = RequestRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
-        await bus.publish_unnamed(subjects.job(_alias_of(name, tenant)), to_json(alias))
+        await bus.publish_without_id(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
     async def _abort(self, name: str, tenant: str) -> None:
         bus, name = self.desk.door.bus, name.removeprefix(PREFIX)
-        alias = await request_registry.get(bus, _alias_of(name, tenant))
+        alias = await request_registry.find(bus, _alias_of(name, tenant))
         request_id = (
             named_request_id(KIND, tenant, name) if alias is None else alias.options[_ALIAS]
         )
-        if await request_registry.get(bus, request_id) is not None:
+        if await request_registry.find(bus, request_id) is not None:
             await client.cancel(bus, request_id)
 
 

@@ -56,7 +56,7 @@ class Living:
     async def _all(self) -> list[Heartbeat]:
         if time.monotonic() - self._read_s > FRESH_S:
             async with asyncio.timeout(ASK_S):
-                found = await self._door.bus.heartbeats()
+                found = await self._door.bus.read_heartbeats()
             self._beats = [_heartbeat.decode(data) for data in found]
             self._read_s = time.monotonic()
         return self._beats
@@ -84,7 +84,7 @@ def routes(door: AppContext) -> list[Route]:
         return Json(Version(VERSION))
 
     async def metrics(_: Request, __: Caller) -> Response:
-        told = prometheus.text(door.metrics.tell().series)
+        told = prometheus.to_text(door.metrics.snapshot().series)
         return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return [

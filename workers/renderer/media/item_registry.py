@@ -18,16 +18,16 @@ class ItemRegistry:
 
     async def find(self, mm_hash: str) -> str | None:
         """The name of the item's bytes in `shared.state.media_store`. Raises Unavailable."""
-        stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject(mm_hash))
+        stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject(mm_hash))
         name = "" if stored is None else stored.data.decode(errors="replace")
         return name if is_hash(name) else None
 
     async def note(self, mm_hash: str, name: str) -> None:
         """From now on, and for as long as the bytes are there, `find` returns `name`."""
         subject = self._subject(mm_hash)
-        stored = await self._bus.last(subjects.MEDIA_STREAM, subject)
+        stored = await self._bus.read_last(subjects.MEDIA_STREAM, subject)
         if stored is None or stored.data != name.encode() or self._is_old(stored.stored_ms):
-            await self._bus.publish_unnamed(subject, name.encode())
+            await self._bus.publish_without_id(subject, name.encode())
 
     def _is_old(self, stored_ms: float) -> bool:
         return self._bus.now_ms() - stored_ms >= 1000 * MEDIA_REUSE_S

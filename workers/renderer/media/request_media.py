@@ -66,7 +66,7 @@ class RequestMedia:
 
     async def recall(self) -> None:
         """Learn what an earlier attempt has fetched. Raises Unavailable."""
-        stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject)
+        stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject)
         if stored is not None:
             self._pinned = _pin.decode(stored.data).parts
             self._sequence = stored.sequence
@@ -90,14 +90,14 @@ class RequestMedia:
         if name is None:
             raise _miss(field)
         try:
-            return await self._read_stored(media_store.url_of(name), field)
+            return await self._read_stored(media_store.media_url(name), field)
         except MediaNotFound:
             raise _miss(field) from None
 
     async def note(self, features: Sequence[Feature]) -> None:
         """Have these items found by their hashes from now on. Raises Unavailable."""
         for feature in features:
-            name = None if feature.data is None else media_store.name_in(feature.data)
+            name = None if feature.data is None else media_store.parse_media_url(feature.data)
             if name is not None:
                 await self._items.note(feature.mm_hash, name)
 
@@ -118,7 +118,7 @@ class RequestMedia:
             await self._bus.append(self._subject, data, self._sequence)
         except Fenced:
             # An append whose ack was lost is refused when it is repeated.
-            stored = await self._bus.last(subjects.MEDIA_STREAM, self._subject)
+            stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject)
             if stored is None or stored.data != data:
                 raise
 
@@ -131,7 +131,7 @@ class RequestMedia:
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
         data = await self._in_thread(self._loader.read, url, field, self._scope)
-        name = await media_store.name_of(data)
+        name = await media_store.hash_media(data)
         self._found.append(PinnedPart(url_hash, name))
         return Source(data, name)
 
@@ -144,7 +144,7 @@ class RequestMedia:
         if (data := self._loader.recall(url, self._scope)) is None:
             data = await read_stored(self._bus, url, field, self._max_bytes, self._tenant)
             self._loader.remember(url, data, self._scope)
-        return Source(data, media_store.name_in(url))
+        return Source(data, media_store.parse_media_url(url))
 
 
 def _miss(field: str) -> MMCacheMiss:
@@ -153,7 +153,7 @@ def _miss(field: str) -> MMCacheMiss:
 
 async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
     """The file that a `media:` URL names. Raises a RequestError that names `field`."""
-    name = media_store.name_in(url)
+    name = media_store.parse_media_url(url)
     if name is None:
         raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
     try:

@@ -59,7 +59,7 @@ async def _until_encoded(bus: Bus) -> None:
     await asyncio.sleep(1.0)
     async with asyncio.timeout(20):
         while True:
-            backlog = await bus.backlog(subjects.STAGES_STREAM, durable)
+            backlog = await bus.queue_depth(subjects.STAGES_STREAM, durable)
             if not backlog.waiting and not backlog.in_hand:
                 return
             await asyncio.sleep(0.1)

@@ -142,7 +142,7 @@ async def reader_that_stops(scene: Scene) -> None:
     await proxy.start()
     slow = await Bus.connect(proxy.url, "slow-reader")
     try:
-        await slow.listen("pm.tokens.*")
+        await slow.subscribe("pm.tokens.*")
         id = new_id("slow")
         reading = asyncio.create_task(
             scene.ask(slow, id, SamplingParams(max_tokens=300, ignore_eos=True))

@@ -152,8 +152,8 @@ async def forged_reference(scene: Scene) -> None:
             for _ in range(20):
                 key = secrets.token_bytes(wire.KEY_BYTES)
                 await _must_be_lost(scene, blobs, BlobRef(beat.worker, key, MIB), "never given")
-                piece = wire.pack_piece(wire.BlobChunk(wire.GET, key, 0, 2**62))
-                if await bus.ask(subjects.blob(beat.worker), piece, 2.0):
+                piece = wire.pack_chunk(wire.BlobChunk(wire.GET, key, 0, 2**62))
+                if await bus.request(subjects.blob(beat.worker), piece, 2.0):
                     scene.note("I7: a piece was given for a forged key")
     await scene.probe("after_forging", WORKER_S)
 
@@ -251,7 +251,7 @@ async def _references(scene: Scene, bus: Bus, request_id: str) -> list[BlobRef]:
     """Of the message that waits for an engine."""
     subject = subjects.stage("engine", MODEL, "interactive", request_id)
     async with asyncio.timeout(10):
-        while (stored := await bus.last(subjects.STAGES_STREAM, subject)) is None:  # noqa: ASYNC110
+        while (stored := await bus.read_last(subjects.STAGES_STREAM, subject)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     task, _ = envelope.decode(stored.data, EngineTask)
     refs = [item.blob for item in task.items if item.blob is not None]
@@ -286,7 +286,7 @@ async def _must_be_lost(scene: Scene, blobs: Blobs, ref: BlobRef, what: str) -> 
 
 async def _renderers(scene: Scene, bus: Bus) -> Sequence[Heartbeat]:
     pids = {slot.pid for slot in scene.pool.slots if slot.role == "renderer"}
-    beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.heartbeats()]
+    beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.read_heartbeats()]
     return [beat for beat in beats if beat.pid in pids]
 
 
