@@ -548,13 +548,13 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     in_the_way = await asyncio.wait_for(outbox.next(), 5)
     with pytest.raises(Unavailable):
         await stage.publish(job, "engine", model, "interactive", b"made again", 1)
-    last = bus.last
+    last = bus.read_last
 
     async def too_late(*args: str) -> StoredMessage | None:
         await in_the_way.ack()
         return await last(*args)
 
-    monkeypatch.setattr(bus, "last", too_late)
+    monkeypatch.setattr(bus, "read_last", too_late)
     await stage.publish(job, "engine", model, "interactive", b"made again", 1)
     again = await asyncio.wait_for(outbox.next(), 5)
     assert again.data == b"made again"

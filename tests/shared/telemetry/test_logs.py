@@ -3,8 +3,8 @@ import subprocess
 import sys
 
 SCRIPT = """
-from shared.telemetry import logs as telemetry
-log = telemetry.setup("info", role="test")
+from shared.telemetry import logs
+log = logs.configure_logging("info", role="test")
 for number in range(3):
     log.info("said", number=number, text="x" * 1000)
 print("alive")
