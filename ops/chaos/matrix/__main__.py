@@ -164,3 +164,17 @@ def main(
     table
         Print the markdown table at the end.
     """
+    logs.configure_logging("error", role="matrix")
+    if network.why_not() is None:
+        # Before there is any thread or socket.
+        network.isolate()
+    results = asyncio.run(run_matrix(seed or [1], cell or [], out))
+    if table:
+        _say(markdown(results))
+    failed = sum(bool(result.violations) for result in results)
+    _say(f"{len(results) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))
