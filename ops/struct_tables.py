@@ -12,6 +12,8 @@ from msgspec import Struct
 
 Link = Callable[[str], str]
 
+HEAD = ["field", "type", "default", "meaning"]
+
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -56,6 +58,10 @@ def class_doc(cls: type[Struct]) -> str:
 
 def field_table(cls: type[Struct], schema: dict[str, Any], link: Link) -> str:
     """Return the table of `cls` with JSON schema `schema`; `link` writes the name of a type."""
+    return table(HEAD, field_rows(cls, schema, link))
+
+
+def field_rows(cls: type[Struct], schema: dict[str, Any], link: Link) -> list[list[str]]:
     docs = field_docs(cls)
     fields = msgspec.structs.fields(cls)
     if "prefixItems" in schema:
@@ -69,7 +75,7 @@ def field_table(cls: type[Struct], schema: dict[str, Any], link: Link) -> str:
         field = names.get(key)
         about = docs.get(field.name, "") if field else ""
         rows.append([f"`{key}`", type_words(described, link), _default(field), escaped(about)])
-    return table(["field", "type", "default", "meaning"], rows)
+    return rows
 
 
 def _default(field: Any) -> str:
@@ -102,7 +108,7 @@ def type_words(schema: dict[str, Any], link: Link) -> str:
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return "object of " + type_words(schema["additionalProperties"], link)
     if schema.get("contentEncoding") == "base64":
-        return "bytes" + _size(schema, "Length")
+        return "bytes"
     pattern = f", `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
     return kind + _size(schema, "Length") + _bounds(schema) + pattern
 

@@ -1,20 +1,93 @@
-"""What the documentation says is what the code does."""
+"""The documentation says what the code does, and its links lead somewhere."""
 
+import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from ops import write_api_doc, write_messages_doc, write_metrics_doc
-from workers.gateway.http.errors import STATUSES
+import msgspec
+import pytest
+from msgspec import Struct
+
+from ops import write_api_doc, write_messages_doc, write_metrics_doc, write_settings_doc
+from ops.struct_tables import structs_in
+from shared.errors import PagemillError
+from shared.protocol import messages, renderer_rpc, subjects
+from workers.gateway.http.errors import STATUSES, status_of
 from workers.gateway.openapi.document import document
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+ANCHOR = re.compile(r'<a id="([\w-]+)">')
+HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
 
 
 def test_the_message_reference_is_up_to_date() -> None:
     written = write_messages_doc.FILE.read_text(encoding="utf-8")
-    assert written == write_messages_doc.document(), "run `make docs`"
+    assert written == write_messages_doc.rewritten(written), "run `make docs`"
+    schemas = write_messages_doc.SCHEMAS.read_text(encoding="utf-8")
+    assert schemas == write_messages_doc.schemas(), "run `make docs`"
+
+
+def test_the_message_reference_has_every_subject_and_every_message() -> None:
+    written = write_messages_doc.FILE.read_text(encoding="utf-8")
+    source = inspect.getsource(subjects)
+    kinds = set(re.findall(r"(?:pm\.|KV\.pm_)[a-z]+", source)) - {"pm.tokens"}
+    assert len(kinds) > 15
+    assert [kind for kind in kinds if f"`{kind}" not in written.replace("$", "")] == []
+    overview = written[: written.index("\n## ")]
+    modules = (messages, renderer_rpc)
+    sent = {kind.__name__ for module in modules for kind in structs_sent(module)}
+    assert sent <= set(re.findall(r"\[(\w+)\]\(#", overview))
+
+
+def structs_sent(module: ModuleType) -> list[type]:
+    """Return the Structs of `module` that no other Struct of it holds."""
+    structs = [kind for kind in vars(module).values() if inspect.isclass(kind)]
+    own = [kind for kind in structs if kind.__module__ == module.__name__]
+    held = {name for kind in own for name in structs_in([kind]) if name != kind.__name__}
+    return [kind for kind in own if issubclass(kind, Struct) and kind.__name__ not in held]
+
+
+def test_the_examples_of_messages_can_be_decoded() -> None:
+    written = write_messages_doc.FILE.read_text(encoding="utf-8")
+    examples = write_messages_doc.examples(written)
+    assert {"GenerateRequest", "TokenChunk", "Finish", "Failure"} <= {
+        k.__name__ for k, _ in examples
+    }
+    for kind, example in examples:
+        decoded = msgspec.to_builtins(msgspec.json.decode(example, type=kind))
+        assert _is_part(msgspec.json.decode(example), decoded), example
+
+
+def _is_part(example: Any, decoded: Any) -> bool:
+    """Return whether all that the example has was decoded: some types ignore unknown keys."""
+    if isinstance(example, dict):
+        return all(key in decoded and _is_part(example[key], decoded[key]) for key in example)
+    if isinstance(example, list):
+        pairs = zip(example, decoded, strict=True)
+        return len(example) == len(decoded) and all(_is_part(*pair) for pair in pairs)
+    return bool(example == decoded)
 
 
 def test_the_metrics_reference_is_up_to_date() -> None:
     written = write_metrics_doc.FILE.read_text(encoding="utf-8")
     assert written == write_metrics_doc.document(), "run `make docs`"
+
+
+def test_the_settings_reference_is_up_to_date() -> None:
+    written = write_settings_doc.FILE.read_text(encoding="utf-8")
+    assert written == write_settings_doc.document(), "run `make docs`"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    settings = dict(write_settings_doc.settings())
+    assert len(settings) > 80
+    assert [key for key, meaning in settings.items() if not meaning] == []
 
 
 def test_the_api_reference_is_up_to_date() -> None:
@@ -35,3 +108,61 @@ def test_the_api_reference_has_every_type_and_every_error() -> None:
     assert document()["components"]["schemas"].keys() == {"".join(pair) for pair in told}
     codes = set(re.findall(r"^\| \d+ \| `(\w+)` ", written, re.MULTILINE))
     assert STATUSES.keys() <= codes
+
+
+def test_troubleshooting_has_a_row_for_every_error_code() -> None:
+    page = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+|-) \| (yes|no) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    by_code = {error.code: error for error in _errors(PagemillError)}
+    assert [row[0] for row in rows] == sorted(by_code)
+    for code, status, again, _, _ in rows:
+        assert status in ("-", str(status_of(by_code[code]))), code
+        assert again == ("yes" if by_code[code].retryable else "no"), code
+
+
+def _errors(cls: type[PagemillError]) -> Iterator[type[PagemillError]]:
+    yield cls
+    for below in cls.__subclasses__():
+        # Tests define errors of their own.
+        if below.__module__.startswith(("shared.", "workers.")):
+            yield from _errors(below)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(_without_code(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not (file.exists() and file.is_relative_to(ROOT)):
+            broken.append(target)
+        elif anchor:
+            broken += [] if anchor in _anchors(file) else [target]
+    assert broken == []
+
+
+def test_the_link_test_finds_links() -> None:
+    found = {target for page in PAGES for target in LINK.findall(_without_code(page))}
+    assert len([target for target in found if "#" in target]) >= 10
+    assert len(found) > 60
+
+
+def _without_code(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def _anchors(file: Path) -> set[str]:
+    """Return the anchors of a page, and those that GitHub makes of its headings."""
+    text = _without_code(file)
+    found = set(ANCHOR.findall(text))
+    for heading in HEADING.findall(text):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        numbered, number = anchor, 0
+        while numbered in found:
+            number += 1
+            numbered = f"{anchor}-{number}"
+        found.add(numbered)
+    return found
