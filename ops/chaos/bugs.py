@@ -450,7 +450,7 @@ def _full_arena_is_an_error() -> None:
     _put(mm_items, "put_item", or_fail)
 
 
-# -- the HTTP door ----------------------------------------------------------------------------
+# -- the HTTP gateway ------------------------------------------------------------------------
 
 
 @bug("gateway", "dying gateways", "I2")
@@ -475,9 +475,9 @@ def _asked_again_is_another_request() -> None:
 
 @bug("gateway", "dying gateways", "I1")
 def _goes_on_without_its_client() -> None:
-    from workers.gateway.backend.submit import ActiveRequest
+    from workers.gateway.backend.active_request import ActiveRequest
 
-    _put(ActiveRequest, "gone", lambda self: None)
+    _put(ActiveRequest, "on_disconnect", lambda self: None)
 
 
 @bug("gateway", "frozen gateways", "I10")

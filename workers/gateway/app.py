@@ -1,7 +1,7 @@
-"""The application: what every route is given, who may use it, and what it answers when it fails.
+"""The HTTP application: the context that all routes share, API keys and limits, error responses.
 
-A feature is a module with `routes(door) -> list[Route]`, made by `door.route`. The route is found
-once, by the path alone; whether a key is needed is part of it, so there is nothing to disagree on.
+A route is found once, by its path alone. Whether it needs a key is part of the route, so that the
+router and the key check cannot disagree.
 """
 
 import asyncio
@@ -33,18 +33,19 @@ from workers.gateway.token_bytes import TokenBytesCache
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
-"""Of a request's id, what is noted of it, and its model's tokens."""
+"""Makes an assembler from a request id, the request's record and the bytes of its model's tokens.
+"""
 
-# Renderers answer it from memory.
+# Renderers answer from memory.
 CARD_TIMEOUT_S = 5.0
-# A model may be replaced by another of its name.
+# A model may be replaced by another one of the same name.
 CARD_FRESH_S = 30.0
 
 _log = structlog.get_logger()
 
 
 class Json(Response):
-    """Any msgspec type."""
+    """JSON response whose content is of any type that msgspec encodes."""
 
     media_type = "application/json"
 
@@ -53,7 +54,7 @@ class Json(Response):
 
 
 class AppContext:
-    """What all routes share."""
+    """State that all routes of a gateway share."""
 
     def __init__(self, bus: Bus, config: Config, metrics: Metrics, worker: str) -> None:
         self.bus = bus
@@ -61,27 +62,31 @@ class AppContext:
         self.limits = config.gateway
         self.metrics = metrics
         self.worker = worker
+        self.started_s = int(bus.now_ms() / 1000)
         self.draining = False
         self.shutting_down = asyncio.Event()
-        """The drain is, and nothing is waited for any more."""
+        """Set when the time of the drain is over: from then on nothing is waited for."""
         self.token_bytes = TokenBytesCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
-        """By the kind of a RequestRecord."""
-        self._keyring = Keyring(config.gateway.api_keys)
-        self._cards: dict[str, tuple[float, ModelCard]] = {}
-        """With the loop's time at which they were told."""
-        self._background: set[asyncio.Task[None]] = set()
+        """Assembler factories, by the kind of a RequestRecord."""
         self.body_budget = BodyBudget(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
+        self._keyring = Keyring(config.gateway.api_keys)
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
+        self._cards: dict[str, tuple[float, ModelCard]] = {}
+        """Model cards by model, each with the loop time at which it was received."""
+        self._background: set[asyncio.Task[None]] = set()
 
-    async def card(self, model: str) -> ModelCard:
-        """Raises UnknownModel, or Unavailable when no renderer of it answers."""
+    async def model_card(self, model: str) -> ModelCard:
+        """Return the card of a model, from the cache or from a renderer.
+
+        Raises UnknownModel, or Unavailable when no renderer of the model answers.
+        """
         self.check_model(model)
         now_s = asyncio.get_running_loop().time()
-        told_s, known = self._cards.get(model, (-math.inf, None))
-        if known is not None and now_s - told_s < CARD_FRESH_S:
-            return known
+        received_s, cached = self._cards.get(model, (-math.inf, None))
+        if cached is not None and now_s - received_s < CARD_FRESH_S:
+            return cached
         answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
         if isinstance(answer, ErrorReply):
             raise errors.RequestFailed(answer.error, "")
@@ -91,17 +96,17 @@ class AppContext:
     def check_model(self, model: str) -> None:
         """Raises UnknownModel."""
         if model not in self.config.models:
-            there_is = ", ".join(sorted(self.config.models))
-            raise UnknownModel(f"no model {model!r}; there is: {there_is}", field="model")
+            models = ", ".join(sorted(self.config.models))
+            raise UnknownModel(f"no model {model!r}; there is: {models}", field="model")
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done that no answer waits for."""
+    def start_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start work that no response waits for."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Returns when that is done, too."""
+        """Wait for the background work."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def route(
@@ -113,8 +118,12 @@ class AppContext:
         public: bool = False,
         counted: bool = False,
     ) -> Route:
-        """`public`: for those without a key, too. `counted`: for the limits of the key, as all is
-        that makes work; what looks at it, ends it, or tells what is known anyway, is not."""
+        """Return a route that checks the API key and releases the request's memory at its end.
+
+        A `public` route needs no key. A `counted` route counts for the limits of the key: every
+        route that makes work is counted. Routes that look at work, end it, or return what the
+        gateway has at hand are not.
+        """
 
         async def guarded(request: Request) -> Response:
             request.scope["endpoint_path"] = path
@@ -133,18 +142,18 @@ class AppContext:
         return Route(path, guarded, methods=list(methods))
 
 
-def application(door: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
-    # A redirect would be to where the client says that we are.
+def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:
+    # A redirect would lead to the host that the client's own Host header names.
     router = Router(list(routes), redirect_slashes=False)
-    return EdgeMiddleware(router, door.limits, door.metrics, answer_of)
+    return EdgeMiddleware(router, context.limits, context.metrics, error_response)
 
 
-def answer_of(error: Exception) -> Response:
-    """What an error is answered with; one that nobody expected goes to the log."""
+def error_response(error: Exception) -> Response:
+    """Return the response for an error. Errors other than PagemillError are logged as well."""
     if isinstance(error, HTTPException):
-        return _refused_by_router(error)
+        return _router_error_response(error)
     if not isinstance(error, PagemillError):
-        _log.error("not_answered", exc_info=error)
+        _log.error("unexpected_error", exc_info=error)
     info = errors.info_of(error)
     answer = Json(errors.body_of(info), errors.status_of(info))
     if info.retry_after_s is not None:
@@ -154,9 +163,9 @@ def answer_of(error: Exception) -> Response:
     return answer
 
 
-def _refused_by_router(error: HTTPException) -> Response:
+def _router_error_response(error: HTTPException) -> Response:
     if error.status_code != 405:
-        return answer_of(errors.UnknownRoute("there is nothing at this URL"))
-    answer = answer_of(errors.WrongMethod("this method is not for this URL"))
+        return error_response(errors.UnknownRoute("there is nothing at this URL"))
+    answer = error_response(errors.WrongMethod("this method is not for this URL"))
     answer.headers["allow"] = (error.headers or {}).get("Allow", "")
     return answer

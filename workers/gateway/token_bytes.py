@@ -1,4 +1,7 @@
-"""The bytes of tokens, asked of renderers and kept: a model has only so many."""
+"""Cache of the bytes of tokens, filled by asking renderers.
+
+It has no limit: a model has only so many tokens.
+"""
 
 from collections.abc import Collection
 
@@ -12,20 +15,23 @@ from workers.gateway.http.errors import RequestFailed
 class TokenBytesCache:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._known: dict[str, dict[int, bytes]] = {}
+        self._by_model: dict[str, dict[int, bytes]] = {}
 
     def of(self, model: str) -> TokenBytes:
-        return self._known.setdefault(model, {})
+        """Return the bytes of a model's tokens. Tokens appear in it as `load` adds them."""
+        return self._by_model.setdefault(model, {})
 
-    async def learn(self, model: str, token_ids: Collection[int], tenant: str) -> None:
-        """Returns when the model's spelling has all of these, asked for in the turn of `tenant`.
-        Raises Unavailable."""
-        known = self._known.setdefault(model, {})
-        unknown = [token_id for token_id in token_ids if token_id not in known]
-        if not unknown:
+    async def load(self, model: str, token_ids: Collection[int], tenant: str) -> None:
+        """Make sure that the cache has the bytes of these tokens.
+
+        Missing ones are requested in the turn of `tenant`. Raises Unavailable.
+        """
+        cached = self._by_model.setdefault(model, {})
+        missing = [token_id for token_id in token_ids if token_id not in cached]
+        if not missing:
             return
-        question = DetokenizeRequest(unknown)
-        answer = await client.detokenize(self._bus, model, question, tenant=tenant)
+        request = DetokenizeRequest(missing)
+        answer = await client.detokenize(self._bus, model, request, tenant=tenant)
         if isinstance(answer, ErrorReply):
             raise RequestFailed(answer.error, "")
-        known.update(zip(unknown, answer.token_bytes, strict=True))
+        cached.update(zip(missing, answer.token_bytes, strict=True))

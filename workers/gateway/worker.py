@@ -1,6 +1,7 @@
-"""Gateway: HTTP in front of the same subjects that every client uses. It keeps nothing.
+"""Gateway worker: HTTP in front of the same subjects that every other client uses.
 
-What it answers is made of token logs. When it dies, another gateway goes on from the same log.
+Gateways are stateless. Answers are assembled from token logs, so when a gateway dies another one
+continues from the same log.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from shared.config import GatewayConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
-from workers.gateway.app import AppContext, application
+from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.http.tls import TlsServer
 from workers.gateway.openapi import document
@@ -41,19 +42,19 @@ FEATURES = (
     *(render, generate, derender, tokenize),
     *(page, document),
 )
-"""Modules with `routes(door)`."""
+"""Modules with `routes(context)`."""
 
 BACKLOG = 1024
-# For what is told to those who wait when the drain is over.
+# Time to send the final error to the clients that still wait when the drain is over.
 LAST_WORDS_S = 1.0
 KEEP_ALIVE_S = 30
-# For all but connections, those who are turned away included.
+# File descriptors for everything but accepted connections. Connections over the limit need some.
 OTHER_FILES = 192
 
 
 async def main(context: Context) -> None:
     config = context.config.gateway
-    door = AppContext(context.bus, context.config, context.metrics, context.worker)
+    app = AppContext(context.bus, context.config, context.metrics, context.worker)
     with _listening(config) as listener:
         num_connections = _affordable(config.max_connections)
         if num_connections < config.max_connections:
@@ -64,7 +65,7 @@ async def main(context: Context) -> None:
             refused=context.metrics.counter("http_connections_refused_total"),
             slow=context.metrics.counter("http_slow_clients_total"),
         )
-        server = _server(door, every_route(door), entrance)
+        server = _server(app, entrance)
         serving = asyncio.create_task(server.serve([listener]))
         context.url = _url(config, listener)
         context.log.info("listening", url=context.url)
@@ -72,20 +73,20 @@ async def main(context: Context) -> None:
             sorted(context.config.models),
             lambda: {"connections": float(len(server.server_state.connections))},
         )
-        asked = asyncio.create_task(context.shutdown.asked.wait())
-        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
-        door.draining = server.should_exit = True
+        stopping = asyncio.create_task(context.shutdown.asked.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        app.draining = server.should_exit = True
         drain_s = context.config.delivery.drain_s
         await context.shutdown.drained({serving}, drain_s)
-        door.shutting_down.set()
+        app.shutting_down.set()
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         server.force_exit = True
         await serving
-        await door.close()
+        await app.close()
 
 
-def every_route(door: AppContext) -> list[Route]:
-    return [route for feature in FEATURES for route in feature.routes(door)]
+def all_routes(app: AppContext) -> list[Route]:
+    return [route for feature in FEATURES for route in feature.routes(app)]
 
 
 class _Server(uvicorn.Server):
@@ -95,7 +96,8 @@ class _Server(uvicorn.Server):
         self._entrance = entrance
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, but for handshakes, which it neither counts nor hurries."""
+        """Start the listeners as uvicorn does, but with TLS handshakes that are counted and have a
+        time limit: uvicorn's have neither."""
         connection = partial(
             cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
@@ -117,15 +119,14 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """They are the worker's, which tells us."""
+        """Leave signals to the worker, which asks the server to stop."""
         yield
 
 
-def _server(door: AppContext, routes: list[Route], entrance: ConnectionLimits) -> _Server:
-    limits = door.limits
+def _server(app: AppContext, entrance: ConnectionLimits) -> _Server:
     config = uvicorn.Config(
-        application(door, routes),
-        # What uvicorn calls a class, it only calls.
+        build_application(app, all_routes(app)),
+        # uvicorn expects a class here, and does nothing with it but call it.
         http=cast(
             type[asyncio.Protocol],
             partial(LimitedHttpProtocol, entrance),
@@ -139,12 +140,15 @@ def _server(door: AppContext, routes: list[Route], entrance: ConnectionLimits) -
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
-    config.ssl = _tls(limits)
+    config.ssl = _tls(app.limits)
     return _Server(config, entrance)
 
 
 def _affordable(num_connections: int) -> int:
-    """As many of them as the process can have files for; it takes what it may."""
+    """Return how many connections the process has file descriptors for, at most `num_connections`.
+
+    Raises the soft limit of the process as far as the hard limit allows.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_connections + OTHER_FILES
     if 0 <= soft < needed:

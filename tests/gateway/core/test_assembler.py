@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from shared.errors import LogTruncated
 from shared.protocol.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.app import answer_of
+from workers.gateway.app import error_response
 from workers.gateway.backend.merge import merged
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
@@ -195,7 +195,7 @@ async def run(
         events,
         lambda: left.append(True),
         over or asyncio.Event(),
-        answer_of,
+        error_response,
         headers,
         numbered=numbered,
     )

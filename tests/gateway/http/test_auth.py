@@ -18,13 +18,13 @@ from shared.errors import ConfigError
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.openai.test_chat import events, question
-from workers.gateway.app import AppContext, answer_of
+from workers.gateway.app import AppContext, error_response
 from workers.gateway.http.auth import Caller, Keyring, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.rate_limits import RateLimiter
 from workers.gateway.openapi.operations import OPERATIONS
-from workers.gateway.worker import every_route
+from workers.gateway.worker import all_routes
 
 ALICE, BOB = make_key(), make_key()
 KEYS = [
@@ -86,9 +86,9 @@ def test_a_door_that_would_stand_open_is_not_built(section: dict[str, Any], fiel
     assert refused.value.field == field
 
 
-async def test_every_route_but_the_public_ones_needs_a_key(another: Start, bus: Bus) -> None:
+async def test_all_routes_but_the_public_ones_needs_a_key(another: Start, bus: Bus) -> None:
     config = Config({"demo": ModelConfig("x")}, gateway=GatewayConfig(page=False))
-    routes = every_route(AppContext(bus, config, Metrics("gateway", "x"), "x"))
+    routes = all_routes(AppContext(bus, config, Metrics("gateway", "x"), "x"))
     gateway = another(api_keys=KEYS, page=False)
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         for route in routes:
@@ -223,7 +223,7 @@ async def test_whoever_has_all_of_an_answer_may_ask_again() -> None:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    edge = EdgeMiddleware(app, GatewayConfig(), Metrics("gateway", "gateway-1"), answer_of)
+    edge = EdgeMiddleware(app, GatewayConfig(), Metrics("gateway", "gateway-1"), error_response)
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
     await edge({**scope, "headers": []}, receive, send)
     assert happened == ["left", "sent", "answered"]

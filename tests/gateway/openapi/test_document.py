@@ -66,11 +66,11 @@ def test_names_of_operations_are_theirs_alone() -> None:
     assert len(set(names)) == len(names)
 
 
-async def test_it_has_every_route_and_no_other(door: AppContext) -> None:
+async def test_it_has_all_routes_and_no_other(door: AppContext) -> None:
     of_page = {route.path for route in page.routes(door)}
     there = {
         (method.lower(), route.path)
-        for route in worker.every_route(door)
+        for route in worker.all_routes(door)
         for method in (route.methods or set()) - {"HEAD"}
         if route.path not in of_page
     }

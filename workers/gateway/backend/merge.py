@@ -1,4 +1,4 @@
-"""Several logs as one."""
+"""Several token logs merged into one sequence of records."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,19 +7,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def merged(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Records as they come, with the number of their log. Raises what a log raises.
+async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Yield records as they arrive, each with the number of its log. Raises what a log raises.
 
-    None is read ahead by more than a record, and whoever stops leaves nothing behind that reads.
+    No log is read ahead by more than one record. A caller that stops early leaves no reader behind.
     """
     waiting: dict[asyncio.Task[T | None], int] = {}
 
-    def ask(part: int) -> None:
+    def read_next(part: int) -> None:
         waiting[asyncio.create_task(_next(logs[part]))] = part
 
     try:
         for part in range(len(logs)):
-            ask(part)
+            read_next(part)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
@@ -27,7 +27,7 @@ async def merged(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T
                 del waiting[task]
                 if record is not None:
                     yield part, record
-                    ask(part)
+                    read_next(part)
     finally:
         for task in waiting:
             task.cancel()

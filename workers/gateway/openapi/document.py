@@ -22,13 +22,13 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 
 
-def routes(door: AppContext) -> list[Route]:
-    written = Json(document(scale_out=door.limits.scale_out)).body
+def routes(context: AppContext) -> list[Route]:
+    written = Json(document(scale_out=context.limits.scale_out)).body
 
     async def send(_: Request, __: Caller) -> Response:
         return Response(written, media_type=JSON)
 
-    return [door.route("/openapi.json", send, public=True)]
+    return [context.route("/openapi.json", send, public=True)]
 
 
 def document(*, scale_out: bool = True) -> dict[str, Any]:

@@ -50,44 +50,44 @@ _completion = msgspec.json.Decoder(DerenderCompletion).decode
 _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
 
 
-def routes(door: AppContext) -> list[Route]:
-    if not door.limits.scale_out:
+def routes(context: AppContext) -> list[Route]:
+    if not context.limits.scale_out:
         return []
-    desk = VllmRoutes(door)
+    vllm_routes = VllmRoutes(context)
 
     async def chat(request: Request, caller: Caller) -> Response:
-        return await _Derenderer(desk, caller.tenant).chat(request)
+        return await _Derenderer(vllm_routes, caller.tenant).chat(request)
 
     async def completion(request: Request, caller: Caller) -> Response:
-        return await _Derenderer(desk, caller.tenant).completion(request)
+        return await _Derenderer(vllm_routes, caller.tenant).completion(request)
 
     return [
-        desk.post("/v1/chat/completions/derender", chat, counted=True),
-        desk.post("/v1/completions/derender", completion, counted=True),
+        vllm_routes.post("/v1/chat/completions/derender", chat, counted=True),
+        vllm_routes.post("/v1/completions/derender", completion, counted=True),
     ]
 
 
 class _Derenderer:
     """Of one request, whose questions are those of its tenant."""
 
-    def __init__(self, desk: VllmRoutes, tenant: str) -> None:
-        self.desk = desk
+    def __init__(self, vllm_routes: VllmRoutes, tenant: str) -> None:
+        self.routes = vllm_routes
         self._tenant = tenant
 
     async def chat(self, request: Request) -> Response:
-        data = await self.desk.read(request)
+        data = await self.routes.read(request)
         if decode(data, _which).stream:
             return Json(await self._chat_event(decode(data, _chat_stream)))
         return Json(await self._chat_answer(decode(data, _chat)))
 
     async def completion(self, request: Request) -> Response:
-        data = await self.desk.read(request)
+        data = await self.routes.read(request)
         if decode(data, _which).stream:
             return Json(await self._completion_event(decode(data, _completion_stream)))
         return Json(await self._completion_answer(decode(data, _completion)))
 
     async def _chat_answer(self, asked: DerenderChat) -> DerenderChatResponse:
-        model, answer = self.desk.model(asked.model), asked.generate_response
+        model, answer = self.routes.model(asked.model), asked.generate_response
         max_len = await self._max_len(model)
         derender.check_sizes([answer], max_len)
         derender.check_prompt(asked.prompt_token_ids, max_len)
@@ -109,7 +109,7 @@ class _Derenderer:
         )
 
     async def _completion_answer(self, asked: DerenderCompletion) -> DerenderCompletionResponse:
-        model, answers = self.desk.model(asked.model), asked.generate_responses
+        model, answers = self.routes.model(asked.model), asked.generate_responses
         if not answers:
             raise wrong("generate_responses", "generate_responses must not be empty")
         for name in ("prompt_tokens", "prompt_token_ids"):
@@ -152,7 +152,7 @@ class _Derenderer:
         )
 
     async def _chat_event(self, asked: DerenderChatStream) -> StreamAnswer:
-        model, event = self.desk.model(asked.model), asked.generate_chunk
+        model, event = self.routes.model(asked.model), asked.generate_chunk
         looks = await self._looks(model, asked.chat_request)
         read, state = await self._read_event(model, asked, looks.skips_special)
         before = asked.stream_state or StreamState()
@@ -174,7 +174,7 @@ class _Derenderer:
         )
 
     async def _completion_event(self, asked: DerenderCompletionStream) -> StreamAnswer:
-        model, event = self.desk.model(asked.model), asked.generate_chunk
+        model, event = self.routes.model(asked.model), asked.generate_chunk
         read, state = await self._read_event(model, asked, _skips_special(asked.completion_request))
         offset = 0 if asked.stream_state is None else asked.stream_state.text_offset
         return StreamAnswer(
@@ -243,7 +243,7 @@ class _Derenderer:
     async def _looks(self, model: str, request: dict[str, Any] | None) -> Looks:
         if request is None:
             return Looks()
-        card = await self.desk.door.card(model) if request.get("tools") else None
+        card = await self.routes.context.model_card(model) if request.get("tools") else None
         return looks_of(model, request, card)
 
     async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> DetokenizeWindow:
@@ -251,20 +251,20 @@ class _Derenderer:
         return detokenize_window.open_window(seed, await self._text(model, seed, skip))
 
     async def _text(self, model: str, token_ids: list[int], skip: bool) -> str:
-        return await self.desk.text_of(model, token_ids, skip, self._tenant)
+        return await self.routes.text_of(model, token_ids, skip, self._tenant)
 
     async def _logprobs(
         self, model: str, choice: GeneratedChoice, context: list[int]
     ) -> TextContent | None:
         named = derender.named_tokens(choice, context)
-        spelling = await self.desk.spelling_of(model, named, self._tenant)
+        spelling = await self.routes.spelling_of(model, named, self._tenant)
         return derender.logprobs_of(choice, context, spelling)
 
     async def _max_len(self, model: str) -> int:
-        return (await self.desk.door.card(model)).max_model_len
+        return (await self.routes.context.model_card(model)).max_model_len
 
     def _now_s(self) -> int:
-        return int(self.desk.door.bus.now_ms() / 1000)
+        return int(self.routes.context.bus.now_ms() / 1000)
 
 
 def _skips_special(request: dict[str, Any] | None) -> bool:

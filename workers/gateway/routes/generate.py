@@ -44,15 +44,15 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
 _abort = msgspec.json.Decoder(AbortBody).decode
 
 
-def routes(door: AppContext) -> list[Route]:
-    door.assemblers[KIND] = _assembler
-    if not door.limits.scale_out:
+def routes(context: AppContext) -> list[Route]:
+    context.assemblers[KIND] = _assembler
+    if not context.limits.scale_out:
         return []
-    generator = _Generator(VllmRoutes(door))
-    desk = generator.desk
+    generator = _Generator(VllmRoutes(context))
+    vllm_routes = generator.routes
     return [
-        desk.post("/inference/v1/generate", generator.generate, counted=True),
-        desk.post("/inference/v1/abort_requests", generator.abort),
+        vllm_routes.post("/inference/v1/generate", generator.generate, counted=True),
+        vllm_routes.post("/inference/v1/abort_requests", generator.abort),
     ]
 
 
@@ -64,17 +64,17 @@ def _assembler(request_id: str, record: RequestRecord, spelling: TokenBytes) -> 
 
 
 class _Generator:
-    def __init__(self, desk: VllmRoutes) -> None:
-        self.desk = desk
+    def __init__(self, vllm_routes: VllmRoutes) -> None:
+        self.routes = vllm_routes
 
     async def generate(self, request: Request, caller: Caller) -> Response:
-        data = await self.desk.read(request)
+        data = await self.routes.read(request)
         parsed = parse(data)
-        model, door = self.desk.model(parsed.body.model), self.desk.door
+        model, context = self.routes.model(parsed.body.model), self.routes.context
         if parsed.body.content_parts:
             parsed = await self._processed(parsed, parsed.body.content_parts, model, caller)
         body = parsed.body
-        check_room(parsed, await door.card(model))
+        check_room(parsed, await context.model_card(model))
         features = await asyncio.gather(*(self._feature(i, caller.tenant) for i in parsed.items))
         asked = GenerateRequest(
             model=model,
@@ -89,7 +89,7 @@ class _Generator:
             await self._name(name, request_id, model, caller.tenant)
         options = msgspec.to_builtins(shape_of(parsed, PREFIX + name))
         return await submit(
-            door,
+            context,
             request,
             caller,
             KIND,
@@ -102,7 +102,7 @@ class _Generator:
 
     async def abort(self, request: Request, caller: Caller) -> Response:
         """Of requests that are not known, or have ended, nothing is said: as in the protocol."""
-        asked = decode(await self.desk.read(request), _abort)
+        asked = decode(await self.routes.read(request), _abort)
         await asyncio.gather(*(self._abort(name, caller.tenant) for name in asked.request_ids))
         return Response(status_code=200)
 
@@ -112,25 +112,25 @@ class _Generator:
         """With pictures as a renderer has processed them."""
         shown = GenerateRequest(model, [Message("user", list(pictures_of(parts)))])
         with translated_errors(KIND, {"fields": {"messages": "content_parts"}}):
-            rendered = await self.desk.features_of(shown, "tensors", caller)
+            rendered = await self.routes.features_of(shown, "tensors", caller)
         token_ids, items = placed(parsed.body.token_ids, rendered)
         return replace(parsed, body=structs.replace(parsed.body, token_ids=token_ids), items=items)
 
     async def _feature(self, item: WireItem, tenant: str) -> Feature:
         stored = None
         if item.data is not None:
-            stored = await client.pin_media(self.desk.door.bus, item.data, tenant)
+            stored = await client.pin_media(self.routes.context.bus, item.data, tenant)
         return Feature(IMAGE, item.mm_hash, item.place.offset, item.place.length, stored)
 
     async def _name(self, name: str, request_id: str, model: str, tenant: str) -> None:
         """Note which request goes by a name of the body, which may have been another's before."""
-        bus = self.desk.door.bus
+        bus = self.routes.context.bus
         now_s = int(bus.now_ms() / 1000)
         alias = RequestRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
         await bus.publish_without_id(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
     async def _abort(self, name: str, tenant: str) -> None:
-        bus, name = self.desk.door.bus, name.removeprefix(PREFIX)
+        bus, name = self.routes.context.bus, name.removeprefix(PREFIX)
         alias = await request_registry.find(bus, _alias_of(name, tenant))
         request_id = (
             named_request_id(KIND, tenant, name) if alias is None else alias.options[_ALIAS]

@@ -41,8 +41,8 @@ class Version(Struct, frozen=True):
 class Living:
     """The workers that there are, by their heartbeats."""
 
-    def __init__(self, door: AppContext) -> None:
-        self._door = door
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
         self._beats: list[Heartbeat] = []
         self._read_s = float("-inf")
 
@@ -56,14 +56,14 @@ class Living:
     async def _all(self) -> list[Heartbeat]:
         if time.monotonic() - self._read_s > FRESH_S:
             async with asyncio.timeout(ASK_S):
-                found = await self._door.bus.read_heartbeats()
+                found = await self._context.bus.read_heartbeats()
             self._beats = [_heartbeat.decode(data) for data in found]
             self._read_s = time.monotonic()
         return self._beats
 
 
-def routes(door: AppContext) -> list[Route]:
-    living = Living(door)
+def routes(context: AppContext) -> list[Route]:
+    living = Living(context)
 
     async def health(_: Request, __: Caller) -> Response:
         return Json(Health())
@@ -71,25 +71,25 @@ def routes(door: AppContext) -> list[Route]:
     async def ready(_: Request, __: Caller) -> Response:
         models: dict[str, str] = {}
         try:
-            for model in door.config.models:
+            for model in context.config.models:
                 missing = await living.missing(model)
                 models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
         except (PagemillError, TimeoutError):
             return Json(Ready("no broker"), 503)
-        able = "ok" in models.values() and not door.draining
-        ready = Ready("ok" if able else "draining" if door.draining else "not ready", models)
+        able = "ok" in models.values() and not context.draining
+        ready = Ready("ok" if able else "draining" if context.draining else "not ready", models)
         return Json(ready, 200 if able else 503)
 
     async def version(_: Request, __: Caller) -> Response:
         return Json(Version(VERSION))
 
     async def metrics(_: Request, __: Caller) -> Response:
-        told = prometheus.to_text(door.metrics.snapshot().series)
+        told = prometheus.to_text(context.metrics.snapshot().series)
         return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return [
-        door.route("/health", health, public=True),
-        door.route("/ready", ready, public=True),
-        door.route("/version", version),
-        door.route("/metrics", metrics),
+        context.route("/health", health, public=True),
+        context.route("/ready", ready, public=True),
+        context.route("/version", version),
+        context.route("/metrics", metrics),
     ]

@@ -25,13 +25,13 @@ class ModelList(Struct, frozen=True):
     object: str = "list"
 
 
-def routes(door: AppContext) -> list[Route]:
-    created = int(door.bus.now_ms() / 1000)
+def routes(context: AppContext) -> list[Route]:
+    created = int(context.bus.now_ms() / 1000)
     entries = {
         name: ModelEntry(
             name, created, sorted(model.adapters), max_model_len=model.max_model_len or UNSET
         )
-        for name, model in door.config.models.items()
+        for name, model in context.config.models.items()
     }
 
     async def every(_: Request, __: Caller) -> Response:
@@ -43,4 +43,4 @@ def routes(door: AppContext) -> list[Route]:
             raise UnknownModel(f"there is no model {name!r} here", field="model")
         return Json(entries[name])
 
-    return [door.route("/v1/models", every), door.route("/v1/models/{model}", one)]
+    return [context.route("/v1/models", every), context.route("/v1/models/{model}", one)]

@@ -42,19 +42,19 @@ _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
-def routes(door: AppContext) -> list[Route]:
-    door.assemblers["chat"] = _chat_assembler
-    door.assemblers["completion"] = _completion_assembler
+def routes(context: AppContext) -> list[Route]:
+    context.assemblers["chat"] = _chat_assembler
+    context.assemblers["completion"] = _completion_assembler
 
     async def chat(request: Request, caller: Caller) -> Response:
-        asked = await body.decode(request, door.limits, door.body_budget, _chat, UNSUPPORTED)
-        door.check_model(asked.model)
-        card = await door.card(asked.model) if needs_card(asked) else None
+        asked = await body.decode(request, context.limits, context.body_budget, _chat, UNSUPPORTED)
+        context.check_model(asked.model)
+        card = await context.model_card(asked.model) if needs_card(asked) else None
         order = plan_chat(asked, card)
         with translated_errors("chat", order.options):
-            order = await _counted(door, order, caller)
+            order = await _counted(context, order, caller)
         return await submit(
-            door,
+            context,
             request,
             caller,
             "chat",
@@ -64,15 +64,17 @@ def routes(door: AppContext) -> list[Route]:
         )
 
     async def completion(request: Request, caller: Caller) -> Response:
-        asked = await body.decode(request, door.limits, door.body_budget, _completion, UNSUPPORTED)
-        door.check_model(asked.model)
+        asked = await body.decode(
+            request, context.limits, context.body_budget, _completion, UNSUPPORTED
+        )
+        context.check_model(asked.model)
         order = plan_completion(asked)
         with translated_errors("completion", order.options):
             if asked.echo:
-                order = await _echoed(door, order, caller, scored=asked.logprobs is not None)
-            order = await _counted(door, order, caller)
+                order = await _echoed(context, order, caller, scored=asked.logprobs is not None)
+            order = await _counted(context, order, caller)
         return await submit(
-            door,
+            context,
             request,
             caller,
             "completion",
@@ -82,8 +84,8 @@ def routes(door: AppContext) -> list[Route]:
         )
 
     return [
-        door.route("/v1/chat/completions", chat, ["POST"], counted=True),
-        door.route("/v1/completions", completion, ["POST"], counted=True),
+        context.route("/v1/chat/completions", chat, ["POST"], counted=True),
+        context.route("/v1/completions", completion, ["POST"], counted=True),
     ]
 
 
@@ -99,22 +101,22 @@ def _completion_assembler(
     return CompletionAssembler(request_id, record.model, record.created_s, options, spelling)
 
 
-async def _counted(door: AppContext, order: SubmitPlan, caller: Caller) -> SubmitPlan:
+async def _counted(context: AppContext, order: SubmitPlan, caller: Caller) -> SubmitPlan:
     """With the number of the prompt's tokens, where every chunk is to tell it: a log tells it only
     at its end."""
     if not order.options.get("continuous_usage"):
         return order
-    counts = await asyncio.gather(*(_count(door, request, caller) for request in order.requests))
+    counts = await asyncio.gather(*(_count(context, request, caller) for request in order.requests))
     return replace(order, options=order.options | {"prompt_tokens": sum(counts)})
 
 
-async def _count(door: AppContext, request: GenerateRequest, caller: Caller) -> int:
+async def _count(context: AppContext, request: GenerateRequest, caller: Caller) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
-    return (await _tokenized(door, request, caller)).count
+    return (await _tokenized(context, request, caller)).count
 
 
-async def _tokenized(door: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
+async def _tokenized(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
     question = TokenizeRequest(
         messages=request.messages,
         prompt=request.prompt,
@@ -122,12 +124,12 @@ async def _tokenized(door: AppContext, request: GenerateRequest, caller: Caller)
         template_kwargs=request.template_kwargs,
         add_special_tokens=request.add_special_tokens,
     )
-    answer = client.tokenize(door.bus, request.model, question, tenant=caller.tenant)
+    answer = client.tokenize(context.bus, request.model, question, tenant=caller.tenant)
     return _unless_refused(await answer)
 
 
 async def _echoed(
-    door: AppContext, order: SubmitPlan, caller: Caller, *, scored: bool
+    context: AppContext, order: SubmitPlan, caller: Caller, *, scored: bool
 ) -> SubmitPlan:
     """With the prompts' own text; where they are scored, they go as the tokens that are."""
     requests: list[GenerateRequest] = []
@@ -135,27 +137,29 @@ async def _echoed(
     for request in order.requests:
         token_ids = request.prompt_token_ids
         if token_ids is None and scored:
-            token_ids = (await _tokenized(door, request, caller)).token_ids
+            token_ids = (await _tokenized(context, request, caller)).token_ids
             request = replace(
                 request, prompt=None, prompt_token_ids=token_ids, add_special_tokens=None
             )
         text = order.requests[len(echoes)].prompt
         if text is None:
             assert token_ids is not None
-            text = (await _detokenized(door, request.model, token_ids, caller)).prompt
+            text = (await _detokenized(context, request.model, token_ids, caller)).prompt
         requests.append(request)
         if scored and token_ids is not None:
-            await door.token_bytes.learn(request.model, token_ids, caller.tenant)
+            await context.token_bytes.load(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if scored else []))
     options: dict[str, Any] = order.options | {"echo": msgspec.to_builtins(echoes)}
     return SubmitPlan(requests, order.sampling, options)
 
 
 async def _detokenized(
-    door: AppContext, model: str, token_ids: list[int], caller: Caller
+    context: AppContext, model: str, token_ids: list[int], caller: Caller
 ) -> Detokenized:
     question = DetokenizeRequest(token_ids)
-    return _unless_refused(await client.detokenize(door.bus, model, question, tenant=caller.tenant))
+    return _unless_refused(
+        await client.detokenize(context.bus, model, question, tenant=caller.tenant)
+    )
 
 
 def _unless_refused(answer: T | ErrorReply) -> T:

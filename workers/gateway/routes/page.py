@@ -27,19 +27,19 @@ MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 MEDIA_TYPES["svg"] = "image/svg+xml"
 
 
-def routes(door: AppContext) -> list[Route]:
+def routes(context: AppContext) -> list[Route]:
     """`/`, and what it needs under `/page/`."""
-    if not door.limits.page:
+    if not context.limits.page:
         return []
     folder = files("workers.gateway").joinpath("web")
     found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
-    return [_route(door, name, content) for name, content in found]
+    return [_route(context, name, content) for name, content in found]
 
 
-def _route(door: AppContext, name: str, content: bytes) -> Route:
+def _route(context: AppContext, name: str, content: bytes) -> Route:
     media_type = MEDIA_TYPES[name.rpartition(".")[2]]
 
     async def send(_: Request, __: Caller) -> Response:
         return Response(content, headers=HEADERS, media_type=media_type)
 
-    return door.route("/" if name == "index.html" else f"/page/{name}", send, public=True)
+    return context.route("/" if name == "index.html" else f"/page/{name}", send, public=True)

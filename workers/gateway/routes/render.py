@@ -56,32 +56,32 @@ _chat = msgspec.json.Decoder(RenderChat).decode
 _completion = msgspec.json.Decoder(RenderCompletion).decode
 
 
-def routes(door: AppContext) -> list[Route]:
-    if not door.limits.scale_out:
+def routes(context: AppContext) -> list[Route]:
+    if not context.limits.scale_out:
         return []
-    renderer = _Renderer(VllmRoutes(door))
+    renderer = _Renderer(VllmRoutes(context))
     return [
-        renderer.desk.post("/v1/chat/completions/render", renderer.chat, counted=True),
-        renderer.desk.post("/v1/completions/render", renderer.completion, counted=True),
+        renderer.routes.post("/v1/chat/completions/render", renderer.chat, counted=True),
+        renderer.routes.post("/v1/completions/render", renderer.completion, counted=True),
     ]
 
 
 class _Renderer:
-    def __init__(self, desk: VllmRoutes) -> None:
-        self.desk = desk
+    def __init__(self, vllm_routes: VllmRoutes) -> None:
+        self.routes = vllm_routes
 
     async def chat(self, request: Request, caller: Caller) -> Response:
-        asked = decode(await self.desk.read(request), _chat, UNSUPPORTED)
-        model = self.desk.model(asked.model)
-        card = await self.desk.door.card(model) if asked.tools else None
+        asked = decode(await self.routes.read(request), _chat, UNSUPPORTED)
+        model = self.routes.model(asked.model)
+        card = await self.routes.context.model_card(model) if asked.tools else None
         # Other engines read other grammars.
         order = plan_chat(asked, card, strict=False)
         wire_id = f"chatcmpl-{_base_id(request, asked)}"
         return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
 
     async def completion(self, request: Request, caller: Caller) -> Response:
-        asked = decode(await self.desk.read(request), _completion, UNSUPPORTED)
-        self.desk.model(asked.model)
+        asked = decode(await self.routes.read(request), _completion, UNSUPPORTED)
+        self.routes.model(asked.model)
         if asked.echo:
             raise UnsupportedParameter("echo: what is rendered begins no answer", field="echo")
         order = plan_completion(asked)
@@ -104,13 +104,13 @@ class _Renderer:
         caller: Caller,
     ) -> RenderedRequest:
         model, payload = request.model, _payload_of(asked)
-        defaults = self.desk.door.config.models[model].sampling_defaults
+        defaults = self.routes.context.config.models[model].sampling_defaults
         kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
         with translated_errors(kind, order.options):
             sampling = resolved(defaults, order.sampling)
             card, rendered = await asyncio.gather(
-                self.desk.door.card(model),
-                self.desk.features_of(request, payload, caller),
+                self.routes.context.model_card(model),
+                self.routes.features_of(request, payload, caller),
             )
             num_prompt = len(rendered.prompt_token_ids)
             max_tokens = num_to_answer(sampling.max_tokens, num_prompt, card.max_model_len)

@@ -13,14 +13,14 @@ from shared.errors import NotFound
 from shared.protocol.messages import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final, last_record
-from workers.gateway.app import AppContext, Json, answer_of
-from workers.gateway.backend.submit import ActiveRequest, job_of
+from workers.gateway.app import AppContext, Json, error_response
+from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.core.ids import read_start
 from workers.gateway.core.memory_budget import read_logprob_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
-from workers.gateway.routes.timeline import TimelineEntry, way_of
+from workers.gateway.routes.timeline import TimelineEntry, timeline_of
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 
@@ -51,78 +51,78 @@ class Cancelling(Struct, frozen=True):
     cancelled: bool = True
 
 
-def routes(door: AppContext) -> list[Route]:
+def routes(context: AppContext) -> list[Route]:
     async def show(request: Request, caller: Caller) -> Response:
-        job = await job_of(door, request, caller)
-        return Json(await _described(door, request, job))
+        active = await find_request(context, request, caller)
+        return Json(await _described(context, request, active))
 
     async def stream(request: Request, caller: Caller) -> Response:
-        job = await job_of(door, request, caller)
-        await _check_kept(door, job)
-        start = read_start(request, len(job.parts))
+        active = await find_request(context, request, caller)
+        await _check_kept(context, active)
+        start = read_start(request, len(active.parts))
         # Whoever looks on may go again.
-        headers = {"x-request-id": job.request_id}
-        events = job.events(job.follow(), start)
+        headers = {"x-request-id": active.request_id}
+        events = active.events(active.follow_logs(), start)
         return EventStream(
-            events, lambda: None, door.shutting_down, answer_of, headers, numbered=True
+            events, lambda: None, context.shutting_down, error_response, headers, numbered=True
         )
 
     async def cancel(request: Request, caller: Caller) -> Response:
-        job = await job_of(door, request, caller)
-        for part in job.parts:
-            await client.cancel(door.bus, part)
-        return Json(Cancelling(job.request_id), 202)
+        active = await find_request(context, request, caller)
+        for part in active.parts:
+            await client.cancel(context.bus, part)
+        return Json(Cancelling(active.request_id), 202)
 
     path = "/v1/requests/{id}"
     return [
-        door.route(path, show),
-        door.route(path, cancel, ["DELETE"]),
-        door.route(f"{path}/stream", stream, counted=True),
+        context.route(path, show),
+        context.route(path, cancel, ["DELETE"]),
+        context.route(f"{path}/stream", stream, counted=True),
     ]
 
 
-async def _check_kept(door: AppContext, job: ActiveRequest) -> None:
+async def _check_kept(context: AppContext, active: ActiveRequest) -> None:
     """Raises NotFound for a request that must have ended and has no log: there is none any more, or
     its gateway died before it was on its way."""
-    if not job.overdue:
+    if not active.is_overdue:
         return
-    lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+    lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
     if not any(lasts):
         raise NotFound("there is no such request, or not any more", field="id")
 
 
-async def _described(door: AppContext, request: Request, job: ActiveRequest) -> RequestBody:
-    await _check_kept(door, job)
-    lasts = await asyncio.gather(*(last_record(door.bus, part) for part in job.parts))
+async def _described(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
+    await _check_kept(context, active)
+    lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
     ended = [last for last in lasts if last is not None and is_final(last)]
     # The one that the others wait for.
     open_part = next(
-        (part for part, last in zip(job.parts, lasts, strict=True) if last not in ended),
-        job.parts[-1],
+        (part for part, last in zip(active.parts, lasts, strict=True) if last not in ended),
+        active.parts[-1],
     )
-    where = await request_status.find(door.bus, open_part)
+    where = await request_status.find(context.bus, open_part)
     failure = next((last for last in ended if isinstance(last, Failure)), None)
     state = _state(lasts, ended, failure, where)
     result: Any = UNSET
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
-        door.answer_budget.reserve(
-            request.scope, read_logprob_size(job.record).num_bytes(num_tokens), "id"
+        context.answer_budget.reserve(
+            request.scope, read_logprob_size(active.record).num_bytes(num_tokens), "id"
         )
-        result = await job.whole(job.follow())
+        result = await active.collect_answer(active.follow_logs())
     return RequestBody(
-        id=job.request_id,
+        id=active.request_id,
         state=state,
         stage=where.stage,
-        created=job.record.created_s,
-        model=job.record.model,
-        durable=job.record.durable,
+        created=active.record.created_s,
+        model=active.record.model,
+        durable=active.record.durable,
         records=sum(last.index + 1 for last in lasts if last is not None),
         attempt=where.attempt,
-        path=way_of(where),
-        now_ms=door.bus.now_ms(),
+        path=timeline_of(where),
+        now_ms=context.bus.now_ms(),
         result=result,
-        error=UNSET if failure is None else errors.body_of(job.error_of(failure)).error,
+        error=UNSET if failure is None else errors.body_of(active.client_error(failure)).error,
     )
 
 

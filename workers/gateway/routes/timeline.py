@@ -16,7 +16,7 @@ class TimelineEntry(Struct, frozen=True):
     """null while it is there, and where it was when something else ended it."""
 
 
-def way_of(found: RequestStatus) -> list[TimelineEntry]:
+def timeline_of(found: RequestStatus) -> list[TimelineEntry]:
     """In the order of time: what it has behind it, and where it is."""
     stops = [
         TimelineEntry(h.role, h.worker, h.attempt, h.received_ms, h.sent_ms) for h in found.path

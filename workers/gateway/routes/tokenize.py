@@ -62,26 +62,30 @@ _tokenize = msgspec.json.Decoder(TokenizeBody).decode
 _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
 
 
-def routes(door: AppContext) -> list[Route]:
-    desk = VllmRoutes(door)
+def routes(context: AppContext) -> list[Route]:
+    vllm_routes = VllmRoutes(context)
 
     async def tokenize(request: Request, caller: Caller) -> Response:
-        asked = decode(await desk.read(request), _tokenize, UNSUPPORTED)
-        model = desk.model(asked.model)
+        asked = decode(await vllm_routes.read(request), _tokenize, UNSUPPORTED)
+        model = vllm_routes.model(asked.model)
         question = question_of(asked)
         with translated_errors("chat", {}):
-            told = answered(await client.tokenize(door.bus, model, question, tenant=caller.tenant))
+            told = answered(
+                await client.tokenize(context.bus, model, question, tenant=caller.tenant)
+            )
         strings = told.token_strs if asked.return_token_strs else None
         return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))
 
     async def detokenize(request: Request, caller: Caller) -> Response:
-        asked = decode(await desk.read(request), _detokenize)
-        text = await desk.text_of(desk.model(asked.model), asked.tokens, False, caller.tenant)
+        asked = decode(await vllm_routes.read(request), _detokenize)
+        text = await vllm_routes.text_of(
+            vllm_routes.model(asked.model), asked.tokens, False, caller.tenant
+        )
         return Json(DetokenizeAnswer(text))
 
     return [
-        desk.post("/tokenize", tokenize, counted=True),
-        desk.post("/detokenize", detokenize, counted=True),
+        vllm_routes.post("/tokenize", tokenize, counted=True),
+        vllm_routes.post("/detokenize", detokenize, counted=True),
     ]
 
 

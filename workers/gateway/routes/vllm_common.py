@@ -17,8 +17,8 @@ from shared.protocol.renderer_rpc import (
     FeaturesRequest,
     RenderedFeatures,
 )
-from workers.gateway.app import AppContext, Json, RouteHandler, answer_of
-from workers.gateway.backend.uploads import pinned
+from workers.gateway.app import AppContext, Json, RouteHandler, error_response
+from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http import body, errors
 from workers.gateway.http.auth import Caller
@@ -30,8 +30,8 @@ Payload = Literal["tensors", "none"]
 
 
 class VllmRoutes:
-    def __init__(self, door: AppContext) -> None:
-        self.door = door
+    def __init__(self, context: AppContext) -> None:
+        self.context = context
 
     def post(self, path: str, endpoint: RouteHandler, *, counted: bool = False) -> Route:
         """A route that refuses in the words of the protocol."""
@@ -43,18 +43,18 @@ class VllmRoutes:
             except PagemillError as error:
                 return refusal(error)
 
-        return self.door.route(path, spoken, ("POST",), counted=counted)
+        return self.context.route(path, spoken, ("POST",), counted=counted)
 
     async def read(self, request: Request) -> bytes:
         """The body of a request that says it is JSON. Raises a RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-        return await body.read(request, self.door.limits, self.door.body_budget)
+        return await body.read(request, self.context.limits, self.context.body_budget)
 
     def model(self, name: str | None) -> str:
         """The model of this name; without one the only one. Raises UnknownModel."""
-        models = self.door.config.models
+        models = self.context.config.models
         if name is None and len(models) == 1:
             return next(iter(models))
         if name is None or name not in models:
@@ -67,9 +67,9 @@ class VllmRoutes:
     async def features_of(
         self, request: GenerateRequest, payload: Payload, caller: Caller
     ) -> RenderedFeatures:
-        small = await pinned(self.door, request, caller.tenant)
+        small = await store_large_images(self.context, request, caller.tenant)
         question = FeaturesRequest(small, payload)
-        told = await client.render_features(self.door.bus, question, tenant=caller.tenant)
+        told = await client.render_features(self.context.bus, question, tenant=caller.tenant)
         return answered(told)
 
     async def text_of(
@@ -78,20 +78,20 @@ class VllmRoutes:
         if not token_ids:
             return ""
         question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
-        told = await client.detokenize(self.door.bus, model, question, tenant=tenant)
+        told = await client.detokenize(self.context.bus, model, question, tenant=tenant)
         return answered(told).prompt
 
     async def spelling_of(self, model: str, token_ids: Collection[int], tenant: str) -> TokenBytes:
         """Of these tokens at least."""
-        await self.door.token_bytes.learn(model, token_ids, tenant)
-        return self.door.token_bytes.of(model)
+        await self.context.token_bytes.load(model, token_ids, tenant)
+        return self.context.token_bytes.of(model)
 
 
 def refusal(error: Exception) -> Response:
     """Of what is the client's fault; anything else is answered as everywhere."""
     info = errors.info_of(error)
     if not is_their_fault(info):
-        return answer_of(error)
+        return error_response(error)
     return Json(body_of(info), status_of(info))
 
 

@@ -1,0 +1,195 @@
+"""A request that a gateway answers, from its record and its token logs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import structlog
+from starlette.requests import Request
+
+from shared import client
+from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    ErrorInfo,
+    Failure,
+    Finish,
+    LogRecord,
+    RequestRecord,
+    TokenChunk,
+)
+from shared.state import request_registry
+from workers.gateway.app import AppContext
+from workers.gateway.backend.merge import merge_logs
+from workers.gateway.core.assembler import (
+    AbortableAssembler,
+    Events,
+    MultiEventAssembler,
+    PromptAssembler,
+    token_ids_to_decode,
+)
+from workers.gateway.core.field_names import translate_error
+from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
+from workers.gateway.http import errors
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.sse import event
+
+_log = structlog.get_logger()
+
+
+class ActiveRequest:
+    """A request that this gateway is answering."""
+
+    def __init__(
+        self,
+        context: AppContext,
+        request_id: str,
+        record: RequestRecord,
+        endpoint: str,
+        holder: str = "",
+        recorded: "asyncio.Task[RequestRecord] | None" = None,
+    ) -> None:
+        """`holder` is the name given to `request_registry.register`, for a client whose disconnect ends
+        the request. `recorded` is done when the registry has the record."""
+        self.request_id = request_id
+        self.record = record
+        self.recorded = recorded
+        self._holder = holder
+        self.parts = part_ids(request_id, record)
+        self.has_event_ids = True
+        """Whether the events of the stream have ids."""
+        self._context = context
+        self._began_s = time.monotonic()
+        metrics = context.metrics
+        self._num_tokens = metrics.counter("http_tokens_total", endpoint=endpoint)
+        self._first_token_s = metrics.histogram(
+            "http_time_to_first_token_seconds", endpoint=endpoint
+        )
+        token_bytes = context.token_bytes.of(record.model)
+        self._assembler = context.assemblers[record.kind](request_id, record, token_bytes)
+        self._max_events = 1
+        """Events that one log record may have. Each record reserves that many event numbers."""
+        if isinstance(self._assembler, MultiEventAssembler):
+            self._max_events = self._assembler.max_events
+
+    async def events(
+        self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
+    ) -> AsyncIterator[bytes]:
+        """Yield an event for every record from `start` on that has something to show.
+
+        Raises Failed.
+        """
+        self._assembler.collects_answer = False
+        position = [-1] * len(logs)
+        async for part, record in merge_logs(logs):
+            position[part] = record.index * self._max_events
+            shown = await self._add_record(part, record, self._event_id(position), start[part])
+            for one in shown if isinstance(shown, Events) else [shown]:
+                if one is not None and position[part] >= start[part]:
+                    yield event(errors.to_json(one), self._event_id(position))
+                position[part] += 1
+            position[part] = (record.index + 1) * self._max_events - 1
+
+    async def collect_answer(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
+        """Read the logs to their ends, and return the whole answer. Raises Failed."""
+        async for part, record in merge_logs(logs):
+            await self._add_record(part, record, "", 0)
+        return self._assembler.answer()
+
+    async def _add_record(
+        self, part: int, record: LogRecord, event_id: str, start: int
+    ) -> Any | None:
+        match record:
+            case TokenChunk():
+                if record.index == 0 and start == 0:
+                    self._first_token_s.observe(time.monotonic() - self._began_s)
+                self._num_tokens.add(sum(len(delta.token_ids) for delta in record.choices))
+                token_ids = self._tokens_to_load(record)
+                await self._context.token_bytes.load(
+                    self.record.model, token_ids, self.record.tenant
+                )
+                return self._assembler.add(part, record)
+            case Finish():
+                return self._assembler.finish(part, record.usage)
+            case Failure():
+                if record.error.code == Cancelled.code and isinstance(
+                    self._assembler, AbortableAssembler
+                ):
+                    return self._assembler.abort()
+                if record.index * self._max_events < start:
+                    return None
+                self.start_cancel()  # Other parts, if there are any, are of no use alone.
+                raise errors.RequestFailed(self.client_error(record), event_id)
+
+    def client_error(self, failure: Failure) -> ErrorInfo:
+        """Return the error with the field by the name that the request's endpoint has for it."""
+        return translate_error(failure.error, self.record.kind, self.record.options)
+
+    def _tokens_to_load(self, record: TokenChunk) -> set[int]:
+        token_ids = token_ids_to_decode(record)
+        if record.index == 0 and isinstance(self._assembler, PromptAssembler):
+            token_ids.update(self._assembler.prompt_token_ids)
+        return token_ids
+
+    def follow_logs(self) -> list[AsyncIterator[LogRecord]]:
+        """Return the logs, each read to its end or to the time at which it must have ended."""
+        rest_s = max(0.0, self._rest_s)
+        return [client.follow(self._context.bus, part, timeout_s=rest_s) for part in self.parts]
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the request must have ended by now, if a coordinator ever claimed it."""
+        return self._rest_s < -client.GRACE_S
+
+    @property
+    def _rest_s(self) -> float:
+        since_s = self._context.bus.now_ms() / 1000 - self.record.created_s
+        return self.record.timeout_s - since_s
+
+    def start_cancel(self) -> None:
+        """Cancel the request in the background."""
+        self._context.start_background(self._cancel())
+
+    def on_disconnect(self) -> None:
+        """Cancel a request that is not durable, unless another gateway answers it too."""
+        if not self.record.durable:
+            self._context.start_background(self._leave())
+
+    async def _leave(self) -> None:
+        """A connection may be found broken long after its client has come back over another."""
+        assert self.recorded is not None
+        try:
+            await self.recorded
+            was_last = await request_registry.unregister(
+                self._context.bus, self.request_id, self._holder
+            )
+        except PagemillError:
+            was_last = True  # Without a record no other gateway can answer it.
+        if was_last:
+            await self._cancel()
+
+    async def _cancel(self) -> None:
+        try:
+            for part in self.parts:
+                await client.cancel(self._context.bus, part)
+        except Unavailable as error:
+            _log.warning("cancel_failed", request_id=self.request_id, reason=error.message)
+
+    def _event_id(self, position: Sequence[int]) -> str:
+        return format_event_id(position) if self.has_event_ids else ""
+
+
+async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:
+    """Return the request that the path names, by its id or by the name that its client gave it.
+
+    Raises NotFound, also for requests of other tenants.
+    """
+    name = request.path_params["id"]
+    client_ids = [named_request_id(kind, caller.tenant, name) for kind in PREFIXES]
+    ids = [name, *client_ids] if subjects.is_request_id(name) else client_ids
+    for request_id in ids:
+        record = await request_registry.find(context.bus, request_id)
+        if record is not None and record.tenant == caller.tenant:
+            return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
+    raise NotFound("there is no such request, or it has been removed", field="id")
