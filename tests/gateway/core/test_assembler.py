@@ -15,7 +15,7 @@ from starlette.types import Message
 from shared.errors import LogTruncated
 from shared.protocol.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.app import error_response
-from workers.gateway.backend.merge import merged
+from workers.gateway.backend.merge import merge_logs
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event
@@ -138,7 +138,7 @@ async def test_several_logs_are_read_as_one() -> None:
             await asyncio.sleep(0)
             yield record
 
-    told = [item async for item in merged([log("a", "b"), log(), log("c")])]
+    told = [item async for item in merge_logs([log("a", "b"), log(), log("c")])]
     assert sorted(told) == [(0, "a"), (0, "b"), (2, "c")]
     assert [text for part, text in told if part == 0] == ["a", "b"]
 
@@ -160,9 +160,9 @@ async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() ->
         raise LogTruncated("gone")
 
     with pytest.raises(LogTruncated):
-        async for _ in merged([endless(), broken()]):
+        async for _ in merge_logs([endless(), broken()]):
             pass
-    left = merged([endless(), endless(), endless()])
+    left = merge_logs([endless(), endless(), endless()])
     async for _ in left:
         break
     await left.aclose()
