@@ -50,8 +50,8 @@ class ActiveRequest:
         holder: str = "",
         recorded: "asyncio.Task[RequestRecord] | None" = None,
     ) -> None:
-        """`holder` is the name given to `request_registry.register`, for a client whose disconnect ends
-        the request. `recorded` is done when the registry has the record."""
+        """`holder` is the name given to `request_registry.register`, for a client whose disconnect
+        ends the request. `recorded` is done when the registry has the record."""
         self.request_id = request_id
         self.record = record
         self.recorded = recorded

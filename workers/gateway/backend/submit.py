@@ -67,7 +67,9 @@ async def submit(
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"
-    recorded = asyncio.create_task(request_registry.register(context.bus, request_id, record, holder))
+    recorded = asyncio.create_task(
+        request_registry.register(context.bus, request_id, record, holder)
+    )
     # Its exception is raised before an answer is shown. If none is, it must not be logged as lost.
     recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
     stored = await recorded if is_named else record
