@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ops import write_api_doc, write_messages_doc, write_metrics_doc, write_settings_doc
 from ops.struct_tables import structs_in
+from shared.config_parsing import parse_config
 from shared.errors import PagemillError
 from shared.protocol import messages, renderer_rpc, subjects
 from workers.gateway.http.errors import STATUSES, status_of
@@ -22,6 +23,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+YAML = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+MODELS = "models: {any: {path: any}}\n"
 ANCHOR = re.compile(r'<a id="([\w-]+)">')
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
 
@@ -147,6 +150,13 @@ def test_the_link_test_finds_links() -> None:
     found = {target for page in PAGES for target in LINK.findall(_without_code(page))}
     assert len([target for target in found if "#" in target]) >= 10
     assert len(found) > 60
+
+
+def test_every_configuration_in_the_documents_is_valid() -> None:
+    found = [text for page in PAGES for text in YAML.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 5
+    for text in found:
+        parse_config(text if "models:" in text else f"{MODELS}{text}", {}, "a document")
 
 
 def _without_code(page: Path) -> str:

@@ -1,36 +1,69 @@
-"""The README's quickstart is run as it stands there, but for the port."""
+"""Run the blocks of README and docs that are marked `<!-- run -->`, as a reader would type them.
+
+`<!-- run: TEXT -->` also expects TEXT, in any case, in the output. All blocks share one running
+`pagemill up`; the address of the gateway in a block is replaced by that of the test.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Gateway
 from tests.gateway.openai.test_chat import ROOT
 
-_SECTION = re.compile(r"<!-- quickstart.*?-->(.*?)<!-- end -->", re.DOTALL)
-_BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+_MARKED = re.compile(r"^<!-- run(?:: (.+?))? -->\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_BY = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
 
-def snippets() -> dict[str, str]:
-    (section,) = _SECTION.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    return dict(_BLOCK.findall(section))
+class Block(NamedTuple):
+    page: str
+    expected: str
+    language: str
+    source: str
 
 
-@pytest.mark.parametrize("language", RUN_BY)
-def test_the_quickstart(gateway: Gateway, language: str) -> None:
-    if language == "bash" and shutil.which("curl") is None:
+def marked_blocks() -> list[Block]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        Block(str(page.relative_to(ROOT)), *found)
+        for page in pages
+        for found in _MARKED.findall(page.read_text(encoding="utf-8"))
+    ]
+
+
+BLOCKS = marked_blocks()
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `pagemill` and `python` as they are in an activated environment."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, arguments in [("pagemill", " -m workers"), ("python", "")]:
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str:
+    if "curl " in block.source and shutil.which("curl") is None:
         pytest.skip("needs curl")
-    source = snippets()[language]
-    assert "http://127.0.0.1:8000/v1" in source
-    source = source.replace("http://127.0.0.1:8000", gateway.url)
-    env = os.environ | {"no_proxy": "*", "NO_PROXY": "*"}
+    env = os.environ | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "NATS_URL": cluster.url,
+        "PAGEMILL_NATS__URL": cluster.url,
+        "no_proxy": "*",
+        "NO_PROXY": "*",
+    }
     done = subprocess.run(
-        [*RUN_BY[language], source],
+        [*RUN_BY[block.language], block.source.replace("http://127.0.0.1:8000", gateway.url)],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -39,8 +72,25 @@ def test_the_quickstart(gateway: Gateway, language: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    text = done.stdout
-    if language == "bash":
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[f"{block.page}-{i}" for i, block in enumerate(BLOCKS)]
+)
+def test_a_marked_block_runs(
+    block: Block, gateway: Gateway, cluster: Cluster, commands: Path
+) -> None:
+    text = run(block, gateway, cluster, commands)
+    if "data: " in text:
         assert text.endswith("data: [DONE]\n\n")
         text = "".join(re.findall(r'"content":"(.*?)"', text))
-    assert "red" in text.lower()
+    assert block.expected.lower() in text.lower()
+
+
+def test_the_readme_starts_with_curl_and_python() -> None:
+    blocks = [block for block in BLOCKS if block.page == "README.md"]
+    assert [block.language for block in blocks] == ["bash", "python"]
+    for block in blocks:
+        assert block.expected == "red"
+        assert "http://127.0.0.1:8000/v1" in block.source
