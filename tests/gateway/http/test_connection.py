@@ -237,33 +237,33 @@ class Unread(asyncio.Transport):
 
 def test_who_takes_something_is_waited_for() -> None:
     clock, transport, slow = Clock(), Unread(), Counter()
-    entrance = ConnectionLimits(GatewayConfig(), 8, Counter(), slow)
+    limits = ConnectionLimits(GatewayConfig(), 8, Counter(), slow)
     config = uvicorn.Config(lambda: None)
     config.load()
-    wire = LimitedHttpProtocol(
-        entrance, config, server_state=ServerState(), app_state={}, _loop=clock
+    protocol = LimitedHttpProtocol(
+        limits, config, server_state=ServerState(), app_state={}, _loop=clock
     )
-    wire.connection_made(transport)
-    wire._stop_timer()
+    protocol.connection_made(transport)
+    protocol._stop_timer()
     transport.size = 100_000
-    wire.pause_writing()
+    protocol.pause_writing()
     for size in (99_999, 50_000, 1):
         transport.size = size
         clock.strike()
         assert not transport.aborted
     # A little that was left makes nobody late who has taken that, and then not the next.
     transport.size = 70_000
-    wire.pause_writing()
+    protocol.pause_writing()
     clock.strike()
     assert not transport.aborted
-    wire.resume_writing()
+    protocol.resume_writing()
     transport.size = 0
     clock.strike()
     assert not clock.later
     assert slow.value == 0
 
     transport.size = 70_000
-    wire.pause_writing()
+    protocol.pause_writing()
     clock.strike()
     assert transport.aborted
     assert slow.value == 1

@@ -1,4 +1,4 @@
-"""Who is asking. Keys are known by their SHA-256 alone, and compared in constant time. Pure."""
+"""API key authentication: only SHA-256 digests are stored, and compared in constant time. Pure."""
 
 import hashlib
 import hmac
@@ -14,7 +14,7 @@ PREFIX = "pm-"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`tenant` is "" where there are no keys: everybody is nobody in particular."""
+    """The sender of a request. `tenant` is "" where no keys are configured."""
 
     name: str
     tenant: str
@@ -33,23 +33,26 @@ def digest(key: str) -> str:
 
 
 class Keyring:
+    """The configured API keys."""
+
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = [(key.sha256.encode(), key) for key in keys]
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
-        """`authorization` are the request's headers of that name. Raises InvalidKey.
+        """Return the caller that the Authorization headers identify. Raises InvalidKey.
 
-        All keys are compared, whichever it is: time tells nothing about any of them.
+        All keys are compared even after a match, so that the response time reveals nothing about
+        any of them.
         """
         if not self._keys:
             return ANONYMOUS
-        scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
+        scheme, _, key_text = authorization[0].partition(" ") if authorization else ("", "", "")
         if len(authorization) != 1 or scheme.lower() != "bearer":
-            raise InvalidKey("an API key is needed: send it as `Authorization: Bearer KEY`")
-        asked, found = digest(given.strip()).encode(), None
-        for known, key in self._keys:
-            if hmac.compare_digest(known, asked):
+            raise InvalidKey("an API key is required: send `Authorization: Bearer KEY`")
+        sha256, found = digest(key_text.strip()).encode(), None
+        for configured, key in self._keys:
+            if hmac.compare_digest(configured, sha256):
                 found = key
         if found is None:
-            raise InvalidKey("there is no such API key here")
+            raise InvalidKey("the API key is not valid")
         return Caller(found.name, found.name if found.tenant is None else found.tenant, found)

@@ -1,4 +1,4 @@
-"""Reading a request's body: how much, how long, and what is JSON."""
+"""Request bodies: limits on size and time, and decoding of JSON."""
 
 import asyncio
 from typing import TypeVar
@@ -17,29 +17,29 @@ from workers.gateway.http.errors import (
 
 T = TypeVar("T")
 
-# A decoder lets nobody else go on until it is through, and 60 MiB of empty lists were seen to take
-# 5 s and more than a gigabyte. Pictures are one value each, and token ids one each.
+# A decoder blocks the event loop until it is done: 60 MiB of empty lists were seen to take 5 s and
+# more than a gigabyte. An image counts as one value, and so does each token id.
 MAX_VALUES = 2**20
-# As many bodies of the largest size may be on their way at one time, or more smaller ones.
+# As many bodies of the largest size may be in memory at one time, or more smaller ones.
 MAX_LARGEST = 16
 
 
 class BodyBudget:
-    """Memory for bodies that have not been handed on yet, those of everybody together."""
+    """Memory budget for the bodies of all requests that have not been published yet."""
 
     def __init__(self, limits: GatewayConfig) -> None:
-        self._free = MAX_LARGEST * limits.max_body_mib * 2**20
+        self._free_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
 
     def reserve(self, request: Request, num_bytes: int) -> None:
-        """Until `release`. Raises Overloaded."""
-        if num_bytes > self._free:
-            raise Overloaded("too many large bodies are on their way")
-        self._free -= num_bytes
+        """Reserve memory until `release`. Raises Overloaded."""
+        if num_bytes > self._free_bytes:
+            raise Overloaded("too many large request bodies are being received")
+        self._free_bytes -= num_bytes
         request.scope["body_bytes"] = request.scope.get("body_bytes", 0) + num_bytes
 
     def release(self, request: Request) -> None:
-        """What this request has taken, if it still has it."""
-        self._free += request.scope.pop("body_bytes", 0)
+        """Free everything that this request has reserved. A second call has no effect."""
+        self._free_bytes += request.scope.pop("body_bytes", 0)
 
 
 async def read(request: Request, limits: GatewayConfig, budget: BodyBudget) -> bytes:
@@ -49,7 +49,7 @@ async def read(request: Request, limits: GatewayConfig, budget: BodyBudget) -> b
     for a compressed body, or ClientDisconnect.
     """
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise WrongContentType("a body must not be compressed: leave Content-Encoding out")
+        raise WrongContentType("the body must not be compressed: leave Content-Encoding out")
     limit = limits.max_body_mib * 2**20
     too_large = BodyTooLarge(f"a body may have {limits.max_body_mib} MiB")
     length = request.headers.get("content-length", "0")
@@ -65,9 +65,8 @@ async def read(request: Request, limits: GatewayConfig, budget: BodyBudget) -> b
                 budget.reserve(request, len(part))
                 parts.append(part)
     except TimeoutError:
-        raise RequestTimeout(
-            f"the body did not arrive within {limits.body_timeout_s:g} s"
-        ) from None
+        message = f"the body did not arrive within {limits.body_timeout_s:g} s"
+        raise RequestTimeout(message) from None
     body = b"".join(parts)
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
@@ -81,7 +80,10 @@ async def decode(
     decoder: "msgspec.json.Decoder[T]",
     unsupported: frozenset[str] = frozenset(),
 ) -> T:
-    """The body as `decoder` has it. Raises a RequestError that names what is wrong."""
+    """Return the body as the decoder's type. Raises a RequestError that names the wrong field.
+
+    `unsupported` are names of fields that are known but not implemented, see `validation_error`.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
@@ -91,7 +93,7 @@ async def decode(
     except msgspec.ValidationError as error:
         raise validation_error(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {_reason(error)}") from error
+        raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

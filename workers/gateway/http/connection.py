@@ -1,8 +1,8 @@
-"""The server's own edge: what is refused before there is a request that a route could be found for.
+"""HTTP connection protocol: limits that apply before a request reaches the ASGI application.
 
-A connection that sends headers for ever, too many of them, or a body of countless tiny chunks is
-told so and closed, and so is one that is more than there may be. One that does not take what it is
-sent is closed without a word.
+A connection gets an error response and is closed when its headers arrive too slowly or are too
+large, when its body has too many chunks, or when there are too many connections. A connection whose
+client does not read its response is aborted.
 """
 
 import asyncio
@@ -18,76 +18,78 @@ from shared.errors import InvalidRequest, Overloaded, PagemillError
 from shared.telemetry.metrics import Counter
 from workers.gateway.http import errors
 
-# Of one body; the largest allowed needs fewer, unless somebody means harm.
+# Chunks per body. The largest allowed body needs fewer, unless its client is malicious.
 MAX_CHUNKS = 16_384
-# To close while a client still sends is to reset, and it would not see what it was told.
+# Time between an error response and the close. Closing while a client still sends resets the
+# connection, and the client would lose the response.
 LINGER_S = 2.0
-# They linger too, and would be a crowd of their own; more are closed without a word.
+# Rejected connections linger too, so their number has a limit of its own; those beyond it are
+# aborted without a response.
 MAX_REJECTED = 64
 
 
 class ConnectionLimits:
-    """What all connections share."""
+    """Limits and counters that all connections share."""
 
     def __init__(
         self, limits: GatewayConfig, max_connections: int, refused: Counter, slow: Counter
     ) -> None:
-        """`refused` counts those that were too many, `slow` those that did not read."""
+        """`refused` counts the connections above the limit, `slow` those that did not read."""
         self.max_header_bytes = limits.max_header_kib * 2**10
         self.header_timeout_s = limits.header_timeout_s
         self.send_timeout_s = limits.send_timeout_s
         self.max_connections = max_connections
         self.refused = refused
         self.slow = slow
-        self.turned_away: set[LimitedHttpProtocol] = set()
-        """Told that they are too many, and not closed yet."""
+        self.rejected: set[LimitedHttpProtocol] = set()
+        """Connections above the limit that have got an error response and are not closed yet."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection."""
+    """One HTTP connection."""
 
-    def __init__(self, entrance: ConnectionLimits, config: Config, **kwargs: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self._entrance = entrance
+        self._limits = limits
         self._in_head = True
         self._in_body = False
-        self._refused = False
+        self._is_refused = False
         self._head_bytes = 0
-        self._chunks = 0
+        self._num_chunks = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        """Runs while there is something that the client has not taken."""
+        self._send_timer: asyncio.TimerHandle | None = None
+        """Runs while there is data that the client has not read."""
         self._num_unread = 0
-        """Bytes, when that began to run."""
+        """Unread bytes when `_send_timer` was started."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._entrance.max_connections:
-            self._turn_away()
+        if len(self.connections) > self._limits.max_connections:
+            self._reject()
         else:
-            self._await_head()
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._stop_waiting_for_reader()
-        self._entrance.turned_away.discard(self)
+        self._stop_send_timer()
+        self._limits.rejected.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._is_refused:
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._entrance.max_header_bytes:
+        if self._in_head and self._head_bytes > self._limits.max_header_bytes:
             self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
         elif self._is_idle and self._timer is None:
-            # What has come is no request yet, and has ended the time of an idle connection.
-            self._await_head()
+            # The data is no request yet, and has ended the keep-alive timeout.
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._chunks = True, 0
-        self._await_head()
+        self._in_head, self._num_chunks = True, 0
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True
@@ -101,23 +103,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # The body that is being read may be that of a next request, sent without waiting.
+        # With pipelining, the body that is being read may belong to the next request.
         if self._in_body and self.cycle.response_complete:
-            # It is refused, and what is left of it is nobody's; it may not go on for ever.
+            # The request was refused before its body ended. The rest of the body is discarded, and
+            # may not go on for ever.
             self._set_timer(LINGER_S, self.transport.close)
-        self._wait_for_reader()
+        self._start_send_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait_for_reader()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_waiting_for_reader()
+        self._stop_send_timer()
 
     def on_chunk_header(self) -> None:
-        self._chunks += 1
-        if self._chunks == MAX_CHUNKS:
+        self._num_chunks += 1
+        if self._num_chunks == MAX_CHUNKS:
             self._refuse(errors.BodyTooLarge("the body has too many chunks"))
 
     def send_400_response(self, msg: str) -> None:
@@ -127,24 +130,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         return not self._in_body and (self.cycle is None or self.cycle.response_complete)
 
-    def _turn_away(self) -> None:
+    def _reject(self) -> None:
+        """Close a connection that is above the limit."""
         self.connections.discard(self)
-        self._entrance.refused.add()
-        if len(self._entrance.turned_away) < MAX_REJECTED:
-            self._entrance.turned_away.add(self)
+        self._limits.refused.add()
+        if len(self._limits.rejected) < MAX_REJECTED:
+            self._limits.rejected.add(self)
             self._refuse(Overloaded("there are too many connections"))
         else:
-            self._refused = True
+            self._is_refused = True
             self.transport.abort()
 
     def _refuse(self, error: PagemillError) -> None:
-        if self._refused or self.transport.is_closing():
+        """Send an error response, ignore all further input, and close after LINGER_S."""
+        if self._is_refused or self.transport.is_closing():
             return
-        self._refused = True
+        self._is_refused = True
         cycle = self.cycle
-        answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        # In the middle of another answer there is no place for this one.
-        if not answering:
+        is_responding = cycle is not None and cycle.response_started and not cycle.response_complete
+        # An error response cannot be sent in the middle of another response.
+        if not is_responding:
             info = errors.info_of(error)
             body = errors.to_json(errors.body_of(info))
             after_s = info.retry_after_s
@@ -159,35 +164,37 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._set_timer(LINGER_S, self.transport.close)
 
-    def _wait_for_reader(self) -> None:
+    def _start_send_timer(self) -> None:
         num_unread = self.transport.get_write_buffer_size()
-        if self._unread is None and num_unread:
+        if self._send_timer is None and num_unread:
             self._num_unread = num_unread
-            self._unread = self.loop.call_later(self._entrance.send_timeout_s, self._look_at_reader)
+            self._send_timer = self.loop.call_later(
+                self._limits.send_timeout_s, self._check_send_progress
+            )
 
-    def _stop_waiting_for_reader(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
-    def _look_at_reader(self) -> None:
-        self._unread = None
+    def _check_send_progress(self) -> None:
+        self._send_timer = None
         if self.transport.get_write_buffer_size() != self._num_unread:
-            # However slowly, it has taken some; or there was room for more to be written.
-            self._wait_for_reader()
+            # The client has read some, however slowly, or the application could write more.
+            self._start_send_timer()
         else:
-            self._entrance.slow.add()
+            self._limits.slow.add()
             self.transport.abort()
 
-    def _await_head(self) -> None:
-        self._set_timer(self._entrance.header_timeout_s, self._head_is_late)
+    def _start_head_timer(self) -> None:
+        self._set_timer(self._limits.header_timeout_s, self._refuse_late_head)
 
-    def _head_is_late(self) -> None:
+    def _refuse_late_head(self) -> None:
         self._refuse(errors.RequestTimeout("the request's headers did not arrive in time"))
 
-    def _set_timer(self, seconds: float, act: Callable[[], None]) -> None:
+    def _set_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, act)
+        self._timer = self.loop.call_later(seconds, callback)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -1,7 +1,7 @@
-"""Every error as OpenAI's clients know it: a status, and `{"error": {...}}`. Pure.
+"""Error responses in OpenAI's format: an HTTP status, and `{"error": {...}}`. Pure.
 
-What is a client's own fault is told as it is, with the field. What is ours is told in words that do
-not depend on what went wrong inside.
+A client's own error carries its message and field. An internal error gets a fixed message that does
+not reveal what went wrong inside.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ class BodyTooLarge(RequestError):
 
 
 class AnswerTooLarge(RequestError):
-    """Of one that is not streamed."""
+    """The log probabilities of an answer that is not streamed take too much memory."""
 
     code = "answer_too_large"
 
@@ -75,16 +75,16 @@ class RequestTimeout(RequestError):
 
 
 class Interrupted(PagemillError):
-    """By the end of this gateway. The request goes on without it."""
+    """The response broke off because this gateway shuts down; the request continues."""
 
     code = "interrupted"
 
     def __init__(self) -> None:
-        super().__init__("the gateway has ended")
+        super().__init__("the gateway is shutting down")
 
 
 class RequestFailed(PagemillError):
-    """A request whose log says that it has failed."""
+    """A request failed at another worker: its log says so, or a worker replied with an error."""
 
     def __init__(self, info: ErrorInfo, event_id: str) -> None:
         super().__init__(info.message, field=info.field)
@@ -117,19 +117,19 @@ STATUSES = {
     Interrupted.code: 503,
     "deadline_exceeded": 504,
 }
-"""By code; any other is 400 where it is the client's fault, and 500 where it is ours."""
+"""HTTP status by error code. Any other code is 400 if the client caused the error, and else 500."""
 
-# What is told of ours.
+# Messages of internal errors, by code.
 _MESSAGES = {
-    "unavailable": "the service is not available just now; try again",
+    "unavailable": "the service is temporarily unavailable; try again",
     "overloaded": "too many requests are waiting; try again a little later",
-    Interrupted.code: "this gateway is being stopped, and the request goes on without it: ask"
-    " another for /v1/requests/{id} with the id that the header X-Request-Id tells",
-    "deadline_exceeded": "the request did not end in the time that it had",
-    "log_truncated": "the answer's beginning is not kept any more",
-    "poison": "the request was given up after workers had failed on it",
+    Interrupted.code: "this gateway is shutting down, and the request continues without it: ask"
+    " another gateway for /v1/requests/{id} with the id from the header X-Request-Id",
+    "deadline_exceeded": "the request did not end before its deadline",
+    "log_truncated": "the beginning of the answer is no longer stored",
+    "poison": "the request was abandoned after workers had failed on it repeatedly",
 }
-_INTERNAL = "the request failed inside; it is safe to send it again"
+_INTERNAL = "the request failed because of an internal error; it is safe to send it again"
 
 _TYPES = {
     401: "authentication_error",
@@ -140,14 +140,11 @@ _TYPES = {
 
 
 UNSUPPORTED_CONTENT = (
-    "input_audio",
-    "audio_url",
-    "video_url",
-    "file",
-    "image_embeds",
-    "audio_embeds",
+    *("input_audio", "audio_url", "video_url"),
+    *("file", "image_embeds", "audio_embeds"),
 )
-"""Parts of messages that others take: told apart from a typing error."""
+"""Types of message parts that other servers accept. They have an error of their own, because they
+are not typing errors."""
 
 
 class ErrorBody(Struct, frozen=True):
@@ -174,40 +171,43 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
 
 
 def info_of(error: Exception) -> ErrorInfo:
-    """Of anything that was raised; what nobody expected is an error of ours."""
+    """Return the error report for an exception. An unexpected exception is an internal error."""
     if isinstance(error, RequestFailed):
         return error.info
     if isinstance(error, RateLimited):
         return msgspec.structs.replace(error_info(error), retry_after_s=error.wait_s)
     if isinstance(error, PagemillError):
         return error_info(error)
-    return error_info(WorkerFailure("not expected"))
+    return error_info(WorkerFailure("unexpected exception"))
 
 
 def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
-    """What is wrong with a body of the right syntax; `unsupported` are known, and not done here."""
-    what, field = split_validation_error(error)
+    """Return the error for a body that is valid JSON and does not have the endpoint's type.
+
+    `unsupported` are the names of parameters that are known but not implemented.
+    """
+    complaint, field = split_validation_error(error)
     unknown = "Object contains unknown field `"
-    if what.startswith(unknown):
-        name = what.removeprefix(unknown).removesuffix("`")
+    if complaint.startswith(unknown):
+        name = complaint.removeprefix(unknown).removesuffix("`")
         path = f"{field}.{name}".removeprefix(".")
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
         return UnknownParameter(f"unknown parameter: {path}", field=path)
     missing = "Object missing required field `"
-    if what.startswith(missing):
-        name = what.removeprefix(missing).removesuffix("`")
+    if complaint.startswith(missing):
+        name = complaint.removeprefix(missing).removesuffix("`")
         path = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{path} is missing", field=path)
     for part in UNSUPPORTED_CONTENT:
-        if what == f"Invalid value {part!r}":
+        if complaint == f"Invalid value {part!r}":
             return UnsupportedContent(
                 f"{part} is not supported by this model", field=field.removesuffix(".type")
             )
     root = field.partition(".")[0].partition("[")[0]
     if root in unsupported:
         return UnsupportedParameter(f"{root}: this value is not supported here", field=root)
-    return InvalidRequest(f"{field or 'the body'}: {what}", field=field or None)
+    return InvalidRequest(f"{field or 'the body'}: {complaint}", field=field or None)
 
 
 def to_json(answer: Any) -> bytes:

@@ -1,6 +1,8 @@
-"""What surrounds every route: limits on headers, security headers, CORS, numbers, the last catch.
+"""ASGI middleware: header limits, security headers, CORS, request metrics, catch-all error handler.
 
-Written against ASGI itself, for a streamed answer passes it with every chunk.
+It is written against ASGI itself, because every chunk of a streamed response passes through it.
+CORS is part of it rather than a middleware of its own, so that error responses carry the CORS
+headers too and preflight requests are subject to the same limits and metrics as all others.
 """
 
 import time
@@ -25,18 +27,25 @@ SECURITY: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
-# Unless a route says otherwise: an answer is its client's alone, and no document.
+# A route may set its own values. By default a response is private to its client, and no document.
 DEFAULTS: Headers = [
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
 ]
-_METHODS = b"GET, POST, DELETE"
-# Clients in browsers send headers of their own, such as OpenAI's; the star stands for all but one.
-_ALLOWED = b"authorization, *"
-_EXPOSED = b"x-request-id, retry-after"
+_VARY = (b"vary", b"origin")
+_CORS: Headers = [
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
+    # Clients in browsers send headers of their own, such as OpenAI's `x-stainless-…`. The star
+    # stands for all headers but Authorization.
+    (b"access-control-allow-headers", b"authorization, *"),
+    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+    (b"access-control-max-age", b"600"),
+]
 
 
 class EdgeMiddleware:
+    """The outermost ASGI application."""
+
     def __init__(
         self,
         app: ASGIApp,
@@ -44,9 +53,14 @@ class EdgeMiddleware:
         metrics: Metrics,
         answer_of: Callable[[Exception], Response],
     ) -> None:
+        """`answer_of` makes the response for an exception that `app` raises."""
         self._app = app
         self._max_header_bytes = limits.max_header_kib * 2**10
-        self._origins = frozenset(origin.encode() for origin in limits.cors_origins)
+        self._cors: dict[bytes | None, Headers] = {
+            origin.encode(): [_VARY, (b"access-control-allow-origin", origin.encode()), *_CORS]
+            for origin in limits.cors_origins
+        }
+        self._no_cors: Headers = [_VARY] if self._cors else []
         self._metrics = metrics
         self._answer_of = answer_of
         self._in_flight = 0
@@ -55,68 +69,55 @@ class EdgeMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        # With it the router raises what it refuses, and we answer.
+        # With this entry Starlette's router raises its 404 and 405 instead of answering them.
         scope["app"] = self
-        passing = _Passing(scope, send, self._cors(scope["headers"]))
+        cors = self._cors.get(_header(scope["headers"], b"origin"), self._no_cors)
+        response = _ResponseSender(scope, send, cors)
         self._in_flight += 1
         try:
-            answer = self._refusal(scope)
+            answer = self._early_response(scope)
             if answer is not None:
-                await answer(scope, receive, passing.send)
+                await answer(scope, receive, response.send)
             else:
-                await self._app(scope, receive, passing.send)
+                await self._app(scope, receive, response.send)
         except ClientDisconnect:
-            pass  # There is nobody to be told anything.
+            pass  # There is no client to answer.
         except Exception as error:
-            if passing.status is not None:
-                raise  # The connection is closed in the middle of the answer, for all to see.
-            await self._answer_of(error)(scope, receive, passing.send)
+            if response.status is not None:
+                raise  # The connection breaks in the middle of the response, which clients notice.
+            await self._answer_of(error)(scope, receive, response.send)
         finally:
             self._in_flight -= 1
-            passing.leave()
-            self._count(scope, passing)
+            response.release_slot()
+            self._count(scope, response)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _early_response(self, scope: Scope) -> Response | None:
+        """Return the response to a request that no route sees: a refusal, or a CORS preflight."""
         headers: Headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope["raw_path"]) + len(scope["query_string"])
         if size > self._max_header_bytes or len(headers) > MAX_HEADERS:
             return self._answer_of(HeadersTooLarge("the request's headers are too large"))
         if sum(name == b"host" for name, _ in headers) > 1:
-            return self._answer_of(InvalidRequest("the header Host is there twice", field="Host"))
-        origin = _header(headers, b"origin")
-        asked = _header(headers, b"access-control-request-method")
-        if scope["method"] == "OPTIONS" and origin in self._origins and asked is not None:
+            return self._answer_of(InvalidRequest("the header Host is given twice", field="Host"))
+        is_allowed = _header(headers, b"origin") in self._cors
+        method = _header(headers, b"access-control-request-method")
+        if scope["method"] == "OPTIONS" and is_allowed and method is not None:
             return Response(status_code=204)
         return None
 
-    def _cors(self, headers: Headers) -> Headers:
-        if not self._origins:
-            return []
-        origin = _header(headers, b"origin")
-        if origin not in self._origins or origin is None:
-            return [(b"vary", b"origin")]
-        return [
-            (b"vary", b"origin"),
-            (b"access-control-allow-origin", origin),
-            (b"access-control-allow-methods", _METHODS),
-            (b"access-control-allow-headers", _ALLOWED),
-            (b"access-control-expose-headers", _EXPOSED),
-            (b"access-control-max-age", b"600"),
-        ]
-
-    def _count(self, scope: Scope, passing: "_Passing") -> None:
+    def _count(self, scope: Scope, response: "_ResponseSender") -> None:
         endpoint = scope.get("endpoint_path", "none")
-        status = "none" if passing.status is None else str(passing.status)
+        status = "none" if response.status is None else str(response.status)
         metrics = self._metrics
         metrics.counter("http_requests_total", endpoint=endpoint, status=status).add()
-        metrics.counter("http_answer_bytes_total", endpoint=endpoint).add(passing.num_bytes)
+        metrics.counter("http_answer_bytes_total", endpoint=endpoint).add(response.num_bytes)
         seconds = metrics.histogram("http_request_seconds", endpoint=endpoint)
-        seconds.observe(time.monotonic() - passing.began_s)
+        seconds.observe(time.monotonic() - response.began_s)
 
 
-class _Passing:
-    """An answer on its way out."""
+class _ResponseSender:
+    """Sends one response: adds headers, counts bytes, releases the key's rate-limit slot."""
 
     __slots__ = ("_cors", "_scope", "_send", "began_s", "num_bytes", "status")
 
@@ -138,15 +139,15 @@ class _Passing:
         else:
             self.num_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):
-                # Who has all of an answer may ask the next question before we are back here.
-                self.leave()
+                # A client may send its next request before this coroutine runs again.
+                self.release_slot()
         await self._send(message)
 
-    def leave(self) -> None:
-        """The request does not count for its key's limits any more."""
-        leave = self._scope.pop("release_slot", None)
-        if leave is not None:
-            leave()
+    def release_slot(self) -> None:
+        """Stop counting the request for its key's limits. A second call has no effect."""
+        release = self._scope.pop("release_slot", None)
+        if release is not None:
+            release()
 
 
 def _header(headers: Headers, name: bytes) -> bytes | None:

@@ -1,6 +1,6 @@
-"""How much one key may ask for: requests a minute, and requests at one time. Pure.
+"""Rate limits of API keys: requests per minute, and concurrent requests. Pure.
 
-Each gateway counts for itself: with two of them a key may have twice as much.
+Each gateway counts by itself, so with two gateways a key may use twice its limit.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from shared.config import ApiKey
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import RateLimited
 
-# Of a client that must wait for another of its requests to end.
+# Retry-After of a client that must wait until another of its requests ends.
 BUSY_S = 1.0
 
 
 class _KeyUsage:
-    """A bucket that fills evenly, and what is in flight."""
+    """A token bucket that fills evenly, and the number of requests in flight."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self._key = key
@@ -22,14 +22,14 @@ class _KeyUsage:
         self._filled_s = now_s
         self.in_flight = 0
 
-    def enter(self, now_s: float) -> None:
+    def acquire(self, now_s: float) -> None:
         limit = self._key.max_concurrent
         if limit is not None and self.in_flight >= limit:
             raise RateLimited(f"this key may have {limit} requests at one time", BUSY_S)
-        self._take(now_s)
+        self._take_token(now_s)
         self.in_flight += 1
 
-    def _take(self, now_s: float) -> None:
+    def _take_token(self, now_s: float) -> None:
         rate = self._key.max_requests_per_minute
         if rate is None:
             return
@@ -43,8 +43,10 @@ class _KeyUsage:
 
 
 class RateLimiter:
+    """Counts the requests of all keys."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` tells monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self._clock = clock
         self._key_usage: dict[str, _KeyUsage] = {}
 
@@ -56,7 +58,7 @@ class RateLimiter:
         usage = self._key_usage.get(caller.key.sha256)
         if usage is None:
             usage = self._key_usage[caller.key.sha256] = _KeyUsage(caller.key, now_s)
-        usage.enter(now_s)
+        usage.acquire(now_s)
 
     def release(self, caller: Caller) -> None:
         if caller.key is not None:

@@ -1,4 +1,4 @@
-"""Server-sent events: their form, and an answer that consists of them."""
+"""Server-sent events: their encoding, and the streaming response."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -12,10 +12,10 @@ from workers.gateway.http import errors
 
 T = TypeVar("T")
 
-# Proxies close what is silent for a minute, some for half of one.
+# Proxies close a connection that is silent for a minute, some after half a minute.
 PING_S = 15.0
 PING = b": ping\n\n"
-# Once there was an id, the official Python client takes a blank line for an event.
+# After an event with an id, the official Python client takes a blank line for another event.
 PING_NUMBERED = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -23,54 +23,57 @@ ErrorResponder = Callable[[Exception], Response]
 
 
 def event(data: bytes, event_id: str = "") -> bytes:
-    """`data` is JSON, which has no line ends of its own."""
-    named = f"id: {event_id}\n".encode() if event_id else b""
-    return b"%bdata: %b\n\n" % (named, data)
+    """Return one encoded event. `data` is JSON without line breaks."""
+    id_line = f"id: {event_id}\n".encode() if event_id else b""
+    return b"%bdata: %b\n\n" % (id_line, data)
 
 
 class EventStream(Response):
-    """The status waits for the first event: what fails before it is an error like any other.
+    """A response of server-sent events, which starts with the first event.
 
-    What fails later is told as the last event but one. When the client goes, `gone` is called. With
-    `over` a numbered stream breaks off, as when the gateway dies: its client goes on elsewhere. To
-    others that is told like anything else that fails. [DONE] ends all others.
+    An error before the first event becomes a normal error response. A later error is sent as an
+    event, followed by [DONE]. `on_disconnect` is called when the client disconnects.
+
+    When `shutting_down` is set, a numbered stream breaks off as if the gateway had died, so that
+    its client resumes at another gateway. Any other stream reports the shutdown like an error.
     """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        gone: Callable[[], None],
-        over: asyncio.Event,
+        on_disconnect: Callable[[], None],
+        shutting_down: asyncio.Event,
         answer_of: ErrorResponder,
         headers: dict[str, str],
         *,
         numbered: bool = False,
     ) -> None:
-        """`numbered`: the events have ids."""
+        """`numbered` says whether the events have ids."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self.headers["x-accel-buffering"] = "no"
         self._events = events
-        self._gone = gone
-        self._over = over
+        self._on_disconnect = on_disconnect
+        self._shutting_down = shutting_down
         self._numbered = numbered
         self._started = False
         self._answer_of = answer_of
         self._ping = PING_NUMBERED if numbered else PING
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._run(scope, receive, send)
         try:
-            await run_until_disconnect(
-                receive, self._run(scope, receive, send), self._gone, self._over
-            )
+            await run_until_disconnect(receive, work, self._on_disconnect, self._shutting_down)
         except errors.Interrupted as error:
             if not self._started:
-                await self._refuse(error, scope, receive, send)
+                await self._send_error(error, scope, receive, send)
             elif not self._numbered:
-                await send(_body(_last_words(error)))
+                await send(_body(_error_event(error)))
                 await send(_END)
 
-    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_error(
+        self, error: Exception, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         answer = self._answer_of(error)
         answer.headers["x-request-id"] = self.headers["x-request-id"]
         await answer(scope, receive, send)
@@ -81,33 +84,34 @@ class EventStream(Response):
             await asyncio.wait({first}, timeout=PING_S)
             error = first.exception() if first.done() else None
             if isinstance(error, Exception):
-                return await self._refuse(error, scope, receive, send)
+                return await self._send_error(error, scope, receive, send)
             self._started = True
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await self._pump(first, send)
+            await self._send_events(first, send)
         finally:
             first.cancel()
 
-    async def _pump(self, first: "asyncio.Task[bytes]", send: Send) -> None:
-        line = _Line(send, self._ping)
-        pinging = asyncio.create_task(line.ping_often())
+    async def _send_events(self, first: "asyncio.Task[bytes]", send: Send) -> None:
+        writer = _Writer(send, self._ping)
+        pinging = asyncio.create_task(writer.keep_alive())
         try:
             if not first.done():
-                await line.ping()
-            await line.write(await first)
-            async for sent in self._events:
-                await line.write(sent)
+                await writer.ping()
+            await writer.write(await first)
+            async for encoded in self._events:
+                await writer.write(encoded)
         except Exception as error:
             if not isinstance(error, errors.RequestFailed):
-                self._answer_of(error)  # For the log.
-            await line.write(_last_words(error))
+                self._answer_of(error)  # It logs the error; its response is not needed.
+            await writer.write(_error_event(error))
         finally:
             pinging.cancel()
         await send(_END)
 
 
-# In one piece: who has read [DONE] may take the request for ended at once.
+# [DONE] and the end of the body are one message, because a client that has read [DONE] may take the
+# request for ended at once.
 _END: Message = {"type": "http.response.body", "body": DONE, "more_body": False}
 
 
@@ -115,18 +119,18 @@ def _body(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
-def _last_words(error: Exception) -> bytes:
+def _error_event(error: Exception) -> bytes:
     event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
     return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id)
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:
-    """Nothing, when the client has seen them all."""
+    """Return the first event; empty when the client has already seen all of them."""
     return await anext(events, b"")
 
 
-class _Line:
-    """What has been written last, and when."""
+class _Writer:
+    """Writes chunks of a body, and pings when nothing was written for PING_S."""
 
     def __init__(self, send: Send, ping: bytes) -> None:
         self._send = send
@@ -141,7 +145,7 @@ class _Line:
     async def ping(self) -> None:
         await self.write(self._ping)
 
-    async def ping_often(self) -> None:
+    async def keep_alive(self) -> None:
         while True:
             rest_s = self._written_s + PING_S - self._loop.time()
             if rest_s > 0:
@@ -151,22 +155,27 @@ class _Line:
 
 
 async def run_until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, T], gone: Callable[[], None], over: asyncio.Event
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    on_disconnect: Callable[[], None],
+    shutting_down: asyncio.Event,
 ) -> T:
-    """The result of `work`; when the client goes before, ends it, calls `gone` and raises
-    ClientDisconnect, and with `over` ends it and raises Interrupted. To be used when the body has
-    been read."""
+    """Return the result of `work`, which is cancelled if the client disconnects first.
+
+    Calls `on_disconnect` and raises ClientDisconnect when the client disconnects; raises
+    Interrupted when `shutting_down` is set. The body must have been read before.
+    """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
-    ending = asyncio.create_task(over.wait())
-    tasks = (working, leaving, ending)
+    disconnecting = asyncio.create_task(_wait_disconnect(receive))
+    ending = asyncio.create_task(shutting_down.wait())
+    tasks = (working, disconnecting, ending)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if not leaving.done():
+        if not disconnecting.done():
             raise errors.Interrupted
-        gone()
+        on_disconnect()
         raise ClientDisconnect
     finally:
         for task in tasks:
@@ -174,6 +183,6 @@ async def run_until_disconnect(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
