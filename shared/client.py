@@ -29,8 +29,8 @@ from shared.protocol.renderer_rpc import (
     Tokenized,
     TokenizeRequest,
     decode_detokenized,
+    decode_error_reply,
     decode_model_card,
-    decode_refusal,
     decode_rendered_features,
     decode_tokenized,
 )
@@ -135,7 +135,7 @@ async def render(
     """
     question = to_json(request)
     answer = await _question(bus, request.model, subjects.render, question, timeout_s, tenant)
-    refusal = decode_refusal(answer)
+    refusal = decode_error_reply(answer)
     return envelope.decode(answer, RenderedPrompt) if refusal is None else refusal
 
 
@@ -145,7 +145,7 @@ async def render_features(
     """What another server would be given for a request. Raises what `render` raises."""
     question, model = to_json(request), request.request.model
     answer = await _question(bus, model, subjects.features, question, timeout_s, tenant)
-    refusal = decode_refusal(answer)
+    refusal = decode_error_reply(answer)
     return decode_rendered_features(answer) if refusal is None else refusal
 
 

@@ -1,21 +1,21 @@
-"""Values of JSON that clients choose freely, such as schemas: how far they may go. Pure.
+"""Limits on JSON values that clients choose freely, such as schemas. Pure.
 
-They travel in messages, whose readers recurse and whose numbers have 64 bits.
+The values travel in messages whose decoders recurse and whose integers have 64 bits.
 """
 
 from typing import Any
 
-# With what surrounds it in a message to an engine, it is within the depth of that: see
-# `codec.MAX_DEPTH`.
+# Together with the message to an engine around it, a schema stays within
+# `shared.codec.envelope.MAX_DEPTH`.
 MAX_SCHEMA_DEPTH = 28
-# A tool's becomes part of the schema of a call.
+# The schema of a tool becomes part of the schema of a call.
 MAX_DEPTH = 22
 
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 
-def complaint_of(value: Any, max_depth: int = MAX_DEPTH) -> str:
-    """What is wrong with a value, for its author; empty if nothing is."""
+def json_limit_error(value: Any, max_depth: int = MAX_DEPTH) -> str:
+    """Return a message about the limit that a value exceeds, or "" if it exceeds none."""
     level = [value]
     for _ in range(max_depth + 1):
         if any(type(v) is int and not _MIN_INT <= v <= _MAX_INT for v in level):

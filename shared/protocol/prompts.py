@@ -1,15 +1,18 @@
-"""The one prompt of a request, which may be given in three forms. Pure."""
+"""Prompt of a request, validated, from the three forms in which clients may send it. Pure."""
 
 from collections.abc import Mapping, Sequence
 
 from shared.errors import InvalidRequest
-from shared.protocol.json_limits import complaint_of
+from shared.protocol.json_limits import json_limit_error
 from shared.protocol.messages import GenerateRequest, Message, Prompt
 from shared.protocol.renderer_rpc import TokenizeRequest
 
 
 def prompt_of(request: GenerateRequest) -> Prompt:
-    """Raises InvalidRequest for no prompt or more than one, or for what does not go with it."""
+    """Return the request's prompt.
+
+    Raises InvalidRequest if there is not exactly one, or for a field that does not go with it.
+    """
     forms = {
         "messages": request.messages,
         "prompt": request.prompt,
@@ -17,10 +20,11 @@ def prompt_of(request: GenerateRequest) -> Prompt:
     }
     _check_one(forms)
     if request.features and request.prompt_token_ids is None:
-        raise InvalidRequest("features go with prompt_token_ids alone", field="features")
+        raise InvalidRequest("features require prompt_token_ids", field="features")
     if request.prompt_token_ids is not None and request.add_special_tokens is not None:
         raise InvalidRequest(
-            "add_special_tokens does not go with prompt_token_ids", field="add_special_tokens"
+            "add_special_tokens cannot be combined with prompt_token_ids",
+            field="add_special_tokens",
         )
     _check_template(request)
     return Prompt(
@@ -34,8 +38,8 @@ def prompt_of(request: GenerateRequest) -> Prompt:
     )
 
 
-def prompt_to_count(request: TokenizeRequest) -> Prompt:
-    """Raises what `prompt_of` raises."""
+def prompt_to_tokenize(request: TokenizeRequest) -> Prompt:
+    """Return the prompt of a tokenize request. Raises what `prompt_of` raises."""
     _check_one({"messages": request.messages, "prompt": request.prompt})
     _check_template(request)
     kwargs = request.template_kwargs
@@ -65,7 +69,7 @@ def _check_template(request: GenerateRequest | TokenizeRequest) -> None:
         return
     for field in ("tools", "template_kwargs"):
         if getattr(request, field):
-            raise InvalidRequest(f"{field} goes with messages alone", field=field)
+            raise InvalidRequest(f"{field} requires messages", field=field)
 
 
 def _check_values(request: GenerateRequest | TokenizeRequest) -> None:
@@ -74,19 +78,19 @@ def _check_values(request: GenerateRequest | TokenizeRequest) -> None:
         for i, tool in enumerate(request.tools)
     }
     for field, value in values.items():
-        if complaint := complaint_of(value):
-            raise InvalidRequest(f"{field}: {complaint}", field=field)
+        if message := json_limit_error(value):
+            raise InvalidRequest(f"{field}: {message}", field=field)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             raise InvalidRequest(
-                "only the assistant calls tools", field=f"messages[{i}].tool_calls"
+                "only an assistant message may have tool calls", field=f"messages[{i}].tool_calls"
             )
         if message.tool_call_id is not None and message.role != "tool":
             raise InvalidRequest(
-                "only a tool's message is the result of a call",
+                "only a tool message may have a tool_call_id",
                 field=f"messages[{i}].tool_call_id",
             )
         if message.content is None and not message.tool_calls:

@@ -1,13 +1,13 @@
-"""What a renderer is asked and answers at once, without an engine.
+"""Requests that a renderer answers directly, without an engine, and their replies.
 
-GenerateRequest    → RenderedPrompt | Refusal      pm.render.<model>        envelope | JSON
-FeaturesRequest    → RenderedFeatures | Refusal    pm.features.<model>      msgpack | JSON
-TokenizeRequest    → Tokenized | Refusal           pm.tokenize.<model>      JSON
-DetokenizeRequest  → Detokenized | Refusal         pm.detokenize.<model>    JSON
-(empty)            → ModelCard | Refusal           pm.card.<model>          JSON
+GenerateRequest    → RenderedPrompt | ErrorReply      pm.render.<model>        envelope | JSON
+FeaturesRequest    → RenderedFeatures | ErrorReply    pm.features.<model>      msgpack | JSON
+TokenizeRequest    → Tokenized | ErrorReply           pm.tokenize.<model>      JSON
+DetokenizeRequest  → Detokenized | ErrorReply         pm.detokenize.<model>    JSON
+(empty)            → ModelCard | ErrorReply           pm.card.<model>          JSON
 
-Every question may be JSON or msgpack. What clients of any language may want to read is JSON, and so
-is a refusal.
+Every request may be JSON or msgpack. The replies that clients in other languages are likely to read
+are JSON, and so is every ErrorReply.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,9 +21,9 @@ from shared.protocol.sampling import TokenId
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the two: `messages` go through the model's chat template, `prompt` is taken as is.
+    """Either `messages`, which go through the model's chat template, or `prompt`, taken as it is.
 
-    The fields mean what those of GenerateRequest mean.
+    The fields have the same meaning as those of GenerateRequest.
     """
 
     messages: Messages | None = None
@@ -35,51 +35,51 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
-    """Pictures count with all the tokens that they fill."""
+    """Tokens of a prompt. An image counts with all the tokens of its placeholder range."""
 
     count: int
     max_model_len: int
-    """Prompt and answer together; a prompt with more tokens is not refused here."""
+    """Limit on prompt and answer together. A longer prompt is not refused here."""
     token_ids: list[int]
     token_strs: list[str] = []
-    """As the tokenizer spells them."""
+    """The tokenizer's own strings for the tokens."""
 
 
 class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     skip_special_tokens: bool = False
-    """In the text."""
+    """Leave special tokens out of the text."""
 
 
 class Detokenized(Struct, frozen=True, tag="text"):
     prompt: str
-    """Text of all the tokens together, control tokens included unless they are to be skipped."""
+    """Text of all tokens together, including control tokens unless they are skipped."""
     token_bytes: list[bytes]
-    """Of each token alone; base64 in JSON."""
+    """Bytes of each single token; base64 in JSON."""
 
 
 class ModelCard(Struct, frozen=True, tag="card"):
-    """What can be asked of a model."""
+    """Capabilities of a model."""
 
     model: str
     max_model_len: int
-    """In tokens, prompt and answer together."""
+    """Limit on the tokens of prompt and answer together."""
     vocab_size: int
     takes_pictures: bool
     takes_tools: bool
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
-    """In which form it writes its calls, if that is known."""
+    """Format in which the model writes tool calls, if it is known."""
     call_signs: list[int | None] | None = None
-    """Of a model that writes calls as `hermes`, the tokens of `<tool_call>` and `</tool_call>`;
-    null for one that is spelled in several."""
+    """Token ids of `<tool_call>` and `</tool_call>` for the `hermes` format. A tag that consists of
+    several tokens is null."""
 
 
 class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to be rendered for another server, in the form of vLLM's render protocol."""
+    """A request to render for another server, in the form of vLLM's render protocol."""
 
     request: GenerateRequest
     payload: Literal["tensors", "none"] = "tensors"
-    """Whether the pictures' data are wanted, or their hashes and places alone."""
+    """Whether to return the images' tensors, or only their hashes and placeholder ranges."""
 
 
 class RenderedFeature(Struct, frozen=True):
@@ -89,25 +89,25 @@ class RenderedFeature(Struct, frozen=True):
     kwargs_data: bytes | None = None
     """The item as msgpack, see `shared.codec.vllm_kwargs`."""
     mm_metadata: bytes | None = None
-    """The same with nothing but what the language model needs to know of the picture."""
+    """The same without the pixels: only what the language model needs to know about the image."""
 
 
 class RenderedFeatures(Struct, frozen=True):
-    """In the order of the prompt."""
+    """A rendered prompt, with its features in the order of the prompt."""
 
     prompt_token_ids: list[int]
     features: list[RenderedFeature]
 
 
 class RenderedPrompt(Struct, frozen=True):
-    """What an engine would be given: the items' tensors are in the envelope."""
+    """The input that an engine would get. The items' tensors are in the envelope."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
 
 
 class ErrorReply(Struct, frozen=True, tag="error"):
-    """An answer that is none."""
+    """The reply to a request that failed."""
 
     error: ErrorInfo
 
@@ -126,7 +126,7 @@ _detokenize_from_json = msgspec.json.Decoder(DetokenizeRequest)
 _detokenize_from_msgpack = msgspec.msgpack.Decoder(DetokenizeRequest)
 _detokenized = msgspec.json.Decoder(Detokenized | ErrorReply)
 _model_card = msgspec.json.Decoder(ModelCard | ErrorReply)
-_refusal = msgspec.json.Decoder(ErrorReply)
+_error_reply = msgspec.json.Decoder(ErrorReply)
 
 
 def decode_tokenize_request(data: bytes) -> TokenizeRequest:
@@ -170,7 +170,7 @@ def decode_tokenized(data: bytes) -> Tokenized | ErrorReply:
     return answer
 
 
-def decode_refusal(data: bytes) -> ErrorReply | None:
-    """None for an answer that is none: an envelope does not begin with a brace."""
-    refusal: ErrorReply | None = _refusal.decode(data) if data[:1] == b"{" else None
-    return refusal
+def decode_error_reply(data: bytes) -> ErrorReply | None:
+    """Return None for a reply that is an envelope or msgpack, which never begins with a brace."""
+    reply: ErrorReply | None = _error_reply.decode(data) if data[:1] == b"{" else None
+    return reply

@@ -28,7 +28,7 @@ from shared.protocol.messages import (
     to_json,
     to_msgpack,
 )
-from shared.protocol.prompts import prompt_of, prompt_to_count
+from shared.protocol.prompts import prompt_of, prompt_to_tokenize
 from shared.protocol.renderer_rpc import (
     Detokenized,
     ErrorReply,
@@ -149,7 +149,7 @@ class RendererRpc:
         return self._fitting(to_msgpack(rendered))
 
     async def _tokenize(self, model: str, question: bytes, tenant: str) -> bytes:
-        asked = prompt_to_count(await _decoded(decode_tokenize_request, question))
+        asked = prompt_to_tokenize(await _decoded(decode_tokenize_request, question))
         processor = self._processors[model]
         token_ids = await self._path.tokenize(processor, asked, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.codec import envelope
-from shared.protocol.json_limits import MAX_DEPTH, MAX_SCHEMA_DEPTH, complaint_of
+from shared.protocol.json_limits import MAX_DEPTH, MAX_SCHEMA_DEPTH, json_limit_error
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 
 
@@ -18,9 +18,9 @@ def nested(depth: int) -> Any:
 
 
 def test_depth_is_counted_to_the_level() -> None:
-    assert complaint_of(nested(MAX_DEPTH)) == ""
-    assert "nesting" in complaint_of(nested(MAX_DEPTH + 1))
-    assert "nesting" in complaint_of(nested(100_000))
+    assert json_limit_error(nested(MAX_DEPTH)) == ""
+    assert "nesting" in json_limit_error(nested(MAX_DEPTH + 1))
+    assert "nesting" in json_limit_error(nested(100_000))
 
 
 def test_the_deepest_schema_fits_into_a_message_to_an_engine() -> None:
@@ -47,5 +47,5 @@ def test_a_schema_that_no_engine_could_read_is_none(schema: dict[str, Any]) -> N
     )
 )
 def test_what_is_fine_can_be_sent(value: Any) -> None:
-    if complaint_of(value) == "":
+    if json_limit_error(value) == "":
         msgspec.msgpack.encode(value)

@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import GenerateRequest, Prompt
-from shared.protocol.prompts import prompt_of, prompt_to_count
+from shared.protocol.prompts import prompt_of, prompt_to_tokenize
 from shared.protocol.renderer_rpc import TokenizeRequest
 
 USER = {"role": "user", "content": "a"}
@@ -88,7 +88,7 @@ def test_what_is_out_of_range_is_refused(fields: dict[str, Any]) -> None:
 
 def test_a_prompt_to_count_is_templated_as_it_is_asked() -> None:
     asked = msgspec.convert({"messages": [USER], "add_generation_prompt": False}, TokenizeRequest)
-    assert prompt_to_count(asked).template_kwargs == {"add_generation_prompt": False}
-    assert prompt_to_count(TokenizeRequest(prompt="a")) == Prompt(text="a")
+    assert prompt_to_tokenize(asked).template_kwargs == {"add_generation_prompt": False}
+    assert prompt_to_tokenize(TokenizeRequest(prompt="a")) == Prompt(text="a")
     with pytest.raises(InvalidRequest):
-        prompt_to_count(TokenizeRequest())
+        prompt_to_tokenize(TokenizeRequest())

@@ -1,7 +1,7 @@
-"""From what a client sent to what goes on the bus. Pure.
+"""Requests to the bus, made from OpenAI request bodies. Pure.
 
-Sampling parameters are a plain mapping of those that were given: they win over the model's
-configured defaults, even where they are equal to everybody's defaults.
+Sampling parameters are a plain mapping of those that the client gave: they override the model's
+configured defaults, even where they are equal to the defaults of SamplingParams.
 """
 
 import json
@@ -21,36 +21,31 @@ from workers.gateway.schemas.openai_request import (
     JsonSchemaFormat,
     TokenIds,
 )
+from workers.gateway.schemas.sampling_fields import SAME_FORM
 
 MAX_PROMPTS = 64
 
-_SAME = (
-    *("n", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids"),
-    *("allowed_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
-)
-
 
 class SubmitPlan(Struct, frozen=True):
-    """A request to the bus, or several that make one answer together."""
+    """One request to the bus, or several that together make one answer."""
 
     requests: list[GenerateRequest]
     sampling: dict[str, Any]
     options: dict[str, Any]
-    """For the JobRecord: what the answer's shape depends on."""
+    """Options of the RequestRecord, on which the form of the answer depends."""
 
 
-def sampling_of(asked: CommonRequest) -> dict[str, Any]:
-    """What was given, but for log probabilities, by the names of SamplingParams."""
-    values = ((name, getattr(asked, name)) for name in _SAME)
+def sampling_of(request: CommonRequest) -> dict[str, Any]:
+    """Return the given parameters by their names in SamplingParams, except log probabilities."""
+    values = ((name, getattr(request, name)) for name in SAME_FORM)
     given = {name: value for name, value in values if value is not None}
-    if asked.seed is not None:
-        given["seed"] = asked.seed & MAX_SEED
-    if asked.top_k is not None:
-        given["top_k"] = max(0, asked.top_k)
-    if asked.stop is not None:
-        given["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    structure = structure_of(asked)
+    if request.seed is not None:
+        given["seed"] = request.seed & MAX_SEED
+    if request.top_k is not None:
+        given["top_k"] = max(0, request.top_k)
+    if request.stop is not None:
+        given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    structure = structure_of(request)
     if structure is not None:
         given["structured_outputs"] = structure[1]
     return given
@@ -59,28 +54,30 @@ def sampling_of(asked: CommonRequest) -> dict[str, Any]:
 STRUCTURE_FIELD = "sampling_params.structured_outputs"
 
 
-def client_fields_of(asked: CommonRequest) -> dict[str, str]:
-    """The client's names of the fields that go on the bus, see `core.field_names`."""
-    structure = structure_of(asked)
+def client_fields_of(request: CommonRequest) -> dict[str, str]:
+    """Return the client's names of bus fields that this request has renamed, see
+    `core.field_names`."""
+    structure = structure_of(request)
     return {} if structure is None else {STRUCTURE_FIELD: structure[0]}
 
 
-def structure_of(asked: CommonRequest) -> tuple[str, dict[str, Any]] | None:
-    """By its field, as the mapping of a StructuredOutputs. Raises InvalidRequest for several."""
-    found = [*_from_format(asked), *_from_structure(asked), *_from_guided(asked)]
+def structure_of(request: CommonRequest) -> tuple[str, dict[str, Any]] | None:
+    """Return the field that constrains the answer, and its value as a StructuredOutputs mapping.
+
+    Raises InvalidRequest if there are several.
+    """
+    found = [*_from_format(request), *_from_structure(request), *_from_guided(request)]
     if len(found) > 1:
         fields = ", ".join(field for field, _ in found)
-        raise InvalidRequest(
-            f"give one of {fields}: an answer has one structure", field=found[1][0]
-        )
+        raise InvalidRequest(f"give only one of {fields}", field=found[1][0])
     return found[0] if found else None
 
 
 Found = Iterable[tuple[str, dict[str, Any]]]
 
 
-def _from_format(asked: CommonRequest) -> Found:
-    match asked.response_format:
+def _from_format(request: CommonRequest) -> Found:
+    match request.response_format:
         case JsonObjectFormat():
             yield "response_format", {"json_object": True}
         case JsonSchemaFormat(json_schema=named):
@@ -91,8 +88,8 @@ def _from_format(asked: CommonRequest) -> Found:
             )
 
 
-def _from_structure(asked: CommonRequest) -> Found:
-    given = asked.structured_outputs
+def _from_structure(request: CommonRequest) -> Found:
+    given = request.structured_outputs
     if given is None:
         return
     if given.json is not None:
@@ -105,11 +102,11 @@ def _from_structure(asked: CommonRequest) -> Found:
             yield f"structured_outputs.{name}", {name: value}
 
 
-def _from_guided(asked: CommonRequest) -> Found:
-    if asked.guided_json is not None:
-        yield "guided_json", _schema(asked.guided_json, "guided_json")
+def _from_guided(request: CommonRequest) -> Found:
+    if request.guided_json is not None:
+        yield "guided_json", _schema(request.guided_json, "guided_json")
     for name in ("regex", "choice", "grammar"):
-        value = getattr(asked, f"guided_{name}")
+        value = getattr(request, f"guided_{name}")
         if value is not None:
             yield f"guided_{name}", {name: value}
 
@@ -126,23 +123,24 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
     return {"json_schema": schema}
 
 
-def lane_of(asked: CommonRequest) -> Literal["interactive", "batch"]:
-    return "batch" if (asked.priority or 0) > 0 else "interactive"
+def lane_of(request: CommonRequest) -> Literal["interactive", "batch"]:
+    return "batch" if (request.priority or 0) > 0 else "interactive"
 
 
-def usage_options(asked: CommonRequest) -> dict[str, Any]:
-    """Raises InvalidRequest for options of a stream that is none."""
-    options = asked.stream_options
+def usage_options(request: CommonRequest) -> dict[str, Any]:
+    """Return the answer's options on usage. Raises InvalidRequest for stream options without a
+    stream."""
+    options = request.stream_options
     if options is None:
         return {}
-    if not asked.stream:
-        raise InvalidRequest("stream_options go with stream alone", field="stream_options")
+    if not request.stream:
+        raise InvalidRequest("stream_options require stream", field="stream_options")
     continuous = bool(options.continuous_usage_stats)
     return {"include_usage": bool(options.include_usage), "continuous_usage": continuous}
 
 
 def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """Raises InvalidRequest for what is no prompt, and no list of prompts."""
+    """Return the prompts. Raises InvalidRequest for a value that is neither a prompt nor a list."""
     given = request.prompt
     if isinstance(given, str):
         return [given]

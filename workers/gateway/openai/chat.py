@@ -65,7 +65,7 @@ def plan_chat(
     sampling, fields = sampling_of(request) | _logprobs_of(request), client_fields_of(request)
     limit = request.max_completion_tokens
     if limit is not None:
-        if request.max_tokens not in (None, limit):
+        if sampling.get("max_tokens", limit) != limit:
             raise InvalidRequest("max_tokens differs from this", field="max_completion_tokens")
         sampling["max_tokens"] = limit
         fields["sampling_params.max_tokens"] = "max_completion_tokens"

@@ -81,7 +81,7 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
     )
     options = usage_options(request) | {
         "parts": len(prompts),
-        "n": request.n or 1,
+        "n": sampling.get("n", 1),
         "logprobs": request.logprobs is not None,
         "echo_only": echo_only,
         "fields": client_fields_of(request),

@@ -1,9 +1,8 @@
-"""What OpenAI's clients send: chat completions and completions, with the fields that engines of the
-field take beside them. Pure.
+"""Request bodies of OpenAI's chat completions and completions, with the extra fields of vLLM. Pure.
 
-A field that is not here is refused by its name. What is known and not done here is refused as that,
-unless its value asks for nothing: such fields are typed as these values. `null` is what is not
-given.
+An unknown field is refused by its name. A known field that is not implemented is refused as
+unsupported, except at values that have no effect: such a field has a type of only these values.
+`null` means the same as leaving a field out.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,18 +10,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from shared.protocol.messages import FunctionCall, ImageURL, Tool
-from shared.protocol.sampling import (
-    MAX_CHOICES,
-    BadWord,
-    NumLogprobs,
-    Penalty,
-    Probability,
-    TokenId,
-)
+from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
+from workers.gateway.schemas.sampling_fields import SamplingFields
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 UNSUPPORTED = frozenset(
@@ -41,14 +33,16 @@ UNSUPPORTED = frozenset(
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Usage with every chunk."""
+    """Include usage in every chunk."""
     include_obfuscation: Literal[False] | None = None
 
 
 class StructuredOutputsBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the answer must be a text of: exactly one of these."""
+    """A constraint on the answer's text: exactly one of these."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -57,37 +51,15 @@ class StructuredOutputsBody(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both."""
+class CommonRequest(SamplingFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that chat completions and completions have in common."""
 
-    model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     seed: Int64 | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)]
-        | None
-    ) = None
-
+    stop: StopString | StopStrings | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """-1 and 0 keep all tokens."""
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
-    bad_words: Annotated[list[BadWord], Meta(max_length=64)] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
 
     response_format: "ResponseFormat | None" = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -99,14 +71,14 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     priority: Int64 | None = None
-    """Above 0: after those who wait for their answer."""
+    """Above 0: queued in the batch lane, behind interactive requests."""
     adapter: str | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """From acceptance to the last token; by default and at most what is configured."""
+    """Time from acceptance to the last token. The configured value is the default and maximum."""
     durable: bool | None = None
-    """Go on when the connection closes."""
+    """Continue the request when the connection closes."""
 
-    # They change nothing here.
+    # These fields have no effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -115,7 +87,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    # They would, with other values.
+    # Other values of these fields would have an effect that is not implemented.
     return_token_ids: Literal[False] | None = None
     return_tokens_as_token_ids: Literal[False] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -173,7 +145,7 @@ class ChatToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """As sent, or as one of our answers is sent back."""
+    """A message of a conversation. An answer of this server may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatPart] | None = None
@@ -206,7 +178,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: the first call of an answer is the only one."""
+    """False: an answer has at most one call."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -233,11 +205,11 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: Any
-    """Text, token ids, or a list of either; see `prompts_of`."""
+    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
     max_tokens: Count | None = None
-    """0 with `echo` alone: the prompt, and nothing after it."""
+    """0 is allowed with `echo`: the answer is the prompt alone."""
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
-    """How many of the most probable tokens."""
+    """Number of most probable tokens to return."""
     best_of: Literal[1] | None = None
     suffix: None = None

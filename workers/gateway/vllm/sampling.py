@@ -1,7 +1,11 @@
-"""`sampling_params` of rendered requests ↔ ours. Pure.
+"""Conversion between vLLM's `sampling_params` and SamplingParams. Pure.
 
-What is rendered elsewhere has been resolved there: a parameter that is left out has its default,
-whatever the model's own configuration here says; `max_tokens` alone is this server's to choose.
+A rendered request has been resolved by the server that rendered it: a parameter that is left out
+has its default, whatever this server's configuration of the model says. Only `max_tokens` is left
+for this server to choose.
+
+The parameters are those of SamplingParams, under the same names, in the same order and with the
+same defaults; only vLLM's exceptions are named here.
 """
 
 from collections.abc import Mapping
@@ -10,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import InvalidRequest
-from shared.protocol.sampling import SamplingParams
+from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.validation import split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
 
@@ -20,8 +24,8 @@ _DEFAULTS = {
     if name != "max_tokens"
 }
 
-# Known to other servers; any value but these would change the answer in a way that is not done
-# here.
+# Parameters of other servers. Any other value would change the answer in a way that is not
+# implemented.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "watermarking": (None, False),
@@ -37,76 +41,71 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "_bad_words_token_ids": (None,),
     "_watermarking_skipped": (False,),
 }
-# How another server delivers or computes; nothing of it is seen in the answer.
+# Parameters about delivery or computation at another server, without effect on the answer.
 _WITHOUT_EFFECT = frozenset(
     {"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"}
 )
-# Derived from other parameters.
+# Parameters that are derived from others.
 _DERIVED = frozenset({"_eos_token_id", "_all_stop_token_ids"})
 
 _GREEDY_EPS = 1e-5
 _DELTA, _FINAL_ONLY = 1, 2
 
-_ORDER = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"),
-    *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
-    *("min_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"),
-    *("include_stop_str_in_output", "output_kind", "skip_clone", "structured_outputs"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "skip_reading_prefix_cache"),
-)
-_ABSENT = _DEFAULTS | {"logit_bias": None}
-"""Left out at these values, but for those that are always written."""
+# A parameter is left out at its default, except for these.
 _NOT_IF_GREEDY = frozenset({"top_p", "min_p"})
-_WRITTEN = _NOT_IF_GREEDY | {
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "stop"),
-    *("stop_token_ids", "max_tokens", "output_kind", "skip_clone", "bad_words"),
-    *("skip_reading_prefix_cache",),
-}
+_ALWAYS_WRITTEN = frozenset(
+    {
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "stop"),
+        *("stop_token_ids", "max_tokens", "bad_words", "skip_reading_prefix_cache"),
+    }
+)
 
 
-def read_sampling(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """All of our parameters as a request means them, but `max_tokens` where it leaves that open.
+def read_sampling(rendered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all parameters by their names in SamplingParams. `max_tokens` is missing if the
+    request leaves it open.
 
     Raises a RequestError that names the parameter.
     """
-    given = {name: value for name, value in wire.items() if _is_ours(name, value)}
+    given = {name: value for name, value in rendered.items() if _is_supported(name, value)}
     sampling = _DEFAULTS | {
-        name: _ours(name, value)
+        name: _read_value(name, value)
         for name, value in given.items()
         if value is not None or name == "max_tokens"
     }
     _check(sampling)
-    _check_stop_tokens(wire)
+    _check_stop_tokens(rendered)
     return sampling
 
 
 def write_sampling(params: SamplingParams, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """In the order, and with those of the defaults, that a rendered request has them."""
-    resolved: dict[str, Any] = msgspec.structs.asdict(params) | {
-        "max_tokens": max_tokens,
-        "output_kind": _DELTA if stream else _FINAL_ONLY,
-        "skip_clone": True,
-        "structured_outputs": _constraint(params),
-        "logit_bias": params.logit_bias or None,
-    }
-    written = _WRITTEN - _NOT_IF_GREEDY if params.temperature < _GREEDY_EPS else _WRITTEN
-    return {
-        name: resolved[name]
-        for name in _ORDER
-        if name in written or resolved[name] != _ABSENT.get(name)
-    }
+    """Return the parameters byte for byte as vLLM renders them: in its order, and with some at
+    their defaults."""
+    always = _ALWAYS_WRITTEN
+    if params.temperature >= _GREEDY_EPS:
+        always |= _NOT_IF_GREEDY
+    written: dict[str, Any] = {}
+    for name, value in msgspec.structs.asdict(params).items():
+        if name == "structured_outputs":
+            written |= {"output_kind": _DELTA if stream else _FINAL_ONLY, "skip_clone": True}
+        if name in always or value != _DEFAULTS.get(name):
+            written[name] = value
+    written["max_tokens"] = max_tokens
+    if params.structured_outputs is not None:
+        written["structured_outputs"] = _constraint(params.structured_outputs)
+    return written
 
 
-def _constraint(params: SamplingParams) -> dict[str, Any] | None:
-    form = params.structured_outputs
-    if form is None:
-        return None
+def _constraint(structure: StructuredOutputs) -> dict[str, Any]:
     names = {"json_schema": "json"}
-    return {names.get(name, name): value for name, value in msgspec.to_builtins(form).items()}
+    return {names.get(name, name): value for name, value in msgspec.to_builtins(structure).items()}
 
 
-def _is_ours(name: str, value: Any) -> bool:
-    """Raises UnknownParameter or UnsupportedParameter."""
+def _is_supported(name: str, value: Any) -> bool:
+    """Return whether a parameter is one of SamplingParams, or else can be ignored.
+
+    Raises UnknownParameter or UnsupportedParameter.
+    """
     if name in _DEFAULTS or name == "max_tokens":
         return True
     if name in _WITHOUT_EFFECT or name in _DERIVED:
@@ -118,7 +117,7 @@ def _is_ours(name: str, value: Any) -> bool:
     return False
 
 
-def _ours(name: str, value: Any) -> Any:
+def _read_value(name: str, value: Any) -> Any:
     match name, value:
         case "stop", str():
             return [value]
@@ -127,13 +126,19 @@ def _ours(name: str, value: Any) -> Any:
         case ("top_k", -1):
             return 0
         case "structured_outputs", dict():
-            return _form(value)
+            return _read_structure(value)
     return value
 
 
-def _form(wire: dict[str, Any]) -> dict[str, Any]:
-    """Their names for ours; options that only other libraries have are not taken."""
-    form = {name: value for name, value in wire.items() if value is not None and value is not False}
+def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
+    """Return vLLM's `structured_outputs` as a StructuredOutputs mapping.
+
+    Raises InvalidRequest for a schema that is not JSON, and UnsupportedParameter for options of
+    other grammar libraries.
+    """
+    form = {
+        name: value for name, value in rendered.items() if value is not None and value is not False
+    }
     schema = form.pop("json", None)
     if isinstance(schema, str):
         try:
@@ -153,10 +158,14 @@ def _form(wire: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _check_stop_tokens(wire: Mapping[str, Any]) -> None:
-    """A renderer has these from `stop_token_ids`, and those of the model the engine knows."""
-    derived, eos = wire.get("_all_stop_token_ids") or [], wire.get("_eos_token_id")
-    stated = [*(wire.get("stop_token_ids") or []), eos]
+def _check_stop_tokens(rendered: Mapping[str, Any]) -> None:
+    """Raises UnsupportedParameter for a stop token that is not in `stop_token_ids`.
+
+    vLLM's renderer derives `_all_stop_token_ids` from that field and the model's end token, which
+    the engine knows.
+    """
+    derived, eos = rendered.get("_all_stop_token_ids") or [], rendered.get("_eos_token_id")
+    stated = [*(rendered.get("stop_token_ids") or []), eos]
     if not isinstance(derived, list) or any(token_id not in stated for token_id in derived):
         raise UnsupportedParameter(
             "_all_stop_token_ids: give them as stop_token_ids", field="_all_stop_token_ids"
@@ -167,13 +176,13 @@ def _check(sampling: dict[str, Any]) -> None:
     try:
         params = msgspec.convert(sampling, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        what, path = split_validation_error(error)
+        complaint, path = split_validation_error(error)
         name = path.partition(".")[0].partition("[")[0]
-        raise InvalidRequest(f"{name}: {what}", field=name or None) from error
+        raise InvalidRequest(f"{name}: {complaint}", field=name or None) from error
     check_greedy(params)
 
 
 def check_greedy(params: SamplingParams) -> None:
-    """Raises InvalidRequest for choices that would all be the same."""
+    """Raises InvalidRequest for several greedy choices, which would all be the same."""
     if params.n > 1 and params.temperature < _GREEDY_EPS:
         raise InvalidRequest(f"n must be 1 when using greedy sampling, got {params.n}.", field="n")
