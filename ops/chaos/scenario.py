@@ -132,7 +132,7 @@ class ThreeBrokers:
         return None
 
     def revive(self) -> list[int]:
-        ended = [n for n, member in enumerate(self.cluster.members) if member.ended]
+        ended = [n for n, member in enumerate(self.cluster.members) if member.has_exited]
         for number in ended:
             self.cluster.start_member(number)
         return [self.cluster.pid(number) for number in ended]

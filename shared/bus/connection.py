@@ -1,7 +1,4 @@
-"""The library's connection, with what it does wrong mended.
-
-Mended is what one caller's bad luck does there to all others.
-"""
+"""The nats-py client with corrections for one caller's failure that affects other callers."""
 
 import asyncio
 import contextlib
@@ -13,52 +10,68 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+
+from shared.errors import Unavailable
 
 T = TypeVar("T")
 
-# Two missed pings of two seconds: a peer that has gone silent is noticed after six seconds
-# instead of the library's six minutes.
+# Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
+# default of six minutes.
 PING_INTERVAL_S = 2
 MAX_OUTSTANDING_PINGS = 2
 RECONNECT_WAIT_S = 0.1
 
-ANSWER_TIMEOUT_S = 2.0
+REPLY_TIMEOUT_S = 2.0
+# A leader election of a replicated stream takes 4 to 7 seconds, in which requests are refused.
+BROKER_DEADLINE_S = 15.0
+FIRST_RETRY_S = 0.05
+MAX_RETRY_S = 1.0
 
 _log = structlog.get_logger()
 
 
-class _Connection(NatsClient):
+class BusPart:
+    """Base of the parts of `Bus`, which share one connection."""
+
+    def __init__(self, nc: NatsClient) -> None:
+        self._nc = nc
+        self._js: JetStreamContext = nc.jetstream(timeout=REPLY_TIMEOUT_S)
+
+
+class _CorrectedClient(NatsClient):
     async def _process_pong(self) -> None:
-        # Who waited for it may have given up. The library's reader would end by that, and the
-        # connection be deaf until its own pings are missed.
+        # The caller that waited for this pong may have given up. nats-py's reader task would fail
+        # on its cancelled future, and the connection would receive nothing until it misses pings.
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        # Where its writer has ended by the loss, the library writes in the caller's name: who
-        # subscribes would be told that he has not, and keep it for ever. Subscriptions are made
-        # again with the next connection, and what was published is missed by its ack.
+        # When its writer task has ended because the connection was lost, nats-py writes within the
+        # caller's task. The error would make `subscribe` fail although the subscription is
+        # registered and never removed. Subscriptions are restored by the next connection, and a
+        # lost publish lacks its ack.
         with contextlib.suppress(OSError, RuntimeError):
-            return await _heeding(super()._flush_pending(force_flush))
+            return await _keep_cancellation(super()._flush_pending(force_flush))
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        return await _heeding(super().request(*args, **kwargs))
+        return await _keep_cancellation(super().request(*args, **kwargs))
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
-        await _heeding(super().flush(*args, **kwargs))
+        await _keep_cancellation(super().flush(*args, **kwargs))
 
 
-async def next_of(subscription: Subscription, timeout_s: float) -> Msg:
-    """Raises the library's TimeoutError, or another Error of it."""
-    return await _heeding(subscription.next_msg(timeout=timeout_s))
+async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
+    """Return the next message. Raises nats-py's TimeoutError or another of its errors."""
+    return await _keep_cancellation(subscription.next_msg(timeout=timeout_s))
 
 
-async def _heeding(work: Awaitable[T]) -> T:
-    """What `work` gives, unless it is cancelled.
+async def _keep_cancellation(work: Awaitable[T]) -> T:
+    """Return the result of `work`, or raise CancelledError if the task was cancelled meanwhile.
 
-    The library waits by `asyncio.wait_for`. Until Python 3.12 that forgets a cancellation which
-    comes together with the answer, and a task that asks again and again would never end. Where it
+    nats-py waits with `asyncio.wait_for`. Until Python 3.12 that loses a cancellation which arrives
+    together with the result, and a task that repeats its requests would never end. While nats-py
     waits for its own queue to be written, it drops every cancellation.
     """
     task = asyncio.current_task()
@@ -71,41 +84,62 @@ async def _heeding(work: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
+async def retry_until(
+    deadline_s: float,
+    attempt: Callable[[], Awaitable[T]],
+    failures: tuple[type[Exception], ...],
+    description: str,
+) -> T:
+    """Repeat `attempt` every MAX_RETRY_S while it raises one of `failures`.
+
+    Raises Unavailable with `description` when `deadline_s` seconds are over.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    while True:
+        try:
+            return await attempt()
+        except failures as error:
+            if loop.time() + MAX_RETRY_S > deadline:
+                raise Unavailable(f"{description}: {error}") from error
+        await asyncio.sleep(MAX_RETRY_S)
+
+
 async def connect(
     url: str,
     name: str,
     timeout_s: float,
-    disconnected: Callable[[], Awaitable[None]],
-    reconnected: Callable[[], Awaitable[None]],
+    on_disconnect: Callable[[], Awaitable[None]],
+    on_reconnect: Callable[[], Awaitable[None]],
 ) -> NatsClient:
-    """One that reconnects for ever. `url` may name several servers, with commas between.
+    """Open a connection that reconnects for ever. `url` may list servers separated by commas.
 
-    Raises TimeoutError, OSError or the library's Error when none of them answers.
+    Raises TimeoutError, OSError or nats-py's Error when no server answers.
     """
-    nc = _Connection()
+    nc = _CorrectedClient()
     try:
         async with asyncio.timeout(timeout_s):
             connecting = nc.connect(
                 [part.strip() for part in url.split(",")],
                 name=name,
-                disconnected_cb=disconnected,
-                reconnected_cb=reconnected,
-                error_cb=_report,
+                disconnected_cb=on_disconnect,
+                reconnected_cb=on_reconnect,
+                error_cb=_log_error,
                 ping_interval=PING_INTERVAL_S,
                 max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-                # Declared as whole seconds, used as a delay.
+                # nats-py declares whole seconds but uses the value as a delay.
                 reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
                 max_reconnect_attempts=-1,
                 pending_size=64 * 2**20,
             )
-            await _heeding(connecting)
+            await _keep_cancellation(connecting)
     except (TimeoutError, OSError, NatsError):
         await nc.close()
         raise
     return nc
 
 
-async def _report(error: Exception) -> None:
-    # Every attempt to reconnect reports that it was refused; `disconnected` has said so.
+async def _log_error(error: Exception) -> None:
+    # Every refused attempt to reconnect is reported here; `on_disconnect` has already logged it.
     if not isinstance(error, OSError):
         _log.warning("nats_error", error=str(error) or type(error).__name__)

@@ -1,7 +1,4 @@
-"""Taking work from a queue: pull with credit, and settle what is in hand.
-
-The half of the bus that workers listen with; `shared.bus.bus` has the connection and all the rest.
-"""
+"""Durable pull consumers: pull with credit, and settle the messages in flight."""
 
 import asyncio
 import contextlib
@@ -19,24 +16,24 @@ from shared.protocol.messages import TENANT_HEADER
 ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0
 ACK_ATTEMPTS = 3
-# During an election the server says at once that nobody is there.
+# During an election the server reports at once that there is no responder.
 ACK_PAUSE_S = 0.2
 
-# A pull request that is lost with the leader of its consumer is missed only when it has expired.
+# The loss of a pull request with its consumer's leader is noticed only when it has expired.
 PULL_EXPIRES_S = 5.0
-# No leader, no stream: asking again at once would only keep both ends busy.
+# Without a leader or a stream, an immediate retry would only keep both ends busy.
 PULL_REFUSED_PAUSE_S = 0.25
-# What may wait in the client for its turn; a picture has megabytes, and what is over the library's
-# limit of 128 MiB it drops.
+# Limit on messages that wait in the client. Images have megabytes, and nats-py drops messages
+# beyond its default limit of 128 MiB.
 PENDING_BYTES = 2**30
 
 _log = structlog.get_logger()
 
 
 class Delivery:
-    """One message in hand, to be settled once: `ack`, `retry`, or `abandon`, which leaves it.
+    """One message in flight, to be settled once by `ack`, `retry` or `abandon`.
 
-    Once it is settled, or is being settled, all of them do nothing.
+    Further calls do nothing, as soon as one of them has begun.
     """
 
     def __init__(self, msg: Msg, consumer: "Consumer") -> None:
@@ -48,16 +45,19 @@ class Delivery:
         headers = msg.headers or {}
         self.msg_id = headers.get("Nats-Msg-Id")
         self.tenant = headers.get(TENANT_HEADER)
-        """Of a client's request; whatever the publisher has written there."""
+        """Tenant header of a client's request, unchecked."""
         self.attempt = msg.metadata.num_delivered
-        """Counts deliveries from 1."""
+        """Number of this delivery, counted from 1."""
         self.sequence = msg.metadata.sequence.stream
         self.stored_ms = msg.metadata.timestamp.timestamp() * 1000
         self.receipt = msg.reply
-        """With it anybody may acknowledge this message, see `Bus.acknowledge`."""
+        """Reply subject, with which any worker can acknowledge the message by `Bus.acknowledge`."""
 
     async def ack(self) -> None:
-        """Returns when the server has it. If the server stays silent the message comes again."""
+        """Acknowledge the message, and wait until the server confirms it.
+
+        Without a confirmation the message may be redelivered.
+        """
         if self._settled:
             return
         self._settled = True
@@ -65,40 +65,44 @@ class Delivery:
             if not await self._consumer.acks.send(self.receipt):
                 _log.warning("ack_unconfirmed", subject=self.subject)
         finally:
-            self._consumer.settled()
+            self._consumer.on_settled()
 
     async def retry(self, after_s: float) -> None:
-        """Give the message back; anyone may have it after `after_s`.
+        """Return the message to the queue, to be redelivered after `after_s`.
 
-        If the server does not hear of it, the message comes again after its ack wait.
+        If the server does not receive this, it redelivers the message after its ack wait.
         """
         if self._settled:
             return
         self._settled = True
         try:
-            # A plain nak would come back within a millisecond, whatever the consumer's back-off.
+            # A nak without delay is redelivered within a millisecond, despite any back-off of the
+            # consumer.
             await self._msg.nak(delay=max(after_s, 0.001))
         except NatsError as error:
-            # Its text may hold the whole message.
+            # The error's text may contain the whole message.
             _log.warning("nak_unsent", subject=self.subject, error=type(error).__name__)
         finally:
-            self._consumer.settled()
+            self._consumer.on_settled()
 
     async def progress(self) -> None:
-        """Restart the ack wait: the work is advancing. Without a server there is nobody to tell."""
+        """Restart the ack wait, because the work advances. Errors of the connection are ignored."""
         if not self._settled:
             with contextlib.suppress(NatsError):
                 await self._msg.in_progress()
 
     def abandon(self) -> None:
-        """Stop working on it without a word: another worker has it, or will after the ack wait."""
+        """Stop work on the message without a report.
+
+        Another worker has it, or gets it after the ack wait.
+        """
         if not self._settled:
             self._settled = True
-            self._consumer.settled()
+            self._consumer.on_settled()
 
 
 async def acknowledge(nc: NatsClient, receipt: str) -> bool:
-    """Returns whether the server has confirmed it."""
+    """Acknowledge a delivery. Return whether the server has confirmed it."""
     for _ in range(ACK_ATTEMPTS):
         with contextlib.suppress(NatsError):
             await nc.request(receipt, ACK, timeout=ACK_TIMEOUT_S)
@@ -108,12 +112,13 @@ async def acknowledge(nc: NatsClient, receipt: str) -> bool:
 
 
 class AckBatcher:
-    """Acknowledges in groups, one group after another: the answer to the last confirms them all.
+    """Batches the acknowledgements of one consumer.
 
-    For one consumer, whose acknowledgements the server takes in the order of the connection. Those
-    of a group that was not confirmed are sent again one by one; to do so twice does no harm. When
-    the consumer's leader changes amid a group its first ones may be lost all the same: their jobs
-    come again after the ack wait, to somebody who finds them done.
+    The server processes them in the order of the connection, so the reply to the last one of a
+    batch confirms all of them. Those of an unconfirmed batch are sent again one by one, which is
+    idempotent. When the consumer's leader changes within a batch, its first ones may be lost all
+    the same: their messages are redelivered after the ack wait, to a worker that finds the work
+    done.
     """
 
     def __init__(self, nc: NatsClient) -> None:
@@ -122,42 +127,43 @@ class AckBatcher:
         self._sender: asyncio.Task[None] | None = None
 
     async def send(self, receipt: str) -> bool:
-        """Returns whether the server has confirmed it."""
-        in_group: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[receipt] = in_group
+        """Send an acknowledgement. Return whether the server has confirmed it."""
+        confirmation: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[receipt] = confirmation
         if self._sender is None:
-            self._sender = asyncio.create_task(self._send_groups())
-        # A server that was killed may not know any more that it has delivered one of the group, and
-        # then says nothing.
-        return await in_group or await acknowledge(self._nc, receipt)
+            self._sender = asyncio.create_task(self._send_batches())
+        # After a crash the server may have forgotten the delivery of the batch's last message, and
+        # then does not reply.
+        return await confirmation or await acknowledge(self._nc, receipt)
 
-    async def _send_groups(self) -> None:
+    async def _send_batches(self) -> None:
         try:
             while self._waiting:
-                group, self._waiting = self._waiting, {}
-                confirmed = await self._confirm(list(group))
-                for in_group in group.values():
-                    if not in_group.done():
-                        in_group.set_result(confirmed)
+                batch, self._waiting = self._waiting, {}
+                confirmed = await self._send_batch(list(batch))
+                for confirmation in batch.values():
+                    if not confirmation.done():
+                        confirmation.set_result(confirmed)
         finally:
             self._sender = None
 
-    async def _confirm(self, group: list[str]) -> bool:
+    async def _send_batch(self, receipts: list[str]) -> bool:
         reconnects = self._nc.stats["reconnects"]
         try:
-            for receipt in group[:-1]:
+            for receipt in receipts[:-1]:
                 await self._nc.publish(receipt, ACK)
-            await self._nc.request(group[-1], ACK, timeout=ACK_TIMEOUT_S)
+            await self._nc.request(receipts[-1], ACK, timeout=ACK_TIMEOUT_S)
         except NatsError:
             return False
         return bool(self._nc.stats["reconnects"] == reconnects)
 
 
 class Consumer:
-    """Pulls from a durable consumer with credit: `capacity` bounds what is in hand or asked for.
+    """Pulls from a durable consumer with credit.
 
-    Pull requests are kept outstanding, so a message is delivered as soon as it is stored, and the
-    next request leaves when half of the credit is free.
+    `capacity` bounds the messages that are in flight or requested. Pull requests stay outstanding,
+    so that a message is delivered as soon as it is stored. The next request is sent when half of
+    the credit is free.
     """
 
     def __init__(self, nc: NatsClient, stream: str, durable: str, capacity: int) -> None:
@@ -167,9 +173,9 @@ class Consumer:
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._held = 0
+        self._num_in_flight = 0
         self._next_pull = 0
-        # Pull request number → (messages still to come, loop time at which it has lapsed).
+        # Pull request number → (outstanding messages, loop time at which the request has lapsed).
         self._pulls: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
@@ -179,35 +185,36 @@ class Consumer:
         self._subscription = await self._nc.subscribe(
             f"{self._inbox}.*", cb=self._receive, pending_bytes_limit=PENDING_BYTES
         )
-        self._pump = asyncio.create_task(self._keep_pulling())
+        self._pump = asyncio.create_task(self._pull_forever())
 
     async def next(self) -> Delivery:
         return await self._ready.get()
 
     @property
-    def held(self) -> int:
-        """Deliveries that are not settled yet."""
-        return self._held
+    def num_in_flight(self) -> int:
+        """Number of deliveries that are not settled."""
+        return self._num_in_flight
 
     def set_capacity(self, capacity: int) -> None:
         if capacity != self.capacity:
             self.capacity = capacity
             self._changed.set()
 
-    def settled(self) -> None:
-        self._held -= 1
+    def on_settled(self) -> None:
+        """Count a delivery as settled, which frees credit."""
+        self._num_in_flight -= 1
         self._changed.set()
 
-    def reconnected(self) -> None:
-        """The server forgets pull requests with the connection that made them."""
+    def on_reconnect(self) -> None:
+        """Send pull requests again, because the server drops them with their connection."""
         self._pulls.clear()
         self._changed.set()
 
     async def stop(self) -> None:
-        """No further message is taken; what was delivered but not begun is handed back.
+        """Stop pulling, and requeue delivered messages that no worker has claimed.
 
-        What has not been read from the connection yet comes again after its ack wait. A second call
-        does nothing.
+        Messages that have not been read from the connection are redelivered after their ack wait.
+        A second call does nothing.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is None or self._pump is None:
@@ -221,19 +228,19 @@ class Consumer:
     async def _receive(self, msg: Msg) -> None:
         status = (msg.headers or {}).get("Status")
         if status is not None and not msg.reply:
-            # That pull request is over, whatever it still owed.
+            # A status ends the pull request, even if messages are outstanding.
             self._pulls.pop(msg.subject.rpartition(".")[2], None)
             if status not in ("404", "408"):
                 _log.warning("pull_refused", subject=self._subject, status=status)
                 await asyncio.sleep(PULL_REFUSED_PAUSE_S)
         else:
-            self._held += 1
-            self._count_arrival()
+            self._num_in_flight += 1
+            self._count_delivery()
             self._ready.put_nowait(Delivery(msg, self))
         self._changed.set()
 
-    def _count_arrival(self) -> None:
-        # The server serves pull requests in the order in which they came.
+    def _count_delivery(self) -> None:
+        # The server serves pull requests in the order of their arrival.
         if self._pulls:
             number, (remaining, lapse) = next(iter(self._pulls.items()))
             if remaining == 1:
@@ -241,16 +248,16 @@ class Consumer:
             else:
                 self._pulls[number] = (remaining - 1, lapse)
 
-    async def _keep_pulling(self) -> None:
+    async def _pull_forever(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()
             now = loop.time()
             for number in [n for n, (_, lapse) in self._pulls.items() if lapse <= now]:
                 del self._pulls[number]
-            asked = sum(remaining for remaining, _ in self._pulls.values())
-            free = self.capacity - self._held - asked
-            if free > 0 and (asked == 0 or 2 * free >= self.capacity):
+            num_requested = sum(remaining for remaining, _ in self._pulls.values())
+            free = self.capacity - self._num_in_flight - num_requested
+            if free > 0 and (num_requested == 0 or 2 * free >= self.capacity):
                 await self._pull(free, now)
             try:
                 async with asyncio.timeout(PULL_EXPIRES_S / 2):
@@ -268,5 +275,5 @@ class Consumer:
                 self._subject, json.dumps(request).encode(), reply=f"{self._inbox}.{number}"
             )
         except NatsError:
-            # Not connected: `reconnected` asks again.
+            # Not connected: `on_reconnect` causes another pull.
             self._pulls.pop(number, None)

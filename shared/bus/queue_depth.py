@@ -1,4 +1,4 @@
-"""How queues stand with their consumers."""
+"""Depths of the consumers' queues."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,25 @@ from nats.js import api
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """`delivered` is the last sequence that a worker has been given."""
+    """Messages of one consumer's queue."""
 
-    delivered: int
-    waiting: int
-    in_hand: int
+    last_delivered: int
+    """Sequence of the last message that was delivered to a worker."""
+    num_pending: int
+    num_in_flight: int
 
     @classmethod
     def of(cls, info: api.ConsumerInfo) -> "QueueDepth":
-        delivered = info.delivered.stream_seq if info.delivered else 0
-        return cls(delivered, info.num_pending or 0, info.num_ack_pending or 0)
+        last_delivered = info.delivered.stream_seq if info.delivered else 0
+        return cls(last_delivered, info.num_pending or 0, info.num_ack_pending or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerQueue:
-    """A consumer, on one filter of its stream, and its backlog."""
+    """A consumer's filter subject and the depth of its queue."""
 
     subject: str
-    backlog: QueueDepth
+    depth: QueueDepth
 
     @classmethod
     def of(cls, info: api.ConsumerInfo) -> "ConsumerQueue":

@@ -1,4 +1,4 @@
-"""Messages as a stream keeps them, and as a direct get brings them."""
+"""Messages of streams, and the replies of direct gets that contain them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -6,47 +6,51 @@ from datetime import datetime
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from shared.bus.connection import ANSWER_TIMEOUT_S, next_of
+from shared.bus.connection import REPLY_TIMEOUT_S, next_message
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A message as a stream keeps it."""
+    """A message of a stream."""
 
     sequence: int
     subject: str
     data: bytes
     stored_ms: float
+    """Time of storage, in Unix milliseconds of the broker's clock."""
     msg_id: str | None = None
 
 
 class ReadFailed(Exception):
-    """A read got a status instead of messages."""
+    """Raised when a read returns an error status instead of messages."""
 
 
 async def collect_replies(
     subscription: Subscription, *, batched: bool
 ) -> tuple[list[StoredMessage], bool]:
-    """The answers to one direct get, and whether more are left after a batch of them."""
-    found: list[StoredMessage] = []
+    """Collect the replies to one direct get.
+
+    Return the messages, and whether the stream has more after this batch.
+    """
+    messages: list[StoredMessage] = []
     while True:
-        msg = await next_of(subscription, ANSWER_TIMEOUT_S)
+        msg = await next_message(subscription, REPLY_TIMEOUT_S)
         headers = msg.headers or {}
         status = headers.get("Status")
         if status == "404":
-            return found, False
+            return messages, False
         if status == "204":
-            return found, headers.get("Nats-Num-Pending", "0") != "0"
+            return messages, headers.get("Nats-Num-Pending", "0") != "0"
         if status is not None:
-            # 503: no stream answers. To take that for an empty log would be to forget it.
+            # A 503 means that no stream replies. It must not be mistaken for an empty log.
             raise ReadFailed(f"status {status}")
-        found.append(to_stored_message(msg))
+        messages.append(to_stored_message(msg))
         if not batched:
-            return found, False
+            return messages, False
 
 
 def to_stored_message(msg: Msg) -> StoredMessage:
-    """From the headers that the server gives to what it reads or republishes from a stream."""
+    """Convert a message that the server has read or republished from a stream."""
     headers = msg.headers or {}
     stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
     return StoredMessage(

@@ -1,4 +1,4 @@
-"""What comes live from the broker: messages of a subject, and questions to answer."""
+"""Live subscriptions and responders of core NATS."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,18 @@ from nats.errors import Error as NatsError
 from shared.bus.stored import StoredMessage, to_stored_message
 from shared.protocol.messages import TENANT_HEADER
 
-# Live messages that wait for a slow reader; what does not fit it finds in the stream.
+# Limit on live messages that wait for a slow reader; it finds the dropped ones in the stream.
 MAX_UNREAD_MESSAGES = 4096
 
 Responder = Callable[[bytes, str | None], Awaitable[bytes]]
-"""To a question and its TENANT_HEADER, if it has one."""
+"""Maps a request and its tenant header, if there is one, to the reply."""
 
 
 class LiveSubscription:
-    """A live subscription. It may lose messages when read slowly; the stream has them all."""
+    """A subscription to messages as they are published.
+
+    It drops messages when they are read slowly; the stream has all of them.
+    """
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
@@ -27,19 +30,19 @@ class LiveSubscription:
 
     async def receive(self, msg: Msg) -> None:
         if "Nats-Sequence" not in (msg.headers or {}):
-            # As it was published, and perhaps not stored yet.
+            # The message as it was published, which may not be stored yet.
             self.wake()
             return
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(to_stored_message(msg))
 
     def wake(self) -> None:
-        """Have the reader look into the stream: something may have been missed."""
+        """Make the reader read the stream, because messages may have been missed."""
         with contextlib.suppress(asyncio.QueueFull):
             self._unread.put_nowait(None)
 
     async def next(self, timeout_s: float) -> StoredMessage | None:
-        """The next message, or None after `timeout_s` of silence or a `wake`."""
+        """Return the next message, or None after `timeout_s` without one or after `wake`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._unread.get()
@@ -48,30 +51,33 @@ class LiveSubscription:
 
 
 class GroupResponder:
-    """A part of the questions on a subject."""
+    """One member of a queue group, which answers its share of the requests on a subject."""
 
-    def __init__(self, answer: Responder) -> None:
+    def __init__(self, respond: Responder) -> None:
         self.subscription: Subscription | None = None
-        self._answer = answer
-        self._answering: set[asyncio.Task[None]] = set()
+        self._respond = respond
+        self._pending: set[asyncio.Task[None]] = set()
 
     async def receive(self, msg: Msg) -> None:
-        task = asyncio.create_task(self._respond(msg))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        task = asyncio.create_task(self._reply(msg))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
 
     async def stop(self, timeout_s: float) -> None:
-        """Leave new questions to the others, and answer those that are there already."""
+        """Leave the group, and answer the requests that have already arrived.
+
+        Those without a reply after `timeout_s` are cancelled.
+        """
         if self.subscription is not None:
             with contextlib.suppress(NatsError):
                 await self.subscription.unsubscribe()
-        if self._answering:
-            _, late = await asyncio.wait(self._answering, timeout=timeout_s)
+        if self._pending:
+            _, late = await asyncio.wait(self._pending, timeout=timeout_s)
             for task in late:
                 task.cancel()
 
-    async def _respond(self, msg: Msg) -> None:
-        # Who does not get an answer asks again, or somebody else.
+    async def _reply(self, msg: Msg) -> None:
+        # A client without a reply repeats its request.
         with contextlib.suppress(NatsError):
             tenant = (msg.headers or {}).get(TENANT_HEADER)
-            await msg.respond(await self._answer(bytes(msg.data), tenant))
+            await msg.respond(await self._respond(bytes(msg.data), tenant))

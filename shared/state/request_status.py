@@ -121,8 +121,8 @@ async def _why_unknown(bus: Bus) -> str:
     """Requests that no coordinator has taken yet cannot be told apart by their ids."""
     backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     return (
-        f"no stage has it: it is one of {backlog.waiting} requests that wait for a coordinator, has"
-        " never been asked for, or is so old that its log has been removed"
+        f"no stage has it: it is one of {backlog.num_pending} requests that wait for a coordinator,"
+        " has never been asked for, or is so old that its log has been removed"
     )
 
 
@@ -138,10 +138,10 @@ async def _why_queued(bus: Bus, work: StoredMessage, role: str) -> str:
         )
     except NotFound as error:
         return error.message
-    if work.sequence > backlog.delivered:
+    if work.sequence > backlog.last_delivered:
         return (
-            f"waits for one of {len(takers)} {role}s: {backlog.waiting} are queued,"
-            f" {backlog.in_hand} in hand"
+            f"waits for one of {len(takers)} {role}s: {backlog.num_pending} are queued,"
+            f" {backlog.num_in_flight} in hand"
         )
     return "was given back, or its worker has died: it comes again after its pause or ack wait"
 

@@ -58,18 +58,18 @@ async def _requests(bus: Bus) -> list[StageQueue]:
         backlog = await bus.queue_depth(stream, consumer)
     except NotFound:
         return []
-    return [StageQueue("coordinator", "", "", backlog.waiting, backlog.in_hand, None)]
+    return [StageQueue("coordinator", "", "", backlog.num_pending, backlog.num_in_flight, None)]
 
 
 async def _look_into(bus: Bus, queue: ConsumerQueue) -> StageQueue:
-    backlog, oldest = queue.backlog, None
-    if backlog.waiting:
+    backlog, oldest = queue.depth, None
+    if backlog.num_pending:
         stream, subject = subjects.STAGES_STREAM, queue.subject
-        oldest = await bus.read_next(stream, backlog.delivered + 1, subject)
+        oldest = await bus.read_next(stream, backlog.last_delivered + 1, subject)
     return StageQueue(
         *subjects.parts_of_stage(queue.subject),
-        pending=backlog.waiting,
-        in_hand=backlog.in_hand,
+        pending=backlog.num_pending,
+        in_hand=backlog.num_in_flight,
         oldest_ms=None if oldest is None else oldest.stored_ms,
     )
 

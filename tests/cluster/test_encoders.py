@@ -194,7 +194,7 @@ async def test_an_encoder_killed_with_a_picture_in_hand(
 
 async def _in_hand(bus: Bus) -> bool:
     durable = subjects.stage_consumer("encoder", "demo", "interactive")
-    return (await bus.queue_depth(subjects.STAGES_STREAM, durable)).in_hand > 0
+    return (await bus.queue_depth(subjects.STAGES_STREAM, durable)).num_in_flight > 0
 
 
 async def test_embeddings_that_are_lost_are_made_again(

@@ -214,7 +214,7 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
     await put_task(bus, model, waiting, [2] * 400)
     await step_until(lambda: worker._stats.num_waiting_batch == 1)
     interactive, batch = worker._consumers
-    assert (interactive.capacity, batch.capacity) == (2, batch.held)
+    assert (interactive.capacity, batch.capacity) == (2, batch.num_in_flight)
     for request_id in late:
         await put_task(bus, model, request_id, [3], lane="interactive", max_tokens=2)
     await step_until(lambda: runner.served.keys() >= set(late))
@@ -250,7 +250,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     assert record.error.code == "undecodable_message"
     assert await bus.get_queued_request(accepted.sequence) is None
     assert (await dead_letters.find(bus, request_id)).request == b"what the client wrote"
-    assert all(consumer.held == 0 for consumer in worker._consumers)
+    assert all(consumer.num_in_flight == 0 for consumer in worker._consumers)
     context.shutdown.asked.set()
     await serving
     await context.close()

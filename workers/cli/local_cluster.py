@@ -127,7 +127,7 @@ class LocalCluster:
     async def _keep_broker(self, broker: EmbeddedServer) -> None:
         while True:
             await asyncio.sleep(BROKER_CHECK_S)
-            if broker.ended:
+            if broker.has_exited:
                 _log.warning("broker_ended", url=broker.url)
                 try:
                     await asyncio.to_thread(broker.start)

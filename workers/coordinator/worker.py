@@ -56,7 +56,7 @@ class Coordinator:
         )
         context = self._context
         models = sorted(context.config.models)
-        context.ready(models, lambda: {"held": requests.held + cancels.held})
+        context.ready(models, lambda: {"held": requests.num_in_flight + cancels.num_in_flight})
         async with asyncio.TaskGroup() as group:
             for consumer, handle in ((requests, self._handle), (cancels, self._cancel)):
                 group.create_task(serve(consumer, handle, context.shutdown, self._delivery.drain_s))

@@ -101,7 +101,7 @@ class EncoderWorker:
 
     def _load(self, consumers: list[Consumer]) -> dict[str, float]:
         return {
-            "held": sum(consumer.held for consumer in consumers),
+            "held": sum(consumer.num_in_flight for consumer in consumers),
             "waiting": self._tower.num_waiting,
             "encoded": self._tower.num_encoded,
             "batches": self._tower.num_batches,

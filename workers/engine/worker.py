@@ -156,7 +156,7 @@ class EngineWorker:
             "batch": stats.num_waiting,
         }
         for lane, consumer in zip(subjects.LANES, self._consumers, strict=False):
-            consumer.set_capacity(consumer.held if num_before[lane] else capacity)
+            consumer.set_capacity(consumer.num_in_flight if num_before[lane] else capacity)
 
     def _load(self) -> dict[str, float]:
         stats = self._stats

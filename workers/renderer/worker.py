@@ -106,7 +106,7 @@ class RendererWorker:
         context.ready(
             sorted(self._processors),
             lambda: {
-                "held": sum(c.held for c in consumers),
+                "held": sum(c.num_in_flight for c in consumers),
                 "mm_cache_hits": counters.hits,
                 "pictures_processed": counters.processed,
             },

@@ -133,10 +133,10 @@ class ThreeServers:
 
     def victim(self, pick: int) -> int | None:
         member = self.cluster.members[pick % SIZE]
-        return None if member.ended else self.cluster.pid(pick % SIZE)
+        return None if member.has_exited else self.cluster.pid(pick % SIZE)
 
     def revive(self) -> list[int]:
-        ended = [n for n, member in enumerate(self.cluster.members) if member.ended]
+        ended = [n for n, member in enumerate(self.cluster.members) if member.has_exited]
         if self.held:
             return []
         for number in ended:

@@ -71,10 +71,10 @@ class OneBroker:
         self._broker.stop()
 
     def victim(self, pick: int) -> int | None:
-        return None if self._broker.ended else int(self._broker.pid_file.read_text())
+        return None if self._broker.has_exited else int(self._broker.pid_file.read_text())
 
     def revive(self) -> list[int]:
-        if not self._broker.ended:
+        if not self._broker.has_exited:
             return []
         self._broker.start()
         return [int(self._broker.pid_file.read_text())]

@@ -13,7 +13,7 @@ import yaml
 from msgspec.structs import replace
 
 from shared import client
-from shared.bus import bus as bus_module
+from shared.bus import publishing, reading
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
@@ -144,7 +144,8 @@ async def test_without_a_store_nothing_is_handed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits, as for any other part of the broker, and no failure is counted."""
-    monkeypatch.setattr(bus_module, "PUBLISH_DEADLINE_S", 0.3)
+    for module in (publishing, reading):
+        monkeypatch.setattr(module, "BROKER_DEADLINE_S", 0.3)
     config = config_for(model)
     async with renderer(broker.url, config):
         await bus._js.delete_stream(subjects.MEDIA_STREAM)

@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from shared.bus.bus import Bus
-from shared.bus.connection import next_of
+from shared.bus.connection import next_message
 from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
@@ -87,7 +87,7 @@ async def test_no_more_is_taken_than_the_capacity(bus: Bus, model: str) -> None:
     held = [await consumer.next() for _ in range(3)]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(consumer.next(), 0.3)
-    assert consumer.held == 3
+    assert consumer.num_in_flight == 3
     for delivery in held:
         await delivery.ack()
     rest = []
@@ -182,7 +182,7 @@ async def test_who_is_cancelled_just_when_it_comes_is_cancelled(
             case "the server":
                 await nc.flush(timeout=5)
             case _:
-                await next_of(subscription, 5.0)
+                await next_message(subscription, 5.0)
 
     def come() -> None:
         match waits_for:

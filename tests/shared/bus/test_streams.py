@@ -14,8 +14,8 @@ import pytest
 
 from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
+from shared.bus.connection import REPLY_TIMEOUT_S
 from shared.bus.embedded_server import EmbeddedServer, find_binary, free_port
-from shared.bus.streams import ANSWER_TIMEOUT_S
 from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
@@ -53,7 +53,7 @@ def start_server(folder: Path, settings: str) -> tuple[subprocess.Popen[bytes], 
     ("settings", "named"),
     [
         ("", "JetStream"),
-        ('jetstream { store_dir: "STORE" }', "does not tell"),
+        ('jetstream { store_dir: "STORE" }', "does not report"),
         ('jetstream { store_dir: "STORE" }' + SETTINGS_EXPORT, "sync_interval"),
         ('max_payload: 4KB\njetstream { store_dir: "STORE" }', "max_payload"),
         (
@@ -124,13 +124,13 @@ async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others who wait for it would have given up by now.
-    monkeypatch.setattr(bus_module, "PUBLISH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(bus_module, "BROKER_DEADLINE_S", 0.5)
     pid = int(own_broker.pid_file.read_text())
     bus = await Bus.connect(own_broker.url, "test")
     os.kill(pid, signal.SIGSTOP)
     try:
         preparing = asyncio.create_task(bus.prepare(NatsConfig(unchecked=True), DeliveryConfig()))
-        await asyncio.sleep(ANSWER_TIMEOUT_S + 0.5)
+        await asyncio.sleep(REPLY_TIMEOUT_S + 0.5)
         assert not preparing.done()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -145,8 +145,8 @@ async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Embe
     own_broker.kill()
     own_broker.start()
     await bus.publish_heartbeat("engine-1", b"{}")
-    assert await bus.heartbeat_lag_s("engine-1", witness="engine-1") == 0
-    assert await bus.heartbeat_lag_s("engine-2", witness="engine-1") == math.inf
+    assert await bus.heartbeat_lag_s("engine-1", observer="engine-1") == 0
+    assert await bus.heartbeat_lag_s("engine-2", observer="engine-1") == math.inf
     assert await bus.read_heartbeats() == [b"{}"]
     await bus.close()
 
@@ -170,6 +170,6 @@ async def test_acknowledgements_in_groups_reach_a_server_that_was_away(
     second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
     own_broker.start()
     await asyncio.gather(*first, *second)
-    backlog = await bus.queue_depth(subjects.STAGES_STREAM, "test")
-    assert (backlog.waiting, backlog.in_hand) == (0, 0)
+    depth = await bus.queue_depth(subjects.STAGES_STREAM, "test")
+    assert (depth.num_pending, depth.num_in_flight) == (0, 0)
     await bus.close()

@@ -146,7 +146,7 @@ async def test_what_comes_again_during_its_acknowledgement_is_let_go(
     await acknowledging.wait()
     assert stage.receive(again) is None
     await handing_over
-    assert inbox.held == 0
+    assert inbox.num_in_flight == 0
 
 
 async def test_a_crash_between_publish_and_ack_hands_over_once(
@@ -394,7 +394,7 @@ async def test_a_delivery_of_what_is_in_hand_takes_the_place_of_the_old_one(
     assert job.delivery is not first
     await stage.finish(job)
     await assert_nothing_more(inbox)
-    assert inbox.held == 0
+    assert inbox.num_in_flight == 0
 
 
 async def test_a_request_that_cannot_be_acknowledged_leaves_its_job(
@@ -473,10 +473,10 @@ async def test_a_receipt_that_nobody_knows_does_not_hold_the_job_for_ever(
     assert await stage.claim(job) is not None
     await end_request(bus, request_id, 1, Cancelled("no"), [])
     await stage.finish(job)
-    assert inbox.held == 0
+    assert inbox.num_in_flight == 0
     queue = subjects.stage_consumer("renderer", model, "interactive")
     backlog = await bus.queue_depth(subjects.STAGES_STREAM, queue)
-    assert (backlog.waiting, backlog.in_hand) == (0, 0)
+    assert (backlog.num_pending, backlog.num_in_flight) == (0, 0)
 
 
 @pytest.fixture

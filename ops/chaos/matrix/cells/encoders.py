@@ -60,7 +60,7 @@ async def _until_encoded(bus: Bus) -> None:
     async with asyncio.timeout(20):
         while True:
             backlog = await bus.queue_depth(subjects.STAGES_STREAM, durable)
-            if not backlog.waiting and not backlog.in_hand:
+            if not backlog.num_pending and not backlog.num_in_flight:
                 return
             await asyncio.sleep(0.1)
 

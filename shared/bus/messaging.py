@@ -1,0 +1,138 @@
+"""Core NATS: live subscriptions, requests and responders. None of these messages are stored."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, next_message
+from shared.bus.subscriptions import GroupResponder, LiveSubscription, Responder
+from shared.errors import Unavailable
+from shared.protocol.messages import tenant_header
+
+# A lost connection loses the flush, too. nats-py accepts only whole seconds.
+FLUSH_TIMEOUT_S = 1
+
+
+class Messenger(BusPart):
+    """The part of `Bus` for messages that are not stored."""
+
+    def __init__(self, nc: NatsClient) -> None:
+        super().__init__(nc)
+        self._live: set[LiveSubscription] = set()
+
+    # -- subscriptions --------------------------------------------------------------------------
+
+    async def subscribe(self, subject: str) -> LiveSubscription:
+        """Subscribe to `subject`. Return once the server has registered the subscription.
+
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        """
+        live = LiveSubscription()
+        live.subscription = await self._nc.subscribe(subject, cb=live.receive)
+        self._live.add(live)
+        try:
+            await self._flush()
+        except BaseException:
+            await self.unsubscribe(live)
+            raise
+        return live
+
+    async def unsubscribe(self, live: LiveSubscription) -> None:
+        """End a subscription. A second call does nothing."""
+        self._live.discard(live)
+        if live.subscription is not None:
+            with contextlib.suppress(NatsError):
+                await live.subscription.unsubscribe()
+
+    async def watch_subjects(self, subject: str, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the subject of every further message that `subject` matches."""
+
+        async def receive(msg: Msg) -> None:
+            callback(msg.subject)
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
+    # -- requests and replies -------------------------------------------------------------------
+
+    async def request(self, subject: str, data: bytes, timeout_s: float, tenant: str = "") -> bytes:
+        """Return the reply of a responder on `subject`.
+
+        Raises TimeoutError, or Unavailable at once when there is no responder.
+        """
+        headers = tenant_header(tenant) or None
+        try:
+            msg = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
+            return bytes(msg.data)
+        except NatsTimeoutError as error:
+            raise TimeoutError from error
+        except NatsError as error:
+            raise Unavailable(f"no responder on {subject}") from error
+
+    async def request_many(
+        self, subject: str, accept: Callable[[bytes], bool], timeout_s: float
+    ) -> None:
+        """Pass the replies of all responders on `subject` to `accept`, until it returns True or the
+        time is over.
+
+        Raises Unavailable without a connection.
+        """
+        inbox = self._nc.new_inbox()
+        subscription = await self._nc.subscribe(inbox)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._nc.publish(subject, b"", reply=inbox)
+                done = False
+                while not done:
+                    msg = await next_message(subscription, timeout_s)
+                    no_responders = (msg.headers or {}).get("Status") == "503"
+                    done = no_responders or accept(bytes(msg.data))
+        except TimeoutError:
+            pass
+        except NatsError as error:
+            raise Unavailable(f"requests on {subject} cannot be sent: {error}") from error
+        finally:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+
+    async def add_responder(self, subject: str, respond: Callable[[bytes], bytes]) -> None:
+        """Reply to every further request on `subject`."""
+
+        async def receive(msg: Msg) -> None:
+            await msg.respond(respond(msg.data))
+
+        await self._nc.subscribe(subject, cb=receive)
+        await self._flush()
+
+    async def add_group_responder(
+        self, subject: str, group: str, respond: Responder
+    ) -> GroupResponder:
+        """Join the queue group `group`, whose members share the requests on `subject`.
+
+        Requests are answered concurrently. `respond` must not raise.
+        """
+        responder = GroupResponder(respond)
+        responder.subscription = await self._nc.subscribe(subject, group, cb=responder.receive)
+        await self._flush()
+        return responder
+
+    async def _flush(self) -> None:
+        """Return once the server has received all that was sent. Raises Unavailable."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BROKER_DEADLINE_S
+        while True:
+            try:
+                # The timeout is short, because a pong that is lost with the connection never comes,
+                # while the next connection restores the subscriptions by itself.
+                await self._nc.flush(timeout=FLUSH_TIMEOUT_S)
+                return
+            except (NatsError, OSError, RuntimeError) as error:
+                # nats-py also writes to a connection that it does not yet know to be lost.
+                if loop.time() > deadline or self._nc.is_closed:
+                    raise Unavailable(f"the broker does not answer: {error}") from error
+            await asyncio.sleep(FIRST_RETRY_S)

@@ -1,0 +1,109 @@
+"""Publishing: stored once by message id, appended with fencing, or as a transient notification."""
+
+import asyncio
+import contextlib
+
+from nats.errors import Error as NatsError
+from nats.js import api
+from nats.js.errors import APIError
+
+from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, MAX_RETRY_S, BusPart
+from shared.bus.consumer import acknowledge
+from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable
+from shared.protocol.messages import tenant_header
+
+# The headers share the server's limit with the payload.
+HEADER_BYTES = 1024
+
+# Server error codes (nats-server's errors.json).
+_WRONG_LAST_SEQUENCE = 10071
+_STORE_FAILED = 10077
+
+
+class Publisher(BusPart):
+    """The publishing part of `Bus`."""
+
+    @property
+    def max_payload(self) -> int:
+        """The most bytes that one message may have."""
+        return self._nc.max_payload
+
+    def check_size(self, data: bytes, subject: str) -> None:
+        """Raises PayloadTooLarge if `data` does not fit into one message."""
+        limit = self.max_payload - HEADER_BYTES
+        if len(data) > limit:
+            raise PayloadTooLarge(
+                f"the message for {subject} has {len(data)} bytes, the limit is {limit}:"
+                " send fewer or smaller images",
+                field="messages",
+            )
+
+    async def publish(self, subject: str, data: bytes, msg_id: str, tenant: str = "") -> bool:
+        """Store `data` once. Return True if a message with this id was stored before.
+
+        An attempt without an ack may have been stored all the same: it is repeated under the same
+        id until BROKER_DEADLINE_S, then Unavailable is raised.
+        """
+        self.check_size(data, subject)
+        headers = {"Nats-Msg-Id": msg_id} | tenant_header(tenant)
+        ack = await self._publish(subject, data, headers)
+        return ack is None or bool(ack.duplicate)
+
+    async def publish_without_id(
+        self, subject: str, data: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        """Store `data`. It may be stored twice if the broker fails meanwhile."""
+        self.check_size(data, subject)
+        await self._publish(subject, data, headers or {})
+
+    async def append(self, subject: str, data: bytes, last_sequence: int) -> int:
+        """Store `data` if `last_sequence` is still the last one of its subject.
+
+        Return the sequence of `data`. Raises Fenced when another writer was faster.
+        """
+        self.check_size(data, subject)
+        header = {"Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+        ack = await self._publish(subject, data, header)
+        assert ack is not None, "a stream of logs has no limit on messages per subject"
+        return ack.seq
+
+    async def notify(self, subject: str) -> None:
+        """Publish an empty message to current subscribers. It is not stored and may be lost."""
+        with contextlib.suppress(NatsError):
+            await self._nc.publish(subject, b"")
+
+    async def acknowledge(self, receipt: str) -> bool:
+        """Acknowledge another worker's delivery. Return whether the server has confirmed it."""
+        return await acknowledge(self._nc, receipt)
+
+    async def _publish(
+        self, subject: str, data: bytes, headers: dict[str, str]
+    ) -> api.PubAck | None:
+        """Return the ack, or None if the stream accepts no second message of this subject.
+
+        Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BROKER_DEADLINE_S
+        pause_s = FIRST_RETRY_S
+        while True:
+            try:
+                return await self._js.publish(subject, data, headers=headers)
+            except NatsError as error:
+                code = error.err_code if isinstance(error, APIError) else None
+                reason = error.description or "" if isinstance(error, APIError) else ""
+                if code == _WRONG_LAST_SEQUENCE:
+                    raise Fenced(f"another writer appended to {subject}: {reason}") from error
+                if code == _STORE_FAILED and "per subject" in reason:
+                    return None
+                if code == _STORE_FAILED and "maximum" in reason:
+                    raise Overloaded(
+                        f"the queue of {subject} is full ({reason});"
+                        f" try again in {Overloaded.retry_after_s:g} s"
+                    ) from error
+                # All other failures are transient: no reply, no leader, no room, or (in a cluster)
+                # the same message or its predecessor is just being stored.
+                if loop.time() + pause_s > deadline:
+                    raise Unavailable(f"the broker did not store a message: {error}") from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)

@@ -1,0 +1,154 @@
+"""Reading streams and their state, and removing messages from them."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
+
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
+from shared.bus.queue_depth import ConsumerQueue, QueueDepth
+from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
+from shared.errors import NotFound, Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import TENANT_HEADER
+
+READ_BATCH = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A request as its client published it."""
+
+    data: bytes
+    tenant: str
+    """Content of the tenant header; "" without one."""
+
+
+class StreamReader(BusPart):
+    """The part of `Bus` that reads streams and manages their messages."""
+
+    async def read(self, stream: str, subject: str, first: int = 1) -> list[StoredMessage]:
+        """Return the messages of `subject` from sequence `first` on, oldest first.
+
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        """
+        messages: list[StoredMessage] = []
+        more = True
+        while more:
+            query = {
+                "seq": messages[-1].sequence + 1 if messages else first,
+                "next_by_subj": subject,
+                "batch": READ_BATCH,
+            }
+            batch, more = await self._direct_get(stream, query)
+            messages += batch
+        return messages
+
+    async def read_last(self, stream: str, subject: str) -> StoredMessage | None:
+        """Return the latest message of `subject`, which may have wildcards."""
+        messages, _ = await self._direct_get(stream, {"last_by_subj": subject})
+        return messages[0] if messages else None
+
+    async def read_next(
+        self, stream: str, sequence: int, subject: str = ">"
+    ) -> StoredMessage | None:
+        """Return the message at `sequence` or, if it was removed, the first one after it."""
+        query: dict[str, object] = {"seq": sequence, "next_by_subj": subject}
+        messages, _ = await self._direct_get(stream, query)
+        return messages[0] if messages else None
+
+    async def _direct_get(
+        self, stream: str, query: dict[str, object]
+    ) -> tuple[list[StoredMessage], bool]:
+        """Return the messages of a direct get, and whether the stream has more after them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BROKER_DEADLINE_S
+        while True:
+            inbox = self._nc.new_inbox()
+            subscription = await self._nc.subscribe(inbox)
+            try:
+                subject = f"$JS.API.DIRECT.GET.{stream}"
+                await self._nc.publish(subject, json.dumps(query).encode(), reply=inbox)
+                return await collect_replies(subscription, batched="batch" in query)
+            except (NatsError, ReadFailed) as error:
+                if loop.time() + MAX_RETRY_S > deadline:
+                    raise Unavailable(f"the broker did not answer a read of {stream}") from error
+            finally:
+                with contextlib.suppress(NatsError):
+                    await subscription.unsubscribe()
+            await asyncio.sleep(MAX_RETRY_S)
+
+    async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
+        """Return a client's request that has not ended; None if it is no longer queued."""
+        try:
+            found = await self._js.get_msg(subjects.REQUESTS_STREAM, sequence)
+        except NotFoundError:
+            return None
+        except NatsError as error:
+            raise Unavailable(f"the broker did not return request {sequence}") from error
+        return QueuedRequest(found.data or b"", (found.headers or {}).get(TENANT_HEADER, ""))
+
+    async def sequence_range(self, stream: str) -> tuple[int, int]:
+        """Return the first and the last sequence of a stream."""
+        state = (await _answered(self._js.stream_info(stream), f"stream {stream}")).state
+        return state.first_seq, state.last_seq
+
+    async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
+        """Return the depth of a consumer's queue. Raises NotFound without such a consumer."""
+        try:
+            info = await self._js.consumer_info(stream, durable)
+        except NotFoundError as error:
+            raise NotFound(f"no worker has ever consumed {durable}") from error
+        except NatsError as error:
+            raise Unavailable(f"the broker did not report on consumer {durable}") from error
+        return QueueDepth.of(info)
+
+    async def queue_depths(self, stream: str) -> list[ConsumerQueue]:
+        """Return the depths of all consumers' queues of a stream."""
+        queues: list[ConsumerQueue] = []
+        while page := await _answered(
+            self._js.consumers_info(stream, offset=len(queues)), f"the consumers of {stream}"
+        ):
+            queues += [ConsumerQueue.of(info) for info in page]
+        return queues
+
+    async def stream_size(self, stream: str) -> tuple[int, float | None]:
+        """Return the number of messages, and the storage time of the oldest: Unix milliseconds."""
+        # nats-py's stream_info omits the time.
+        reply = await _answered(
+            self._nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=REPLY_TIMEOUT_S),
+            f"stream {stream}",
+        )
+        state = json.loads(reply.data).get("state")
+        if state is None:
+            raise Unavailable(f"the broker has no stream {stream}: no Pagemill runs there")
+        first_ms = 1000 * datetime.fromisoformat(state["first_ts"]).timestamp()
+        return state["messages"], first_ms if state["messages"] else None
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of `subject`."""
+        try:
+            await self._js.purge_stream(stream, subject=subject)
+        except NatsError as error:
+            raise Unavailable(f"the broker did not purge {subject}: {error}") from error
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Remove one message. Nothing happens if it has been removed already."""
+        with contextlib.suppress(NatsError):
+            await self._js.delete_msg(stream, sequence)
+
+
+async def _answered(reply: Awaitable[T], resource: str) -> T:
+    """Return the broker's reply. Raises Unavailable without one."""
+    try:
+        return await reply
+    except NatsError as error:
+        raise Unavailable(f"the broker did not report on {resource}: {error}") from error
