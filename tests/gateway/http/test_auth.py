@@ -86,7 +86,7 @@ def test_a_door_that_would_stand_open_is_not_built(section: dict[str, Any], fiel
     assert refused.value.field == field
 
 
-async def test_all_routes_but_the_public_ones_needs_a_key(another: Start, bus: Bus) -> None:
+async def test_every_route_but_the_public_ones_needs_a_key(another: Start, bus: Bus) -> None:
     config = Config({"demo": ModelConfig("x")}, gateway=GatewayConfig(page=False))
     routes = all_routes(AppContext(bus, config, Metrics("gateway", "x"), "x"))
     gateway = another(api_keys=KEYS, page=False)
