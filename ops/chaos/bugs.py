@@ -284,7 +284,7 @@ def _other_seed_on_resume() -> None:
 
 @bug("engine", "resumes with stops", "I3")
 def _stop_strings_not_replayed() -> None:
-    from workers.engine.core.detokenizer import Detokenizer
+    from shared.protocol.detokenizer import Detokenizer
     from workers.engine.core.request_state import ChoiceState
 
     replay = ChoiceState.replay

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest, WorkerFailure
+from shared.protocol.detokenizer import Detokenizer
 from shared.protocol.messages import ChoiceDelta, TokenLogprobs
 from shared.protocol.sampling import SamplingParams
-from tests.engine.core.test_detokenizer import decode as decode_bytes
 from tests.fakes import FakeRunner
+from tests.shared.protocol.test_detokenizer import decode as decode_bytes
 from workers.engine import log_records as outputs_module
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.detokenizer import Detokenizer
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
     Batch,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
+from shared.protocol.detokenizer import Detokenizer
 from shared.protocol.messages import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.detokenizer import Detokenizer
 from workers.engine.core.sequence import Drafter, EngineRequest, SampledToken, Sequence
 from workers.engine.core.validation import (
     check_placeholders,

@@ -12,9 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shared.protocol.detokenizer import (
+    EMPTY_WINDOW,
+    MAX_CONTEXT_TOKENS,
+    Decoding,
+    TokenWindow,
+    read_text,
+)
 from workers.gateway.app import AppContext, Json
-from workers.gateway.core import detokenize_window
-from workers.gateway.core.detokenize_window import DetokenizeWindow
 from workers.gateway.http.auth import Caller
 from workers.gateway.routes.vllm_common import VllmRoutes
 from workers.gateway.schemas.generate import TextContent
@@ -206,8 +211,7 @@ class _Derenderer:
 
         async def read_one(choice: GeneratedChoice) -> Read:
             token_ids = derender.whole_tokens(answer, choice)
-            text = await self._text(model, opened.token_ids + token_ids, skip)
-            new, _ = detokenize_window.advance_window(opened, token_ids, text, text, last=True)
+            new, _ = await self._read_text(model, opened, token_ids, skip, is_last=True)
             return Read(new, await self._logprobs(model, choice, []), token_ids)
 
         return await asyncio.gather(*(read_one(choice) for choice in answer.choices))
@@ -220,24 +224,19 @@ class _Derenderer:
         max_len = await self._max_len(model)
         derender.check_prompt(asked.prompt_token_ids, max_len)
         derender.check_sizes([event], max_len)
-        before = DetokenizeWindow(state.token_ids, state.num_out)
+        num_held = min(state.num_held, len(state.token_ids))
+        before = TokenWindow(state.token_ids, state.num_out, num_held)
         if asked.stream_state is None:
             prompt = asked.prompt_token_ids or event.prompt_token_ids
             before = await self._open(model, prompt, skip)
         if choice is None:
-            kept = msgspec.structs.replace(
-                state, token_ids=before.token_ids, num_out=before.num_out
-            )
-            return Read("", None, []), kept
+            return Read("", None, []), derender.with_window(state, before)
         token_ids = choice.token_ids or []
-        whole = before.token_ids + token_ids
-        text, kept_text, logprobs = await asyncio.gather(
-            self._text(model, whole, skip),
-            self._text(model, detokenize_window.context_of(whole), skip),
+        is_last = choice.finish_reason is not None
+        (new, after), logprobs = await asyncio.gather(
+            self._read_text(model, before, token_ids, skip, is_last=is_last),
             self._logprobs(model, choice, state.context),
         )
-        last = choice.finish_reason is not None
-        new, after = detokenize_window.advance_window(before, token_ids, text, kept_text, last)
         return Read(new, logprobs, token_ids), derender.advanced(state, after, token_ids, new)
 
     async def _looks(self, model: str, request: dict[str, Any] | None) -> Looks:
@@ -246,9 +245,28 @@ class _Derenderer:
         card = await self.routes.context.model_card(model) if request.get("tools") else None
         return looks_of(model, request, card)
 
-    async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> DetokenizeWindow:
-        seed = detokenize_window.context_of(prompt or [])
-        return detokenize_window.open_window(seed, await self._text(model, seed, skip))
+    async def _open(self, model: str, prompt: list[int] | None, skip: bool) -> TokenWindow:
+        """Return the window that an answer to this prompt begins with."""
+        end = (prompt or [])[-MAX_CONTEXT_TOKENS:]
+        return (await self._read_text(model, EMPTY_WINDOW, end, skip))[1]
+
+    async def _read_text(
+        self,
+        model: str,
+        window: TokenWindow,
+        token_ids: list[int],
+        skip: bool,
+        *,
+        is_last: bool = False,
+    ) -> tuple[str, TokenWindow]:
+        steps: Decoding = read_text(window, token_ids, is_last=is_last)
+        try:
+            wanted = next(steps)
+            while True:
+                wanted = steps.send(await self._text(model, wanted, skip))
+        except StopIteration as done:
+            new: tuple[str, TokenWindow] = done.value
+            return new
 
     async def _text(self, model: str, token_ids: list[int], skip: bool) -> str:
         return await self.routes.text_of(model, token_ids, skip, self._tenant)

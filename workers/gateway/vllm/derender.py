@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import InvalidRequest
+from shared.protocol.detokenizer import TokenWindow
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.core.detokenize_window import DetokenizeWindow
 from workers.gateway.core.logprobs import text_logprobs
 from workers.gateway.schemas.generate import TextContent, UsageInfo
 from workers.gateway.vllm.derender_schema import (
@@ -68,13 +68,17 @@ def whole_tokens(answer: Generated, choice: GeneratedChoice) -> list[int]:
     return choice.token_ids
 
 
+def with_window(state: StreamState, window: TokenWindow) -> StreamState:
+    token_ids, num_out, num_held = window
+    return msgspec.structs.replace(state, token_ids=token_ids, num_out=num_out, num_held=num_held)
+
+
 def advanced(
-    state: StreamState, window: DetokenizeWindow, token_ids: list[int], text: str
+    state: StreamState, window: TokenWindow, token_ids: list[int], text: str
 ) -> StreamState:
+    """Return the state after an event with these tokens, which added this text."""
     return msgspec.structs.replace(
-        state,
-        token_ids=window.token_ids,
-        num_out=window.num_out,
+        with_window(state, window),
         role_sent=True,
         context=[*state.context, *token_ids][-CONTEXT_TOKENS:],
         text_offset=state.text_offset + len(text),

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from shared.protocol.detokenizer import MAX_WINDOW_TOKENS
 from shared.protocol.sampling import MAX_CHOICES, TokenId
-from workers.gateway.core.detokenize_window import NUM_CONTEXT_TOKENS
 from workers.gateway.core.plan import MAX_PROMPTS
 from workers.gateway.schemas.generate import IdLogprobs, TextContent, UsageInfo
 from workers.gateway.schemas.openai_response import CallBody, CallDelta
@@ -47,10 +47,12 @@ class Generated(Struct, frozen=True, kw_only=True):
 class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that derender knows of a choice from one event to the next; the client carries it."""
 
-    token_ids: Annotated[list[TokenId], Meta(max_length=NUM_CONTEXT_TOKENS)] = []
-    """The last ones."""
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_WINDOW_TOKENS)] = []
+    """The last tokens: those whose text is out, then those that are held."""
     num_out: Annotated[int, Meta(ge=0)] = 0
-    """Characters of their text that are out."""
+    """Characters in the text of the tokens that are not held."""
+    num_held: Annotated[int, Meta(ge=0)] = 0
+    """Tokens at the end whose text is not out, because it ends inside a character."""
     role_sent: bool = False
     context: Annotated[list[TokenId], Meta(max_length=CONTEXT_TOKENS)] = []
     """Of the tokens whose log probabilities come next."""

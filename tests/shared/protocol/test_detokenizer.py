@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engine.core.detokenizer import Detokenizer
+from shared.protocol.detokenizer import Detokenizer
 
 SPECIAL = 256
 

@@ -1,0 +1,149 @@
+"""Incremental detokenization: the text that new tokens add to an answer, and its stop strings.
+
+Everything here is a function of the tokens alone. A worker that pushes the same tokens again
+reaches the same state, so a resumed answer continues with the very character that follows the last
+one published.
+"""
+
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+# A tokenizer may write the first token of a text differently from a later one, so the tokens of the
+# last text stay as context.
+MAX_CONTEXT_TOKENS = 16
+# A character has at most 4 bytes, so at most 3 tokens wait for their fourth. With twice that many
+# and more the bytes are no character at all, and holding them would make every token more expensive
+# than the last.
+MAX_HELD_TOKENS = 16
+MAX_WINDOW_TOKENS = MAX_CONTEXT_TOKENS + MAX_HELD_TOKENS - 1
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenWindow(NamedTuple):
+    """The end of a text: all of it that the text of further tokens depends on."""
+
+    token_ids: list[int]
+    """Context tokens, whose text is out, then held tokens."""
+    num_out: int
+    """Characters in the text of the context tokens."""
+    num_held: int = 0
+    """Tokens at the end whose text is not out, because it ends inside a character."""
+
+
+EMPTY_WINDOW = TokenWindow([], 0)
+
+Decoding = Generator[list[int], str, tuple[str, TokenWindow]]
+"""Yields token ids, is sent their text, and returns new text with the next window."""
+
+
+def read_text(window: TokenWindow, token_ids: list[int], *, is_last: bool = False) -> Decoding:
+    """Decode `token_ids` behind `window`.
+
+    Tokens at the end that are part of a character are held, unless no tokens follow (`is_last`) or
+    they are too many to be a character.
+    """
+    start = len(window.token_ids) - window.num_held
+    whole = window.token_ids + token_ids
+    if start == len(whole):
+        return "", window
+    text, end = (yield whole), len(whole)
+    if not is_last and _is_incomplete(text, window):
+        # Shorter prefixes within the window were incomplete when they were read.
+        oldest = max(len(window.token_ids), len(whole) - MAX_HELD_TOKENS)
+        for length in range(len(whole) - 1, oldest, -1):
+            prefix = yield whole[:length]
+            if not _is_incomplete(prefix, window):
+                text, end = prefix, length
+                break
+        else:
+            if len(whole) - start < MAX_HELD_TOKENS:
+                return "", TokenWindow(whole, window.num_out, len(whole) - start)
+    new = text[window.num_out :]
+    if not new:
+        # Special tokens write nothing, and would push the context out of the window.
+        return "", TokenWindow(whole[:start] + whole[end:], window.num_out, len(whole) - end)
+    context = whole[start:end][-MAX_CONTEXT_TOKENS:]
+    num_out = 0 if is_last else len((yield context))
+    return new, TokenWindow(context + whole[end:], num_out, len(whole) - end)
+
+
+def _is_incomplete(text: str, window: TokenWindow) -> bool:
+    return text.endswith(REPLACEMENT, window.num_out)
+
+
+class Detokenizer:
+    """Token ids one by one → pieces of text, which end before the first stop string.
+
+    Of several stop strings the one that is complete first ends the text, and then the longest. With
+    `include_stop` the stop string is part of the text.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: list[str], include_stop: bool = False
+    ) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._include_stop = include_stop
+        self._window = EMPTY_WINDOW
+        self._held = ""
+        """Text that may yet become a stop string."""
+        self._num_exempt = 0
+        """Characters at the beginning of the held text in which no stop string counts."""
+
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return the text that is certain now, and the stop string that ends it, if any.
+
+        A stop string that ends in the text of a token that may not stop does not count.
+        """
+        self._held += self._read([token_id])
+        if not may_stop:
+            self._num_exempt = len(self._held)
+        matched = self._cut()
+        num_sure = len(self._held) - (0 if matched else _overlap(self._held, self._stop))
+        text, self._held = self._held[:num_sure], self._held[num_sure:]
+        self._num_exempt = max(0, self._num_exempt - num_sure)
+        return text, matched
+
+    def finish(self) -> str:
+        """Return the text that was held back: no more tokens follow."""
+        self._held += self._read([], is_last=True)
+        self._cut()
+        text, self._held = self._held, ""
+        self._window = EMPTY_WINDOW
+        return text
+
+    def _read(self, token_ids: list[int], *, is_last: bool = False) -> str:
+        steps = read_text(self._window, token_ids, is_last=is_last)
+        try:
+            wanted = next(steps)
+            while True:
+                wanted = steps.send(self._decode(wanted))
+        except StopIteration as done:
+            text: str
+            text, self._window = done.value
+            return text
+
+    def _cut(self) -> str | None:
+        """End the held text before a stop string in it, or after it, and drop all that follows."""
+        places = [(self._find(stop), stop) for stop in self._stop]
+        found = [(start, stop) for start, stop in places if start >= 0]
+        if not found:
+            return None
+        start, matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
+        self._held = self._held[: start + len(matched) if self._include_stop else start]
+        self._window = EMPTY_WINDOW
+        return matched
+
+    def _find(self, stop: str) -> int:
+        """Return the index of a stop string in the held text, -1 if it is not there."""
+        return self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))
+
+
+def _overlap(text: str, stop: list[str]) -> int:
+    """Return the length of the longest end of `text` that is the beginning of a stop string."""
+    longest = max((len(s) for s in stop), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-length:]) for s in stop):
+            return length
+    return 0

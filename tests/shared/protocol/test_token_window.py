@@ -1,0 +1,94 @@
+"""Text read from parts of an answer, as derender reads the events of a stream."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.protocol.detokenizer import (
+    EMPTY_WINDOW,
+    MAX_CONTEXT_TOKENS,
+    MAX_HELD_TOKENS,
+    MAX_WINDOW_TOKENS,
+    Decoding,
+    TokenWindow,
+    read_text,
+)
+
+# A tokenizer with a token for every byte; 256 is a control token, which writes nothing.
+CONTROL = 256
+TOKENS = st.lists(st.integers(0, CONTROL), max_size=60)
+
+
+def decode(token_ids: list[int]) -> str:
+    return bytes(t for t in token_ids if t != CONTROL).decode(errors="replace")
+
+
+def decode_with_fallback(token_ids: list[int]) -> str:
+    """Decode as SentencePiece does: a run of byte tokens that is not valid UTF-8 becomes a
+    replacement character for each of its bytes. Tokens from 1000 on are characters."""
+    text = ""
+    for is_byte, group in itertools.groupby(token_ids, lambda token_id: token_id < 256):
+        run = list(group)
+        try:
+            text += bytes(run).decode() if is_byte else "".join(chr(t - 1000) for t in run)
+        except UnicodeDecodeError:
+            text += len(run) * "\N{REPLACEMENT CHARACTER}"
+    return text
+
+
+def run(steps: Decoding, tokenizer=decode) -> tuple[str, TokenWindow]:
+    try:
+        wanted = next(steps)
+        while True:
+            assert len(wanted) <= 60 + MAX_WINDOW_TOKENS
+            wanted = steps.send(tokenizer(wanted))
+    except StopIteration as done:
+        return done.value
+
+
+def read_in_parts(parts: list[list[int]], prompt: list[int], tokenizer=decode) -> list[str]:
+    _, window = run(read_text(EMPTY_WINDOW, prompt[-MAX_CONTEXT_TOKENS:]), tokenizer)
+    texts = []
+    for i, part in enumerate(parts):
+        is_last = i == len(parts) - 1
+        text, window = run(read_text(window, part, is_last=is_last), tokenizer)
+        texts.append(text)
+        assert len(window.token_ids) <= MAX_WINDOW_TOKENS
+    return texts
+
+
+def told(parts: list[list[int]], prompt: list[int]) -> str:
+    return "".join(read_in_parts(parts, prompt))
+
+
+@given(st.text(max_size=40), st.lists(st.integers(0, 160), max_size=20), TOKENS)
+def test_text_in_parts_is_the_text_in_one(text: str, cuts: list[int], prompt: list[int]) -> None:
+    answer = list(text.encode())
+    for place in cuts[:5]:
+        answer.insert(min(place, len(answer)), CONTROL)
+    edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    parts = [answer[a:b] for a, b in itertools.pairwise(edges)]
+    assert told(parts, [*prompt, ord("\n")]) == text
+
+
+@given(st.text(alphabet="aé€😀", max_size=12), st.integers(1, 7))
+def test_byte_fallback_characters_come_whole(text: str, size: int) -> None:
+    answer = [t for c in text for t in (c.encode() if c != "a" else [1000 + ord(c)])]
+    parts = [answer[i : i + size] for i in range(0, len(answer), size)]
+    assert "".join(read_in_parts(parts, [1000 + ord("x")], decode_with_fallback)) == text
+
+
+def test_a_part_that_ends_inside_a_character_is_out_up_to_it() -> None:
+    parts = [[*b"red ", 0xE2, 0x82], [0xAC]]
+    assert read_in_parts(parts, list(b"\n")) == ["red ", "€"]
+
+
+def test_invalid_bytes_are_not_held_for_ever() -> None:
+    texts = read_in_parts([[0xE4]] * 40, [])
+    assert "".join(texts) == 40 * "\N{REPLACEMENT CHARACTER}"
+    assert len(texts[MAX_HELD_TOKENS - 1]) == MAX_HELD_TOKENS
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    assert told([[ord("a"), 0xE4]], []) == "a\N{REPLACEMENT CHARACTER}"
