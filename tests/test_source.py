@@ -44,7 +44,7 @@ ALLOWED = {
     "workers.gateway.worker": {"socket.socket", "socket.getaddrinfo"},  # where the operator says
     # The operator's own files, on the operator's own machine.
     "shared.bus.embedded_server": {"socket.socket", ".open"},
-    "workers.renderer.processing.families": {".read_bytes"},
+    "shared.models.families.llava": {".read_bytes"},
     "workers.renderer.processing.processor": {".read_text"},
     "workers.cli.settings": {".read_text"},
     "workers.cli.ask": {".read_bytes"},

@@ -9,12 +9,12 @@ import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from shared.models.registry import adapt
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.cuda.model import GpuModel
-from workers.engine.model.families import family_of
 from workers.engine.runner import ModelRunner
 
 BLOCK_SIZE = 16
@@ -116,9 +116,7 @@ class Engine:
         self._load = load
         # A block more than the tokens take: the core allocates ahead.
         num_blocks = load.num_streams * (-(-load.max_len // BLOCK_SIZE) + 1)
-        served = GpuModel(
-            family_of(model), max_num_seqs=load.num_streams, max_model_len=load.max_len
-        )
+        served = GpuModel(adapt(model), max_num_seqs=load.num_streams, max_model_len=load.max_len)
         self.vocab_size = served.vocab_size
         self.core = EngineCore(
             ModelRunner(served, num_blocks, BLOCK_SIZE),

@@ -38,7 +38,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def quicken(visual: Any) -> None:
+def optimize_qwen_vision(visual: Any) -> None:
     """Put these layers into a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, around its weights."""
     kernels = tower_kernels.find_kernels(visual.patch_embed.proj.weight)
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
@@ -48,7 +48,7 @@ def quicken(visual: Any) -> None:
         pack_linears(visual, kernels)
 
 
-def quicken_clip(tower: nn.Module, projector: nn.Module) -> None:
+def optimize_clip(tower: nn.Module, projector: nn.Module) -> None:
     """The same for LLaVA's tower and projector; on torch they stay as they are."""
     kernels = tower_kernels.find_kernels(next(projector.parameters()))
     if kernels is None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shared.vision.towers import Tower, load_tower
+from shared.models.tower import Tower, load_tower
 from workers.cli.settings import DEMO_MODEL
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from shared.errors import InvalidRequest
-from shared.vision.towers import Fields, Tower, vision_of
+from shared.models.registry import find_tower
+from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from workers.cli.settings import DEMO_MODEL
 from workers.encoder.tower import TowerThread
 
@@ -31,7 +33,7 @@ class Watched:
     """The demo model's tower; it stumbles over a picture whose first pixel is 255."""
 
     def __init__(self, tower: Tower) -> None:
-        self.vision = tower.vision
+        self.adapter = tower.adapter
         self._tower = tower
         self.batches: list[int] = []
 
@@ -113,9 +115,8 @@ async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watche
 
 
 def test_the_sample_is_a_picture_that_the_tower_takes(demo_tower: Tower) -> None:
-    found = vision_of(AutoConfig.from_pretrained(DEMO_MODEL))
-    assert found is not None
-    vision, _ = found
+    vision = find_tower(AutoConfig.from_pretrained(DEMO_MODEL))
+    assert vision is not None
     sample = vision.sample()
     vision.check(sample)
     (embedding,) = demo_tower.encode([sample])

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
+from shared.models.media import DecodedImage
+from shared.models.tower_adapter import Fields
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import PlaceholderRange
-from shared.vision.towers import Fields
 from tests.road import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
-from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing.processor import Processor
 
 MODEL = ModelConfig(str(DEMO_MODEL), max_model_len=512)
@@ -46,7 +46,7 @@ def message(
     """An engine task as the renderer publishes it."""
     parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")) for _ in colours]
     parts.append(TextPart("What color is this image?"))
-    images = [LoadedImage(Image.new("RGB", (90, 70), colour), colour) for colour in colours]
+    images = [DecodedImage(Image.new("RGB", (90, 70), colour), colour) for colour in colours]
     return pack(processor.render([Message("user", parts)], images), request_id)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.vision.towers import Fields, Tower
+from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from workers.encoder.batches import BatchQueue
 
 
@@ -47,9 +48,9 @@ class TowerThread:
         Raises InvalidRequest for fields that are not what the tower takes; whatever else goes wrong
         with a batch is raised by the one picture that it goes wrong with.
         """
-        self._tower.vision.check(fields)
+        self._tower.adapter.check(fields)
         done: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
-        self._queue.add(_Order(fields, done), self._tower.vision.count(fields))
+        self._queue.add(_Order(fields, done), self._tower.adapter.count(fields))
         self._arrived.set()
         return await done
 

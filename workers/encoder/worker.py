@@ -18,6 +18,7 @@ from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
+from shared.models.tower import load_tower
 from shared.protocol import subjects
 from shared.protocol.messages import EncodeTask, Failure
 from shared.stage.loop import serve
@@ -25,7 +26,6 @@ from shared.stage.runtime import Context
 from shared.stage.stage import Job
 from shared.state.token_log import last_record
 from shared.vision.embedding_store import EmbeddingStore
-from shared.vision.towers import load_tower
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5

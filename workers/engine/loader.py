@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
-from shared.vision.towers import Tower, load_tower, vision_of
+from shared.models import registry
+from shared.models.language import LanguageAdapter
+from shared.models.tower import Tower, load_tower
 from shared.vision.weights import load_weights
 from workers.engine.cpu.decoder import NativeModel, why_not
-from workers.engine.model.families import LanguageAdapter, class_of, family_of
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
@@ -118,9 +119,10 @@ def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> LanguageAdapter:
     """The language model alone."""
-    found = vision_of(config)
-    without = () if found is None else found[0].modules
-    return family_of(load_weights(class_of(config), folder, dtype, device, without))
+    tower = registry.find_tower(config)
+    without = () if tower is None else tower.modules
+    model_class = registry.find_model_class(config)
+    return registry.adapt(load_weights(model_class, folder, dtype, device, without))
 
 
 def _make_model(
@@ -159,7 +161,8 @@ def _make_gpu_model(
 
 
 def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:
-    return vision_of(config) is not None and (model.tower == "engine" or model.local_tokens > 0)
+    has_tower = registry.find_tower(config) is not None
+    return has_tower and (model.tower == "engine" or model.local_tokens > 0)
 
 
 def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:

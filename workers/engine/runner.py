@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
+from shared.models.tower import Tower
 from shared.protocol.multimodal import PlaceholderRange
-from shared.vision.towers import Tower
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import DecoderModel
 from workers.engine.model.lora import Adapters

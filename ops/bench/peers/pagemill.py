@@ -13,13 +13,14 @@ from ops.bench.peers.stopwatch import Stopwatch
 from shared.client import new_request_id
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
+from shared.models.media import DecodedImage
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from workers.engine import runner
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.main import build_core
-from workers.renderer.media.image_decoder import LoadedImage, hash_source
+from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor, Rendered
 
 
@@ -33,11 +34,11 @@ class Pagemill:
         if setup.profile:
             watch(self._core, self._stopwatch)
 
-    def prepare(self, requests: list[Request]) -> list[tuple[Request, LoadedImage | None]]:
+    def prepare(self, requests: list[Request]) -> list[tuple[Request, DecodedImage | None]]:
         self._stopwatch.total_s.clear()
         return [(request, request.picture and _load(request.picture)) for request in requests]
 
-    def run(self, work: list[tuple[Request, LoadedImage | None]], began_s: float) -> list[Answer]:
+    def run(self, work: list[tuple[Request, DecodedImage | None]], began_s: float) -> list[Answer]:
         answers = {}
         for request, picture in work:
             rendered = self._render(request, picture)
@@ -57,7 +58,7 @@ class Pagemill:
     def phases(self) -> dict[str, float]:
         return dict(self._stopwatch.total_s)
 
-    def _render(self, request: Request, picture: LoadedImage | None) -> Rendered:
+    def _render(self, request: Request, picture: DecodedImage | None) -> Rendered:
         if picture is None:
             return Rendered(request.token_ids, [], [])
         # The picture is at hand; what its URL says is of no matter.
@@ -122,9 +123,9 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
         stopwatch.watch(owner, name, phase)
 
 
-def _load(picture: str) -> LoadedImage:
+def _load(picture: str) -> DecodedImage:
     image = Image.open(picture).convert("RGB")
-    return LoadedImage(image, hash_source(Path(picture).read_bytes()))
+    return DecodedImage(image, hash_source(Path(picture).read_bytes()))
 
 
 def _engine_request(request: Request, rendered: Rendered) -> EngineRequest:

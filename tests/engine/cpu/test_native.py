@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from shared.config import EngineConfig, ModelConfig
+from shared.models.registry import adapt
+from shared.models.tower import Tower
 from shared.native import library
-from shared.vision.towers import Tower
 from tests.engine.model.test_parity import (
     DEMO_MODEL,
     TEXT,
@@ -43,7 +44,6 @@ from tests.engine.model.test_parity import (
 from workers.engine.cpu import decoder
 from workers.engine.cpu.decoder import NativeModel, why_not
 from workers.engine.loader import load
-from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 
 NUM_BLOCKS = 64
@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:
-    family = family_of(copy.deepcopy(model))
+    family = adapt(copy.deepcopy(model))
     assert why_not(family, block_size) is None
     return NativeModel(family, num_threads)
 
@@ -95,8 +95,8 @@ def make_model(name: str) -> PreTrainedModel:
 )
 def test_any_schedule_gives_the_tokens_of_generate(name: str):
     model = make_model(name)
-    whole = family_of(model)
-    tower = None if whole.vision is None else Tower(whole.vision, model)
+    whole = adapt(model)
+    tower = None if whole.tower is None else Tower(whole.tower, model)
     answers: dict[str, list[int]] = {}
     for max_chunk, preempt_share, block_size in ((100, 0.0, 8), (7, 0.0, 16), (13, 0.05, 24)):
         twins = Twins(model, make_native(model, block_size), tower, answers)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class Pair:
     """The same steps through both models, each with a cache of its own."""
 
     def __init__(self, model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> None:
-        flat = FlatModel(family_of(copy.deepcopy(model)))
+        flat = FlatModel(adapt(copy.deepcopy(model)))
         native = make_native(model, block_size, num_threads)
         self._sides: list[tuple[DecoderModel, Any]] = [
             (side, side.new_cache(NUM_BLOCKS, block_size)) for side in (flat, native)
@@ -309,11 +309,11 @@ LEAVES_IN_THE_MIDDLE = """
 import threading, time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from workers.engine.model.families import family_of
+from shared.models.registry import adapt
 from workers.engine.cpu.decoder import NativeModel
 
 config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-native = NativeModel(family_of(LlamaForCausalLM(config).requires_grad_(False)), 2)
+native = NativeModel(adapt(LlamaForCausalLM(config).requires_grad_(False)), 2)
 cache = native.new_cache(256, 8)
 positions = torch.arange(2048)
 plan = native.plan([range(256)], [0, 2048], [2048], cache)
@@ -359,7 +359,7 @@ def _with(**changes: Any) -> PreTrainedModel:
     ],
 )
 def test_what_stays_with_torch(make: Callable[[], PreTrainedModel], block_size: int, reason: str):
-    assert why_not(family_of(make()), block_size) == reason
+    assert why_not(adapt(make()), block_size) == reason
 
 
 def test_without_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch):

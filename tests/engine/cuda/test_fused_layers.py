@@ -21,10 +21,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from shared.models.registry import adapt
 from workers.engine.cuda.cuda_graphs import CudaRecorder, Replay
 from workers.engine.cuda.kernels import plan
 from workers.engine.cuda.model import GpuModel
-from workers.engine.model.families import family_of
 
 # The interpreter computes with numpy, which warns of infinities; to a GPU they are numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -161,7 +161,7 @@ def run_again(run: Replay) -> Replay:
 
 def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True) -> Served:
     """Without `decodes` there are no graphs of them, each of which runs the model once."""
-    family = family_of(copy.deepcopy(model).eval().requires_grad_(False).to(device))
+    family = adapt(copy.deepcopy(model).eval().requires_grad_(False).to(device))
     record = CudaRecorder() if device.type == "cuda" else run_again
     return Served(GpuModel(family, max_num_seqs=3, max_model_len=MAX_LEN, record=record), decodes)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shared.errors import UnknownAdapter
-from shared.vision.towers import Tower
+from shared.models.registry import adapt
+from shared.models.tower import Tower
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
 from tests.engine.core.test_prefix_parity import Engine, case_of, sampled
 from tests.engine.model.test_parity import (
@@ -28,7 +29,6 @@ from tests.engine.model.test_parity import (
     widen,
 )
 from workers.engine.core.sequence import LoggedChoice
-from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.lora import AdaptedLinear, Adapters, Run, Step, load_adapters
 from workers.engine.model.peft_format import LowRank
@@ -74,8 +74,8 @@ def make_mixed(name: str, folder: Path) -> Mixed:
     large = write_adapter(
         folder / "large", model, [*ATTENTION, *MLP], 8, 16, 2, spread=0.3, use_rslora=True
     )
-    family = family_of(copy.deepcopy(model))
-    tower = None if family.vision is None else Tower(family.vision, family.model)
+    family = adapt(copy.deepcopy(model))
+    tower = None if family.tower is None else Tower(family.tower, family.model)
     adapters = load_adapters(family, {"small": str(small), "large": str(large)})
     references = {None: model, "small": merged(model, small), "large": merged(model, large)}
     return Mixed(Twins(model, FlatModel(family), tower, adapters=adapters), references)
@@ -142,7 +142,7 @@ def test_a_resume_goes_on_with_its_adapter(mixed: Mixed) -> None:
 def test_sampled_choices_are_those_of_an_engine_of_merged_weights(seeing: Mixed) -> None:
     case = sampled(case_of("wide", 1), 5)
     for name, reference in seeing.references.items():
-        family = family_of(copy.deepcopy(reference))
+        family = adapt(copy.deepcopy(reference))
         alone = Twins(reference, FlatModel(family), seeing.twins.tower)
         (expected,) = Engine(alone).run(case).values()
         (answer,) = Engine(seeing.twins).run(replace(case, adapter=name)).values()
@@ -182,7 +182,7 @@ def logits_of(twins: Twins, batch: list[str | None]) -> Tensor:
 
 
 def test_rows_without_an_adapter_are_not_touched(mixed: Mixed) -> None:
-    family = family_of(copy.deepcopy(mixed.references[None]))
+    family = adapt(copy.deepcopy(mixed.references[None]))
     plain = Twins(mixed.references[None], FlatModel(family), None, adapters=Adapters())
     base = logits_of(plain, [None] * 3)
     assert torch.equal(logits_of(mixed.twins, [None] * 3), base)

@@ -41,9 +41,12 @@ from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
+from shared.models.families.qwen_vl import QwenTower
+from shared.models.language import LanguageAdapter
+from shared.models.registry import adapt
+from shared.models.tower import Tower
 from shared.protocol.multimodal import PlaceholderRange, content_hash
 from shared.protocol.sampling import SamplingParams
-from shared.vision.towers import QwenTower, Tower
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import (
@@ -56,7 +59,6 @@ from workers.engine.core.sequence import (
     Sequence,
 )
 from workers.engine.loader import LoadedModel, load
-from workers.engine.model.families import LanguageAdapter, family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.lora import Adapters
 from workers.engine.runner import ModelRunner
@@ -97,7 +99,7 @@ class Twins:
 
     @property
     def sees(self) -> bool:
-        return self.served.family.vision is not None
+        return self.served.family.tower is not None
 
 
 def vision_config(family: str) -> Any:
@@ -170,8 +172,8 @@ def seeing() -> Twins:
 def make_twins(name: str) -> Twins:
     model = build(name).eval().requires_grad_(False)
     widen(model)
-    family = family_of(copy.deepcopy(model))
-    tower = None if family.vision is None else Tower(family.vision, family.model)
+    family = adapt(copy.deepcopy(model))
+    tower = None if family.tower is None else Tower(family.tower, family.model)
     return Twins(model, FlatModel(family), tower)
 
 
@@ -463,7 +465,7 @@ def from_afar(case: Case, tower: Tower) -> Case:
     for item in case.request.items:
         (embedding,) = tower.encode([item.fields])
         _, (sent,) = envelope.decode(envelope.encode(_Nothing(), [from_torch(embedding)]), _Nothing)
-        metadata = {name: item.fields[name] for name in tower.vision.metadata}
+        metadata = {name: item.fields[name] for name in tower.adapter.metadata}
         items.append(replace(item, fields=metadata, embedding=to_torch(sent)))
     return Case(replace(case.request, items=items), case.images)
 
@@ -678,7 +680,7 @@ def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
 @pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
 def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]):
     image = picture(sum(size), *size)
-    vision = seeing.served.family.vision
+    vision = seeing.served.family.tower
     assert isinstance(vision, QwenTower)
     expected = PROCESSOR(image, return_tensors="pt")["pixel_values"]
     assert torch.equal(vision.restore(item_of(image, 0).fields), expected)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from shared.vision.towers import Tower
+from shared.models.registry import adapt
+from shared.models.tower import Tower
 from tests.engine.model.test_parity import (
     Case,
     Twins,
@@ -19,7 +20,6 @@ from tests.engine.model.test_parity import (
     run_core,
     widen,
 )
-from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.lora import load_adapters
 
@@ -80,9 +80,9 @@ def test_a_mixed_batch_gives_the_tokens_of_peft(name: str, tmp_path: Path) -> No
             cases.append(Case(request, case.images))
             expected[request_id] = reference_answer(reference.eval(), case)
     assert len({tuple(answer) for answer in expected.values()}) == len(cases)
-    family = family_of(copy.deepcopy(model))
+    family = adapt(copy.deepcopy(model))
     adapters = load_adapters(family, {adapter: str(tmp_path / adapter) for adapter in CONFIGS})
-    tower = None if family.vision is None else Tower(family.vision, family.model)
+    tower = None if family.tower is None else Tower(family.tower, family.model)
     twins = Twins(model, FlatModel(family), tower, adapters=adapters)
     answers, runner = run_core(twins, cases, num_blocks=200, budget=31, steps_between=0)
     assert answers == expected

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
+from shared.models.registry import adapt
 from tests.adapters import write_adapter
 from tests.engine.model.test_parity import build, folder
 from workers.engine.loader import load
-from workers.engine.model.families import family_of
 from workers.engine.model.lora import load_adapters
 from workers.engine.model.peft_format import LowRank, read_adapter
 
@@ -217,7 +217,7 @@ def test_an_adapter_without_weights(model: PreTrainedModel, adapter: Path):
 def test_a_tower_is_refused_where_encoders_have_it(model: PreTrainedModel, tmp_path: Path):
     adapter = write_adapter(tmp_path, model, ["attn.qkv"], 2, 2, 1)
     with pytest.raises(ConfigError, match="tower"):
-        load_adapters(family_of(model), {"mine": str(adapter)})
+        load_adapters(adapt(model), {"mine": str(adapter)})
 
 
 # -- through the loader ---------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from shared.errors import ConfigError
-from workers.engine.model.support import TEXT_FAMILIES, check_supported
+from shared.models.registry import list_text_model_types
+from workers.engine.model.support import check_supported
 
 FOLDER = Path("models") / "some"
 MROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "mrope_section": [2, 3, 3]}
@@ -64,7 +65,7 @@ def test_what_would_be_answered_wrongly_is_refused_with_the_reason(
     assert reason in refuse(model_type, settings)
 
 
-@pytest.mark.parametrize("model_type", sorted(TEXT_FAMILIES))
+@pytest.mark.parametrize("model_type", list_text_model_types())
 def test_families_are_taken_as_they_come(model_type: str):
     check_supported(AutoConfig.for_model(model_type), FOLDER)
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shared.models.registry import adapt
+from shared.models.tower import Tower
 from shared.protocol.messages import ChoiceDelta
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import samples_of, total
 from shared.telemetry.metrics import Metrics
-from shared.vision.towers import Tower
 from tests.adapters import ATTENTION, write_adapter
 from tests.engine.core import test_engine
 from tests.engine.core.test_engine import answers_of, gather, run_alone
@@ -38,7 +39,6 @@ from workers.engine.core.sequence import (
 )
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.metrics import EngineMetrics
-from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.runner import ModelRunner
@@ -272,8 +272,8 @@ class Engine:
     def __init__(self, name: str, native: bool, adapter: Path | None = None) -> None:
         model = build(name).eval().requires_grad_(False)
         widen(model)
-        family = family_of(copy.deepcopy(model))
-        self.tower = None if family.vision is None else Tower(family.vision, model)
+        family = adapt(copy.deepcopy(model))
+        self.tower = None if family.tower is None else Tower(family.tower, model)
         self.adapters: Adapters | None = None
         if adapter is not None:
             folder = write_adapter(adapter, model, ATTENTION, 4, 8, 1)

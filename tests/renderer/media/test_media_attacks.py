@@ -15,12 +15,13 @@ from PIL import Image
 
 from shared.config import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
+from shared.models.media import DecodedImage
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.main import build_core
-from workers.renderer.media.image_decoder import MAX_SCANS, LoadedImage, decode_image
+from workers.renderer.media.image_decoder import MAX_SCANS, decode_image
 from workers.renderer.processing.processor import Processor
 
 ROOT = Path(__file__).parents[3]
@@ -289,7 +290,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     demo: tuple[Processor, EngineCore],
 ) -> None:
     processor, _ = demo
-    image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
+    image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
     added = processor._tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if token.special]
@@ -309,7 +310,7 @@ def test_lookalikes_leave_the_picture_where_it_is(
     demo: tuple[Processor, EngineCore], text: str
 ) -> None:
     processor, core = demo
-    image = LoadedImage(Image.new("RGB", (56, 56), "red"), "hash")
+    image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     parts = [ImagePart(ImageURL("data:,")), TextPart(text)]
     rendered = processor.render([Message("user", parts)], [image])
     plain = processor.render([Message("user", [parts[0], TextPart("x")])], [image])

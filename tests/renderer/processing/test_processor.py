@@ -26,6 +26,7 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
+from shared.models.media import DecodedImage
 from shared.protocol.messages import (
     EngineTask,
     ImagePart,
@@ -35,7 +36,7 @@ from shared.protocol.messages import (
     SamplingParams,
     TextPart,
 )
-from workers.renderer.media.image_decoder import LoadedImage, decode_image, hash_source
+from workers.renderer.media.image_decoder import decode_image, hash_source
 from workers.renderer.processing.processor import Processor
 
 SPECIALS = ["<|end|>", "<|start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
@@ -106,7 +107,7 @@ def reference(folder):
 def loaded(size=(60, 40), seed=0, mode="RGB"):
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return LoadedImage(Image.fromarray(pixels), f"{size} {seed} {mode}")
+    return DecodedImage(Image.fromarray(pixels), f"{size} {seed} {mode}")
 
 
 def image():
@@ -415,7 +416,7 @@ def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path):
     with pytest.raises(ConfigError, match="CLIPImageProcessor"):
         Processor(ModelConfig(str(tmp_path)))
     path.unlink()
-    with pytest.raises(ConfigError, match="no picture processor"):
+    with pytest.raises(ConfigError, match="no image processor"):
         Processor(ModelConfig(str(tmp_path)))
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
@@ -479,7 +480,7 @@ def test_one_raster_at_a_time_is_held(processor):
             held.append(number)
             weakref.finalize(picture, held.remove, number)
             most = max(most, len(held))
-            yield LoadedImage(picture, "RGB")
+            yield DecodedImage(picture, "RGB")
             del picture
 
     processor.render([user(*[image() for _ in range(6)])], pictures())

@@ -15,13 +15,13 @@ from shared.codec.tensors import from_numpy, from_torch
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
+from shared.models.wire_pixels import to_numpy, to_pixels
 from shared.protocol.messages import Feature, Prompt
 from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
-from workers.renderer.processing.vllm_kwargs import indexed, to_numpy
 
 FILE = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
 # Of the 37,798 bytes that vLLM 0.32.0 has made of this file.
@@ -88,7 +88,7 @@ def test_values_are_found_in_their_table(values: list[float]) -> None:
     array = np.array(values, np.float32).reshape(1, 1, -1)
     if len(np.unique(array)) > 256:
         return
-    pixels, table = indexed(array, from_numpy(np.zeros((1, 256), np.float32)), FIELD)
+    pixels, table = to_pixels(array, from_numpy(np.zeros((1, 256), np.float32)), FIELD)
     assert np.array_equal(to_numpy(table)[0][pixels], array)
 
 

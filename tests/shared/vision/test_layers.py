@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shared.errors import InvalidRequest
+from shared.models.families.llava import LlavaTower
+from shared.models.registry import find_tower
+from shared.models.tower import Tower
+from shared.models.tower_adapter import Fields
 from shared.native import tower_kernels
 from shared.vision.layers import (
     PackedLinear,
     PatchEmbedding,
     attend_segments,
+    optimize_qwen_vision,
     pack_linears,
-    quicken,
     rotate,
 )
-from shared.vision.towers import Fields, LlavaTower, Tower, vision_of
 from tests import llava
 from tests.engine.model.test_parity import build, widen
 from tests.shared.native.test_tower_kernels import needs_kernels
@@ -40,9 +43,9 @@ BATCHES = [
 def make_tower(family: str) -> Tower:
     model = build(family).eval().requires_grad_(False)
     widen(model)
-    found = vision_of(model.config)
-    assert found is not None
-    return Tower(found[0], model)
+    adapter = find_tower(model.config)
+    assert adapter is not None
+    return Tower(adapter, model)
 
 
 def picture(height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
@@ -64,8 +67,8 @@ def towers(request: pytest.FixtureRequest) -> tuple[Tower, Tower]:
     """transformers' own, and the same with our layers."""
     plain = make_tower(request.param)
     quick = copy.deepcopy(plain.model)
-    plain.vision.quicken(quick)
-    return plain, Tower(plain.vision, quick)
+    plain.adapter.optimize_layers(quick)
+    return plain, Tower(plain.adapter, quick)
 
 
 @pytest.mark.parametrize("sizes", BATCHES)
@@ -75,8 +78,8 @@ def test_features_are_those_of_transformers(
     plain, quick = towers
     batch = pictures(sizes)
     with torch.inference_mode():
-        expected = plain.vision.encode(plain.model, batch)
-        actual = quick.vision.encode(quick.model, batch)
+        expected = plain.adapter.encode(plain.model, batch)
+        actual = quick.adapter.encode(quick.model, batch)
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
@@ -92,12 +95,12 @@ def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
     batch = pictures([(8, 8), (6, 10), (8, 8)])
     rough = copy.deepcopy(plain.model).bfloat16()
     with torch.inference_mode():
-        exact = plain.vision.encode(plain.model, batch)
-        theirs = plain.vision.encode(rough, batch)
+        exact = plain.adapter.encode(plain.model, batch)
+        theirs = plain.adapter.encode(rough, batch)
         if not native:
             monkeypatch.setattr(tower_kernels, "find", lambda weight: None)
-        plain.vision.quicken(rough)
-        ours = plain.vision.encode(rough, batch)
+        plain.adapter.optimize_layers(rough)
+        ours = plain.adapter.encode(rough, batch)
     assert off(ours, exact) < 1.5 * off(theirs, exact)
 
 
@@ -117,7 +120,7 @@ def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: 
     rough = copy.deepcopy(model).bfloat16()
     with torch.inference_mode():
         exact, theirs = vision.encode(model, batch), vision.encode(rough, batch)
-        vision.quicken(rough)
+        vision.optimize_layers(rough)
         ours = vision.encode(rough, batch)
     assert off(ours, exact) < 1.5 * off(theirs, exact)
     assert_all_packed(rough.model.vision_tower, {"quick_gelu"})
@@ -145,7 +148,7 @@ def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]
     tower = make_tower(family)
     visual: Any = tower.model.bfloat16().model.visual  # type: ignore[union-attr]
     weights = [weakref.ref(m.weight) for m in visual.modules() if isinstance(m, nn.Linear)]
-    quicken(visual)
+    optimize_qwen_vision(visual)
     assert_all_packed(visual, activations)
     assert not any(weight() is not None for weight in weights)
 
@@ -169,8 +172,8 @@ def test_a_picture_is_the_same_in_any_company(
     _, quick = towers
     sizes = [(8, 8), (10, 14), (8, 8), (4, 6), (16, 10), (2, 2)]
     batch = pictures(sizes)
-    monkeypatch.setattr("shared.vision.towers.CPU_RUN_LEN", 33)
-    assert quick.vision.count(batch[1]) > 33
+    monkeypatch.setattr("shared.models.tower.CPU_RUN_LEN", 33)
+    assert quick.adapter.count(batch[1]) > 33
     together = quick.encode(batch)
     for fields, embedding in zip(batch, together, strict=True):
         (alone,) = quick.encode([fields])
@@ -180,7 +183,7 @@ def test_a_picture_is_the_same_in_any_company(
 def test_one_bad_picture_fails_and_its_batch_can_go_on_without_it(towers: tuple[Tower, Tower]):
     _, quick = towers
     good, bad = picture(4, 4), picture(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
-    quick.vision.check(bad)
+    quick.adapter.check(bad)
     with pytest.raises(InvalidRequest, match="finite"):
         quick.encode([good, bad])
     quick.encode([good])
@@ -190,7 +193,7 @@ def test_no_weight_is_copied_or_changed():
     tower = make_tower("qwen2_5_vl")
     visual: Any = tower.model.model.visual  # type: ignore[union-attr]
     before = {name: weight.data_ptr() for name, weight in visual.named_parameters()}
-    quicken(visual)
+    optimize_qwen_vision(visual)
     assert {name: weight.data_ptr() for name, weight in visual.named_parameters()} == before
 
 

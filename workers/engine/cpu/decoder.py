@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.models.language import LanguageAdapter
+from shared.models.registry import find_decoder_traits
 from shared.native import library
 from workers.engine.model.attention import KVCache
-from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.support import layer_windows
 
 PANEL = 32
@@ -28,17 +29,6 @@ PANEL = 32
 MAX_HEAD_DIM = 512
 TOKEN_GROUP = 8
 """Tokens that are kept next to one another in the cache."""
-
-# Their layers are those of Llama, but for biases, norms of heads, and windows.
-MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -87,7 +77,7 @@ def why_not(family: LanguageAdapter, block_size: int) -> str | None:
         return "it is not on a CPU"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"its weights are {dtype}"
-    if config.model_type not in MODEL_TYPES:
+    if "llama_like" not in find_decoder_traits(config):
         return f"there are no kernels for {config.model_type!r}"
     decoder: Any = family.decoder
     layer = decoder.layers[0]

@@ -16,43 +16,39 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from shared.models.registry import find_decoder_traits
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
 from workers.engine.cuda.kernels.plan import KernelPlan
 from workers.engine.cuda.kernels.rotary import HeadNorm, rotary_of, rotate_and_write, write_cache
+from workers.engine.model.support import layer_windows
 
 ATTENTION = "pagemill_kernels"
 
-# Pre-norm, with RMSNorm and a gated SiLU: each tried against transformers in the tests.
-LAYERS = {
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen2VLDecoderLayer",
-    "Qwen2_5_VLDecoderLayer",
-    "Qwen3DecoderLayer",
-    "Qwen3VLTextDecoderLayer",
-}
-
 
 def fuse(decoder: PreTrainedModel, num_position_rows: int) -> bool:
-    """Whether its layers are known; if not, nothing has changed."""
+    """Replace the layers of a decoder whose family is `llama_like`.
+
+    Returns False, with nothing changed, for any other decoder.
+    """
     model: Any = decoder
-    if not all(type(layer).__name__ in LAYERS and _is_silu(layer.mlp) for layer in model.layers):
+    if "llama_like" not in find_decoder_traits(model.config):
+        return False
+    if not all(_is_silu(layer.mlp) for layer in model.layers):
         return False
     like = model.norm.weight
     max_positions = model.config.max_position_embeddings
     rotary = rotary_of(model.rotary_emb, max_positions, num_position_rows, like)
     model.rotary_emb = _Positions()
     model.norm.forward = MethodType(_normalise, model.norm)
-    for layer in model.layers:
+    for layer, window in zip(model.layers, layer_windows(model.config), strict=True):
         layer.forward = MethodType(_run_layer, layer)
         layer.input_layernorm.forward = MethodType(_normalise, layer.input_layernorm)
         attention, mlp = layer.self_attn, layer.mlp
         attention.qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.rotary, attention.head_norm = rotary, _head_norm(attention)
-        attention.window = _window(attention)
+        attention.window = window
         attention.forward = MethodType(_run_attention, attention)
         mlp.gate_up = _join(mlp.gate_proj, mlp.up_proj)
         mlp.forward = MethodType(_run_mlp, mlp)
@@ -156,10 +152,3 @@ def _head_norm(attention: Any) -> HeadNorm | None:
     norms = (attention.q_norm, attention.k_norm)
     weight = torch.stack([norm.weight.data for norm in norms])
     return HeadNorm(weight, attention.q_norm.variance_epsilon)
-
-
-def _window(attention: Any) -> int | None:
-    if type(attention).__name__ == "MistralAttention":  # which looks it up in each forward pass
-        attention = attention.config
-    window: int | None = getattr(attention, "sliding_window", None)
-    return window

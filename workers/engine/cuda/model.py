@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shared.models.language import LanguageAdapter
 from workers.engine.cuda.cuda_graphs import Buffers, CudaRecorder, DecodeGraphs, Replay, buckets_for
 from workers.engine.cuda.fused_layers import ATTENTION, fuse
 from workers.engine.cuda.kernels.plan import (
@@ -14,7 +15,6 @@ from workers.engine.cuda.kernels.plan import (
     plan_for_kernels,
 )
 from workers.engine.model.attention import KVCache
-from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.flat_model import FlatModel, kv_shape
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from shared.models.language import LanguageAdapter
 from workers.engine.model.attention import ATTENTION, KVCache, new_cache
-from workers.engine.model.families import LanguageAdapter
 from workers.engine.model.step_plan import StepPlan, plan_step
 from workers.engine.model.support import layer_windows
 

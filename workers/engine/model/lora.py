@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from shared.errors import UnknownAdapter
-from workers.engine.model.families import LanguageAdapter
+from shared.models.language import LanguageAdapter
 from workers.engine.model.peft_format import LowRank, read_adapter
 
 
@@ -98,7 +98,7 @@ class Adapters:
 def load_adapters(family: LanguageAdapter, folders: Mapping[str, str]) -> Adapters:
     """Put the adapters into the family's model. Raises ConfigError."""
     adapters = Adapters(list(folders))
-    tower = () if family.vision is None else family.vision.modules
+    tower = () if family.tower is None else family.tower.modules
     added: dict[str, dict[int, LowRank]] = {}
     for number, (name, folder) in enumerate(folders.items(), 1):
         for module, low_rank in read_adapter(name, Path(folder), family.model, tower).items():

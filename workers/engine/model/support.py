@@ -11,29 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
-from shared.vision.towers import vision_of
+from shared.models import registry
 from workers.engine.model.step_plan import Window
-
-TEXT_FAMILIES = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    }
-)
-
-# Their one window is that of every layer.
-ONE_WINDOW = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
@@ -86,7 +65,7 @@ def _layer_kinds(config: Any, text: Any) -> str | None:
 
 def _stray_window(config: Any, text: Any) -> str | None:
     kinds, window = (getattr(text, name, None) for name in ("layer_types", "sliding_window"))
-    if window and not kinds and text.model_type not in ONE_WINDOW:
+    if window and not kinds and "one_window" not in registry.find_decoder_traits(text):
         # transformers' layers ignore it, and its cache does not.
         return f"names a sliding window, which a model of type {text.model_type!r} does not have"
     return None
@@ -131,10 +110,10 @@ def _rope(config: Any, text: Any) -> str | None:
 
 
 def _family(config: Any, text: Any) -> str | None:
-    if vision_of(config) is None and config.model_type not in TEXT_FAMILIES:
+    if registry.find_family(config) is None:
         return (
             f"is of type {config.model_type!r}, for which the engine has no family; for text it has"
-            f" {', '.join(sorted(TEXT_FAMILIES))}"
+            f" {', '.join(registry.list_text_model_types())}"
         )
     return None
 

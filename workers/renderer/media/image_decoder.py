@@ -10,7 +10,6 @@ import binascii
 import io
 import re
 import warnings
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -18,6 +17,7 @@ from PIL import Image, ImageOps
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
+from shared.models.media import DecodedImage
 from shared.protocol.multimodal import content_hash
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -54,14 +54,6 @@ Image.MAX_IMAGE_PIXELS = None
 warnings.filterwarnings("error", module=r"PIL\.")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedImage:
-    image: Image.Image
-    """RGB, upright."""
-    source_hash: str
-    """Of the file that it was decoded from."""
-
-
 def hash_source(data: bytes) -> str:
     """Names a file by its bytes: so a picture is known before it is decoded.
 
@@ -85,7 +77,7 @@ def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
         raise InvalidMedia("the data: URL's base64 is not valid", field=field) from None
 
 
-def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage:
+def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImage:
     """A still JPEG, PNG or WEBP as RGB: upright by its EXIF orientation, over white where
     it is transparent, 16-bit grey by its upper 8 bits.
 
@@ -102,7 +94,7 @@ def decode_image(data: bytes, limits: RendererConfig, field: str) -> LoadedImage
                 "animated pictures are not accepted; send a single frame", field=field
             )
         ImageOps.exif_transpose(image, in_place=True)
-        return LoadedImage(_to_rgb(image), hash_source(data))
+        return DecodedImage(_to_rgb(image), hash_source(data))
     except InvalidMedia:
         raise
     except Exception:  # the decoders raise nearly every type there is on hostile bytes

@@ -21,6 +21,10 @@ from shared.errors import (
     MediaTooLarge,
     UnsupportedContent,
 )
+from shared.models.family import ModelFamily
+from shared.models.layout import MediaLayout
+from shared.models.media import DecodedImage
+from shared.models.registry import find_family
 from shared.protocol.messages import Message, Prompt
 from shared.protocol.multimodal import (
     IMAGE,
@@ -30,9 +34,7 @@ from shared.protocol.multimodal import (
     content_hash,
 )
 from shared.protocol.renderer_rpc import ModelCard
-from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing import prompt
-from workers.renderer.processing.families import ImageLayout, layout_of
 from workers.renderer.processing.tokenizer import PromptTokenizer
 
 # English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
@@ -76,11 +78,12 @@ class Processor:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
         self._tokenizer = tokenizer
         self._image_token_id: int | None = getattr(config, "image_token_id", None)
-        self._layout: ImageLayout | None = None
+        self._layout: MediaLayout | None = None
+        family = find_family(config)
         if self._image_token_id is not None:
-            self._layout = layout_of(folder, config)
+            self._layout = _open_layout(family, folder, config)
         self._texts = PromptTokenizer(tokenizer, self._image_token_id, self._layout is not None)
-        self._tool_parser = model.tool_parser or self._texts.tool_parser
+        self._tool_parser = model.tool_parser or self._texts.tool_parser(family)
         self._max_images = model.max_images
         longest: int = config.get_text_config().max_position_embeddings
         self.max_model_len = min(longest, model.max_model_len or longest)
@@ -118,7 +121,7 @@ class Processor:
             )
 
     def render(
-        self, messages: Sequence[Message], images: Iterable[LoadedImage], tenant: str = ""
+        self, messages: Sequence[Message], images: Iterable[DecodedImage], tenant: str = ""
     ) -> Rendered:
         """`images` are those of `prompt.image_parts`, in that order; each is taken when its turn
         comes, after `check` and after the text, and let go before the next but one.
@@ -148,10 +151,10 @@ class Processor:
         assert self._layout is not None
         return content_hash(tenant, source_hash, self._layout.fingerprint)
 
-    def process(self, image: LoadedImage, field: str, tenant: str) -> ProcessedImage:
+    def process(self, image: DecodedImage, field: str, tenant: str) -> ProcessedImage:
         """Raises InvalidMedia for a picture that the model cannot take."""
         assert self._layout is not None
-        fields, num_tokens = self._layout.process(image.image, field)
+        fields, num_tokens = self._layout.process(image, field)
         return ProcessedImage(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
 
     def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
@@ -277,6 +280,15 @@ def join(
         items.append(MultiModalKwargsItem(picture.modality, picture.mm_hash, placeholder, indexes))
         tensors += picture.fields.values()
     return Rendered(token_ids, items, tensors)
+
+
+def _open_layout(family: ModelFamily | None, folder: Path, config: Any) -> MediaLayout:
+    if family is None or IMAGE not in family.media:
+        raise ConfigError(
+            f"{folder}: images are not supported in models of type {config.model_type!r}",
+            field="path",
+        )
+    return family.media[IMAGE].open_layout(folder, config)
 
 
 def _legacy_chat_template(folder: Path) -> str | None:

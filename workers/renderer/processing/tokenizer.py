@@ -3,19 +3,18 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 
 from shared.errors import InvalidRequest, UnsupportedContent
+from shared.models.family import ModelFamily, ToolFormat
 from shared.protocol.messages import FunctionDefinition, Message, Prompt, Tool
 from workers.renderer.processing import prompt
 from workers.renderer.processing.token_bytes import TokenByteDecoder
 
-ToolParser = Literal["hermes", "llama3_json", "mistral"]
-
 # What a template says of how calls are written, by who understands it.
-_SIGNS: tuple[tuple[str, ToolParser], ...] = (
+_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("python_tag", "llama3_json"),
@@ -61,14 +60,18 @@ class PromptTokenizer:
         self.takes_tools = self._writes_tools()
         """Whether the chat template tells the model of tools."""
 
-    @property
-    def tool_parser(self) -> ToolParser | None:
-        """In which form the model writes its calls, as far as its chat template says."""
+    def tool_parser(self, family: ModelFamily | None = None) -> ToolFormat | None:
+        """Return the format in which the model writes its calls.
+
+        The marks in its chat template decide, because models are tuned to other formats than their
+        family's.
+        """
         if not self.takes_tools:
             return None
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else "".join(template.values())
-        return next((parser for sign, parser in _SIGNS if sign in text), None)
+        default = None if family is None else family.tool_format
+        return next((parser for sign, parser in _SIGNS if sign in text), default)
 
     def signs(self) -> list[int | None]:
         """Of hermes' calls, each by its token; None for one that is spelled in several."""

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
+from shared.models.families.llava import LlavaTower
+from shared.models.media import DecodedImage
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
-from shared.vision.towers import LlavaTower
 from tests import llava
-from workers.renderer.media.image_decoder import LoadedImage, decode_image
+from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
 
 SIDE = llava.IMAGE_SIZE
@@ -58,7 +59,7 @@ def image() -> ImagePart:
     return ImagePart(ImageURL(""))
 
 
-def restored(folder: Path, image: LoadedImage) -> torch.Tensor:
+def restored(folder: Path, image: DecodedImage) -> torch.Tensor:
     """What the tower is given of a picture that has been sent."""
     fields = Processor(ModelConfig(str(folder))).process(image, "field", "").fields
     vision = LlavaTower(AutoConfig.from_pretrained(folder))
@@ -81,7 +82,7 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_processors_output_is_restored_bit_for_bit(folder: Path, size: tuple[int, int]):
     picture = llava.picture(sum(size), *size)
-    assert_same_bits(restored(folder, LoadedImage(picture, "")), expected(folder, picture))
+    assert_same_bits(restored(folder, DecodedImage(picture, "")), expected(folder, picture))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
@@ -100,7 +101,7 @@ def test_pictures_of_every_mode_are_restored(plain: Path, mode: str):
 
 def test_fields_have_the_promised_shapes(plain: Path):
     picture = Processor(ModelConfig(str(plain))).process(
-        LoadedImage(llava.picture(1, 90, 60), "source"), "field", ""
+        DecodedImage(llava.picture(1, 90, 60), "source"), "field", ""
     )
     assert {name: (t.dtype, t.shape) for name, t in picture.fields.items()} == {
         "pixels": ("uint8", (3, SIDE, SIDE)),
@@ -170,7 +171,7 @@ def test_token_ids_are_those_of_transformers_own_processor(
     pictures = [
         llava.picture(i, rng.randint(20, 90), rng.randint(20, 90)) for i in range(num_pictures)
     ]
-    loaded = [LoadedImage(picture, str(i)) for i, picture in enumerate(pictures)]
+    loaded = [DecodedImage(picture, str(i)) for i, picture in enumerate(pictures)]
     rendered = Processor(ModelConfig(str(tmp_path))).render(messages, loaded)
     ids = rendered.prompt_token_ids
     assert ids == own_ids(tmp_path, messages, pictures)
@@ -211,7 +212,7 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path):
 def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, int]):
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
         Processor(ModelConfig(str(plain))).process(
-            LoadedImage(llava.picture(0, *size), ""), "f", ""
+            DecodedImage(llava.picture(0, *size), ""), "f", ""
         )
     assert caught.value.field == "f"
 
@@ -234,7 +235,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
         ("processor_config.json", {"vision_feature_select_strategy": "cls"}, "Invalid enum"),
         ("config.json", {"vision_feature_select_strategy": "full"}, "9 tokens .* 10 embeddings"),
         ("config.json", {"vision_config": {"model_type": "siglip_vision_model"}}, "siglip"),
-        ("config.json", {"model_type": "vipllava"}, "CLIPImageProcessor.* of 'vipllava'"),
+        ("config.json", {"model_type": "vipllava"}, "images are not supported in models of type 'vipllava'"),
         ("preprocessor_config.json", {"image_processor_type": "LlavaNextImageProcessor"}, "Next"),
         ("preprocessor_config.json", {"do_center_crop": False}, r"\[3, 42, 63\]"),
         ("preprocessor_config.json", {"crop_size": {"height": 56, "width": 56}}, r"\[3, 56, 56\]"),

@@ -17,8 +17,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
+from shared.models.media import DecodedImage
 from tests.renderer.processing.test_processor import TEMPLATE, VISION, write_model
-from workers.renderer.media.image_decoder import LoadedImage, decode_image
+from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
 
 FIELD = "field"
@@ -82,7 +83,7 @@ def restored(picture: ProcessedImage, num_frames: int) -> np.ndarray:
 def assert_same(loaded: Loaded, image: Image.Image, expected: Image.Image) -> None:
     """`image` is what we have decoded, `expected` what transformers is given."""
     ours, own = loaded
-    picture = ours.process(LoadedImage(image, "hash"), FIELD, "")
+    picture = ours.process(DecodedImage(image, "hash"), FIELD, "")
     wanted = own(images=[expected], return_tensors="np")
     values = restored(picture, own.temporal_patch_size)
     theirs = wanted["pixel_values"].astype(np.float32)

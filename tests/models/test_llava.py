@@ -16,6 +16,8 @@ from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
+from shared.models.families.llava import LlavaTower
+from shared.models.media import DecodedImage
 from shared.protocol.messages import (
     EngineTask,
     ImagePart,
@@ -26,13 +28,11 @@ from shared.protocol.messages import (
 )
 from shared.protocol.multimodal import PlaceholderRange, pack_mask
 from shared.protocol.sampling import SamplingParams
-from shared.vision.towers import LlavaTower
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.engine.loader import load
 from workers.engine.runner import ModelRunner
-from workers.renderer.media.image_decoder import LoadedImage
 from workers.renderer.processing.processor import Processor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ class Road:
     def case(self, name: str, text: str, images: list[Image.Image], max_tokens: int) -> Case:
         """The renderer's work, through the envelope, as the engine takes it."""
         parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("")) for _ in images]
-        loaded = [LoadedImage(image, f"{name} {i}") for i, image in enumerate(images)]
+        loaded = [DecodedImage(image, f"{name} {i}") for i, image in enumerate(images)]
         rendered = self.processor.render([Message("user", [*parts, TextPart(text)])], loaded)
         task = EngineTask(
             name,

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shared.errors import InvalidRequest
+from shared.models.registry import adapt, list_text_model_types
 from shared.protocol.multimodal import PlaceholderRange
 from tests.engine.model.test_parity import (
     TEXT,
@@ -26,9 +27,8 @@ from tests.engine.model.test_parity import (
     run_schedule,
     widen,
 )
-from workers.engine.model.families import family_of
 from workers.engine.model.flat_model import FlatModel
-from workers.engine.model.support import TEXT_FAMILIES, layer_windows
+from workers.engine.model.support import layer_windows
 from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,7 +91,7 @@ def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
 def twins(request: pytest.FixtureRequest) -> Twins:
     model = build(*request.param)
     widen(model, seed=8)
-    return Twins(model, FlatModel(family_of(copy.deepcopy(model))), None)
+    return Twins(model, FlatModel(adapt(copy.deepcopy(model))), None)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_core_gives_the_tokens_of_generate(twins: Twins):
 
 def test_each_text_family_has_a_test():
     tested = {model_type for model_type, _ in SETTINGS.values()} | {"llama", "qwen3"}
-    assert tested == TEXT_FAMILIES
+    assert sorted(tested) == list_text_model_types()
 
 
 @pytest.mark.parametrize(

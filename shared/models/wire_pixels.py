@@ -1,4 +1,4 @@
-"""Pictures that other servers have processed, as 8-bit pixels and what each value stands for."""
+"""Images processed by another server: restored to 8-bit pixels and a table of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,10 @@ NUM_VALUES = 256
 
 
 def tensors_of(wire: Mapping[str, WireField], names: Sequence[str], field: str) -> list[TensorData]:
-    """The fields of these names, which must be all. Raises InvalidRequest."""
+    """Return the tensors of the fields `names`. Raises InvalidRequest for other fields."""
     if wire.keys() != set(names):
         raise InvalidRequest(
-            f"a picture of this model has the fields {', '.join(names)}, this one"
-            f" {', '.join(wire)}",
+            f"an image of this model has the fields {', '.join(names)}, this one {', '.join(wire)}",
             field=field,
         )
     return [wire[name].tensor for name in names]
@@ -34,7 +33,7 @@ def check_shape(name: str, tensor: TensorData, shape: tuple[int, ...], field: st
 
 
 def to_numpy(tensor: TensorData) -> NDArray[Any]:
-    """A view; bfloat16, which numpy does not have, becomes float32."""
+    """Return a view of the tensor; bfloat16, which numpy does not have, is copied as float32."""
     if tensor.dtype == "bfloat16":
         upper = np.frombuffer(tensor.data, "<u2").astype("<u4") << 16
         return upper.view("<f4").reshape(tensor.shape)
@@ -42,14 +41,15 @@ def to_numpy(tensor: TensorData) -> NDArray[Any]:
     return np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
 
 
-def indexed(
+def to_pixels(
     values: NDArray[Any], table: TensorData, field: str
 ) -> tuple[NDArray[np.uint8], TensorData]:
-    """`values` [rows, channels, ...] as indexes into a table, float32 [channels, 256], and that.
+    """Return `values` [rows, channels, ...] as 8-bit indexes into a table, and that table.
 
-    What are pixels already stay so, with the model's own `table`. What an 8-bit picture has been
-    normalised to, in whatever way, has no more values in a channel than there are places; they are
-    restored bit for bit. Raises InvalidRequest for any other.
+    The table is float32 [channels, 256]. Values that are pixels already are returned unchanged with
+    the model's own `table`. An 8-bit image has at most 256 different values in a channel, whatever
+    its normalisation was, so the values are restored bit for bit. Raises InvalidRequest for values
+    that no 8-bit image can have.
     """
     if values.dtype == np.uint8:
         return values, table
@@ -59,15 +59,15 @@ def indexed(
     if not np.isfinite(values).all():
         raise InvalidRequest("pixel_values are not finite", field=field)
     pixels = np.empty(values.shape, np.uint8)
-    own = np.zeros((values.shape[1], NUM_VALUES), np.float32)
+    own_table = np.zeros((values.shape[1], NUM_VALUES), np.float32)
     for channel in range(values.shape[1]):
-        found, places = np.unique(values[:, channel], return_inverse=True)
-        if len(found) > NUM_VALUES:
+        levels, indexes = np.unique(values[:, channel], return_inverse=True)
+        if len(levels) > NUM_VALUES:
             raise InvalidRequest(
-                f"pixel_values have {len(found)} different values in a channel, more than the"
-                f" {NUM_VALUES} of an 8-bit picture",
+                f"pixel_values have {len(levels)} different values in a channel, more than the"
+                f" {NUM_VALUES} of an 8-bit image",
                 field=field,
             )
-        own[channel, : len(found)] = found
-        pixels[:, channel] = places.reshape(pixels[:, channel].shape)
-    return pixels, from_numpy(own)
+        own_table[channel, : len(levels)] = levels
+        pixels[:, channel] = indexes.reshape(pixels[:, channel].shape)
+    return pixels, from_numpy(own_table)

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen2VLForConditionalGeneration
 
 from shared.errors import ConfigError, InvalidRequest
-from shared.vision.towers import LANGUAGE_MODULES, load_tower, vision_of
+from shared.models.registry import find_model_class, find_tower
+from shared.models.tower import load_tower
 from shared.vision.weights import load_weights
 from workers.cli.settings import DEMO_MODEL
 
@@ -32,20 +33,21 @@ def picture(num_patches: int = 64) -> dict[str, torch.Tensor]:
 
 def test_a_tower_alone_sees_what_the_whole_model_sees(whole: Qwen2VLForConditionalGeneration):
     tower = load_tower(DEMO_MODEL, torch.float32, "cpu")
-    pixel_values = tower.vision.restore(picture())  # type: ignore[attr-defined]
+    pixel_values = tower.adapter.restore(picture())  # type: ignore[attr-defined]
     with torch.inference_mode():
         expected = whole.get_image_features(pixel_values, torch.tensor([[1, 8, 8]])).pooler_output
     (embedding,) = tower.encode([picture()])
     torch.testing.assert_close(embedding, expected[0], atol=1e-5, rtol=1e-5)
-    assert embedding.shape == (tower.vision.count(picture()), tower.vision.width)
+    assert embedding.shape == (tower.adapter.count(picture()), tower.adapter.width)
 
 
 def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGeneration):
-    found = vision_of(AutoConfig.from_pretrained(DEMO_MODEL))
-    assert found is not None
-    vision, model_class = found
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    adapter = find_tower(config)
+    assert adapter is not None
+    model_class = find_model_class(config)
     tower = load_tower(DEMO_MODEL, torch.float32, "cpu").model
-    rest = load_weights(model_class, DEMO_MODEL, torch.float32, "cpu", vision.modules)
+    rest = load_weights(model_class, DEMO_MODEL, torch.float32, "cpu", adapter.modules)
     weights = dict(whole.named_parameters())
     of_tower, of_rest = dict(tower.named_parameters()), dict(rest.named_parameters())
     assert set(of_tower) | set(of_rest) == set(weights)
@@ -55,7 +57,7 @@ def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGe
         assert torch.equal(weight.flatten(), weights[name].flatten())
     assert rest.get_output_embeddings().weight is rest.get_input_embeddings().weight
     assert all(name.startswith("model.visual.") for name in of_tower)
-    assert LANGUAGE_MODULES == ("model.language_model", "lm_head")
+    assert adapter.language_modules == ("model.language_model", "lm_head")
 
 
 def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path):
@@ -81,10 +83,9 @@ def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path):
     ],
 )
 def test_embeddings_of_others_are_looked_at(embedding: torch.Tensor, complaint: str):
-    found = vision_of(AutoConfig.from_pretrained(DEMO_MODEL))
-    assert found is not None
-    vision, _ = found
+    adapter = find_tower(AutoConfig.from_pretrained(DEMO_MODEL))
+    assert adapter is not None
     metadata = {"image_grid_thw": torch.tensor([1, 8, 8])}
-    vision.check_embedding(metadata, torch.zeros(16, 192))
+    adapter.check_embedding(metadata, torch.zeros(16, 192))
     with pytest.raises(InvalidRequest, match=complaint):
-        vision.check_embedding(metadata, embedding)
+        adapter.check_embedding(metadata, embedding)

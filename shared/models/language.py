@@ -1,0 +1,124 @@
+"""Language adapter: how a family's language model takes its positions and its embeddings.
+
+An adapter wraps a transformers model as it is. It knows neither the KV cache nor batches. Towers
+make the embeddings of items; here the items are only checked.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.errors import UnsupportedContent
+from shared.models.tower_adapter import TowerAdapter, refuse
+from shared.protocol.multimodal import PlaceholderRange
+
+
+class MediaItem(Protocol):
+    """A multimodal item of a prompt."""
+
+    @property
+    def modality(self) -> str: ...
+    @property
+    def placeholder(self) -> PlaceholderRange: ...
+    @property
+    def fields(self) -> Mapping[str, Any]: ...
+    @property
+    def embedding(self) -> Any: ...
+
+
+class MediaPrompt(Protocol):
+    """A prompt and the items in it; an engine request is one."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def items(self) -> Sequence[MediaItem]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """Rotary positions of a prompt; each later token t stands at t + delta in every row."""
+
+    prompt: Tensor  # [num_position_rows, num_prompt_tokens] int64
+    delta: int
+
+
+class LanguageAdapter:
+    """A plain decoder: its one row of positions holds the tokens' indices."""
+
+    num_position_rows = 1
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tower: TowerAdapter | None = None,
+        placeholders: Mapping[str, str] | None = None,
+    ) -> None:
+        """Wrap `model`, which may lack the modules of its tower.
+
+        `placeholders` maps each modality to the name of its placeholder token in the config.
+        """
+        self.model = model
+        self.tower = tower
+        self._placeholders = placeholders or {}
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The language model without its head and without towers."""
+        model: Any = self.model
+        return cast(PreTrainedModel, model.get_decoder())
+
+    def check(self, prompt: MediaPrompt) -> None:
+        """Check the items, because towers and `locate` take valid ones for granted.
+
+        Raises UnsupportedContent or InvalidRequest.
+        """
+        for item in prompt.items:
+            if self.tower is None:
+                raise UnsupportedContent("this model reads text only", field="items")
+            if item.modality not in self._placeholders:
+                raise UnsupportedContent(f"no {item.modality!r} input in this model", field="items")
+            if item.embedding is None:
+                self.tower.check(item.fields)
+            else:
+                self.tower.check_embedding(item.fields, item.embedding)
+            self._check_placeholder(item, self.tower.count(item.fields), prompt.prompt_token_ids)
+
+    def locate(self, prompt: MediaPrompt) -> PromptPositions | None:
+        """Return the positions of a prompt with items; None if each token stands at its index."""
+        return None
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [1, num_tokens, hidden_size]
+        positions: Tensor,  # [num_position_rows, num_tokens]
+        sampled_rows: Tensor,  # [num_sampled]
+        deepstack: Tensor | None,  # [num_levels, num_tokens, hidden_size]
+        **attention: Any,
+    ) -> Tensor:  # logits, [1, num_sampled, vocab_size]
+        """Run the model with its own head, because some families scale or bound their logits there.
+
+        `attention` is passed to the attention of every layer.
+        """
+        assert deepstack is None, "this family has no further levels of features"
+        model: Any = self.model
+        logits: Tensor = model(
+            inputs_embeds=embeddings,
+            position_ids=positions if len(positions) == 1 else positions[:, None],
+            logits_to_keep=sampled_rows,
+            use_cache=False,
+            **attention,
+        ).logits
+        return logits
+
+    def _check_placeholder(self, item: MediaItem, count: int, prompt_token_ids: list[int]) -> None:
+        start, num_embeds = item.placeholder.offset, item.placeholder.num_embeds
+        if num_embeds != count:
+            refuse(f"{num_embeds} placeholders for {count} embeddings")
+        token_id = getattr(self.model.config, self._placeholders[item.modality])
+        indexes = [start + index for index in item.placeholder.embed_indexes()]
+        if start < 0 or any(prompt_token_ids[i : i + 1] != [token_id] for i in indexes):
+            refuse(f"the prompt has no {num_embeds} {item.modality} tokens at {start}")

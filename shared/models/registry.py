@@ -1,0 +1,81 @@
+"""Registry of model families: each module in `shared.models.families` is found by itself."""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from shared.models import families
+from shared.models.family import DecoderTrait, ModelFamily
+from shared.models.language import LanguageAdapter
+from shared.models.tower_adapter import TowerAdapter
+
+_families: dict[str, ModelFamily] = {}
+"""Families by `model_type`."""
+_decoders: dict[str, frozenset[DecoderTrait]] = {}
+"""Traits of decoders by the `model_type` of the text config."""
+
+
+def register(family: ModelFamily) -> None:
+    """Add a family. Raises ValueError for a model type that another family has."""
+    if taken := family.model_types & _families.keys():
+        raise ValueError(f"{', '.join(sorted(taken))} belongs to another family")
+    _families.update(dict.fromkeys(family.model_types, family))
+    _decoders.update(family.decoders)
+
+
+def find_family(config: PreTrainedConfig) -> ModelFamily | None:
+    """Return the family of a model; None for a type that is not supported."""
+    _discover()
+    return _families.get(config.model_type)
+
+
+def find_decoder_traits(text_config: PreTrainedConfig) -> frozenset[DecoderTrait]:
+    _discover()
+    return _decoders.get(text_config.model_type, frozenset())
+
+
+def list_text_model_types() -> list[str]:
+    """Return the supported model types that read text only, sorted."""
+    _discover()
+    return sorted(name for name, family in _families.items() if family.tower is None)
+
+
+def find_tower(config: PreTrainedConfig) -> TowerAdapter | None:
+    """Return the tower adapter of a model; None for a model without a tower.
+
+    Raises ConfigError for a tower that the family does not support.
+    """
+    family = find_family(config)
+    return None if family is None or family.tower is None else family.tower(config)
+
+
+def find_model_class(config: PreTrainedConfig) -> Any:
+    """Return the transformers class that loads a model."""
+    family = find_family(config)
+    if family is None or family.tower is None:
+        return AutoModelForCausalLM
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+
+def adapt(model: PreTrainedModel) -> LanguageAdapter:
+    """Wrap a model, which may lack its tower, in the language adapter of its family."""
+    family = find_family(model.config)
+    if family is None:
+        return LanguageAdapter(model)
+    placeholders = {str(name): media.placeholder for name, media in family.media.items()}
+    return family.language(model, find_tower(model.config), placeholders)
+
+
+@cache
+def _discover() -> None:
+    for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
+        for family in importlib.import_module(module.name).FAMILIES:
+            register(family)

@@ -1,0 +1,110 @@
+"""Tower adapter: a family's knowledge about its tower that does not need the weights.
+
+A tower is the part of a multimodal model that turns media into embeddings. It runs beside the
+language model in an engine, or in an encoder. An engine checks its items with the adapter in both
+cases.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from shared.errors import InvalidRequest
+
+Fields = Mapping[str, Tensor]
+
+
+class TowerAdapter:
+    """The fields that a family's tower takes, and the embeddings that it returns."""
+
+    modules: tuple[str, ...]
+    """Names of the submodules that make embeddings."""
+    language_modules: tuple[str, ...] = ("model.language_model", "lm_head")
+    """Names of the other submodules; the default is transformers' naming."""
+    metadata: tuple[str, ...] = ()
+    """Names of the fields that the language model needs too, for its positions."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config: Any = config
+        self.hidden_size: int = config.get_text_config().hidden_size
+        self.num_levels = 0
+        """Number of further levels of features behind each embedding, for the decoder's first
+        layers (DeepStack)."""
+
+    @property
+    def width(self) -> int:
+        """Size of an embedding, all its levels together."""
+        return (1 + self.num_levels) * self.hidden_size
+
+    def count(self, fields: Fields) -> int:
+        """Return the number of embeddings of an item; the metadata fields are enough for it.
+
+        Raises InvalidRequest.
+        """
+        raise NotImplementedError
+
+    def check(self, fields: Fields) -> None:
+        """Raises InvalidRequest for fields that `encode` cannot take."""
+        raise NotImplementedError
+
+    def encode(self, model: Any, batch: Sequence[Fields]) -> list[Tensor]:
+        """Return the embeddings of each item, [count, width]."""
+        raise NotImplementedError
+
+    def optimize_layers(self, model: Any) -> None:
+        """Replace layers of the tower by faster ones with the same results, if there are any."""
+
+    def sample(self) -> Fields:
+        """Return a small item for the warm-up."""
+        raise NotImplementedError
+
+    def check_embedding(self, fields: Fields, embedding: Tensor) -> None:
+        """Check embeddings that another worker has made. Raises InvalidRequest."""
+        shape = (self.count(fields), self.width)
+        if not embedding.is_floating_point() or tuple(embedding.shape) != shape:
+            refuse(
+                f"the embeddings are {embedding.dtype} {list(embedding.shape)}; expected"
+                f" {list(shape)}"
+            )
+        check_finite(embedding)
+
+
+def get_field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the field; -1 in `shape` stands for any length.
+
+    Raises InvalidRequest for a missing field, or one of another type or shape.
+    """
+    tensor = fields.get(name)
+    if not isinstance(tensor, Tensor):
+        refuse(f"{name} is missing")
+    actual = tuple(tensor.shape)
+    fits = len(actual) == len(shape) and all(
+        want in (-1, have) for have, want in zip(actual, shape, strict=True)
+    )
+    if tensor.dtype != dtype or not fits:
+        refuse(f"{name} is {tensor.dtype} {list(actual)}; expected {dtype} {list(shape)}")
+    return tensor
+
+
+def look_up(pixels: Tensor, table: Tensor) -> Tensor:
+    """Return the values of pixels [..., channels, num_pixels] uint8, as float32."""
+    # One flat table: the values of channel c start at 256 * c.
+    entry = pixels.int() + 256 * torch.arange(len(table), dtype=torch.int32)[:, None]
+    return table.flatten().index_select(0, entry.flatten()).view(pixels.shape)
+
+
+def check_table(table: Tensor) -> None:
+    if not bool(table.isfinite().all()):
+        refuse("pixel_table holds values that are not finite")
+
+
+def check_finite(embedding: Tensor) -> None:
+    if not bool(embedding.isfinite().all()):
+        refuse("the embeddings hold values that are not finite")
+
+
+def refuse(message: str) -> NoReturn:
+    raise InvalidRequest(message, field="items")
