@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2VLImageProcessorPil
 
-from shared.blobs import protocol as wire
+from shared.blobs import protocol
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.store import Blobs
 from shared.blobs.transports import Blob, BusTransport, SharedMemoryTransport, TcpTransport
@@ -218,7 +218,7 @@ def _by_road(bus: Bus, road: SharedMemoryTransport | TcpTransport | BusTransport
         ref = msgspec.msgpack.decode(await bus.request(MAKE, question, 30), type=BlobRef)
         with await road.get(ref) as blob:
             _use(blob)
-        await road.send(ref, wire.RELEASE)
+        await road.send(ref, protocol.RELEASE)
 
     return fetch
 

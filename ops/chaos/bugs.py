@@ -394,7 +394,7 @@ def _reader_pin_leaks() -> None:
     def untold(self: Any, *_: Any) -> None:
         pass
 
-    _put(SharedMemoryTransport, "_done", untold)
+    _put(SharedMemoryTransport, "_finish_reading", untold)
 
 
 @bug("engine", "dying with unread payloads", "I1", "I10")

@@ -22,7 +22,7 @@ from ops.chaos.processes.gateways import Gateways, names_of, to_plan
 from ops.chaos.processes.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
-from shared.blobs.transports import ANSWER_TIMEOUT_S
+from shared.blobs.transports import REPLY_TIMEOUT_S
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol.messages import GenerateRequest, Heartbeat, Message
@@ -100,7 +100,7 @@ async def embeddings_over(settings: Settings) -> None:
 
 async def releases_over() -> None:
     """Who tells a dead worker that its payload is not needed any more gives up after a while."""
-    await asyncio.sleep(sum(RELEASE_PAUSES_S) + ANSWER_TIMEOUT_S)
+    await asyncio.sleep(sum(RELEASE_PAUSES_S) + REPLY_TIMEOUT_S)
 
 
 def temp_folder(folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Memory that one process fills and the others of its host map.
+"""Shared memory that one process writes and other processes of its host map.
 
-A memfd without a name: it is gone with the last process that has it open, however that one ends.
-It is sealed against shrinking, growing and new writable mappings before anybody else can have it,
-so a reader never finds a page gone (SIGBUS), and cannot write. Linux 5.1 or newer.
+It is a memfd without a name, which disappears with the last process that has it open, however that
+process ends. Before it is shared, it is sealed against shrinking, growing and new writable
+mappings: a reader cannot write, and never finds a page missing (SIGBUS). Requires Linux 5.1.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
 class Arena:
-    """The writer's side: one area of `capacity` bytes, of which slots hold one payload each.
+    """The writer's side: one area of `capacity` bytes with one payload per slot.
 
-    Pages are taken from the system when they are first written, and kept.
+    The system provides pages when they are first written; they are never returned to it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,9 +35,9 @@ class Arena:
         self._view = memoryview(self._map)
 
     def put(self, name: str, parts: Sequence[Buffer], holder: str) -> Slot | None:
-        """Copy `parts`, one after the other, into a slot pinned by `holder`; None if it is full.
+        """Copy the concatenated `parts` into a slot pinned by `holder`; None if the arena is full.
 
-        What has this name already is taken to be the same, and only pinned.
+        A slot that already has this name is assumed to be equal, and only pinned.
         """
         if (slot := self.slots.pin(name, holder)) is not None:
             return slot
@@ -51,11 +51,11 @@ class Arena:
         return slot
 
     def view(self, slot: Slot) -> memoryview:
-        """Read-only, and valid as long as somebody pins the slot."""
+        """Return a read-only view, which is valid as long as the slot is pinned."""
         return self._view[slot.offset : slot.offset + slot.num_bytes].toreadonly()
 
     def close(self) -> None:
-        """The memory goes with the last view of it; a second call does nothing."""
+        """Close the arena. Its memory is freed with the last view. A second call does nothing."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -66,23 +66,23 @@ class Arena:
 
 
 class MappedArena:
-    """A reader's side of somebody else's arena."""
+    """The reader's side: a read-only mapping of another process's arena."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over `fd`. Raises ValueError if it is not a sealed arena."""
+        """Map `fd` and close it. Raises ValueError if it is not a sealed arena."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & _SEALS != _SEALS:
-                raise ValueError("the memory is not sealed: its owner could take pages away")
+                raise ValueError("the memory is not sealed: its owner could remove pages")
             self._map = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
         except OSError as error:
             raise ValueError("not an arena") from error
         finally:
-            # The mapping keeps the memory.
+            # The mapping does not need the file descriptor.
             os.close(fd)
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Raises ValueError for a range outside of the arena."""
+        """Return a view of a range. Raises ValueError if it is not within the arena."""
         if offset < 0 or num_bytes < 0 or offset + num_bytes > len(self._map):
             raise ValueError(f"{num_bytes} bytes at {offset} are not within the arena")
         return memoryview(self._map)[offset : offset + num_bytes]

@@ -1,4 +1,4 @@
-"""Multimodal items between stages: small ones in the message, large ones as blobs beside it."""
+"""Multimodal items between stages: small ones in the message, large ones as blobs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,24 +13,28 @@ from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem
 
 
 class ItemContents(Struct, frozen=True):
-    """Head of an item's blob."""
+    """Header of an item's blob."""
 
     fields: dict[str, int]
+    """Tensor index by field name."""
     num_tokens: int
-    """Embeddings that will take the place of tokens."""
+    """Number of embeddings that replace placeholder tokens."""
 
 
 def put_item(
     blobs: Blobs, mm_hash: str, num_tokens: int, fields: Mapping[str, TensorData], ttl_s: float
 ) -> BlobRef | None:
-    """A blob of the item's tensors; None if there is no room for it."""
+    """Store the item's tensors as a blob. Return None if there is no room."""
     contents = ItemContents({name: number for number, name in enumerate(fields)}, num_tokens)
     parts = envelope.encode_parts(contents, list(fields.values()))
     return blobs.put(mm_hash, parts, ttl_s)
 
 
 def read_item(blob: Blob) -> tuple[dict[str, TensorData], int]:
-    """Tensors by name, views into the blob, and the number of tokens. Raises DecodeError."""
+    """Return the tensors by name, as views into the blob, and the number of tokens.
+
+    Raises DecodeError.
+    """
     contents, tensors = envelope.decode(blob.data, ItemContents)
     return select_tensors(contents.fields, tensors), contents.num_tokens
 
@@ -38,7 +42,7 @@ def read_item(blob: Blob) -> tuple[dict[str, TensorData], int]:
 async def open_item(
     blobs: Blobs, item: MultiModalKwargsItem, tensors: Sequence[TensorData]
 ) -> tuple[dict[str, TensorData], Blob | None]:
-    """The item's tensors by name, views all of them, and the blob to be closed after their use.
+    """Return the item's tensors by name, all of them views, and the blob to close after use.
 
     Raises BlobLost, or DecodeError for an item whose fields do not fit its tensors.
     """
@@ -58,7 +62,7 @@ async def open_item(
 
 
 def select_tensors(fields: dict[str, int], tensors: Sequence[TensorData]) -> dict[str, TensorData]:
-    """Fields of an item in a message. Raises DecodeError for one that the message does not have."""
+    """Return the tensors of a message by field name. Raises DecodeError for a missing index."""
     if any(not 0 <= index < len(tensors) for index in fields.values()):
-        raise DecodeError("an item names a tensor that its envelope does not have")
+        raise DecodeError("an item refers to a tensor that its envelope does not contain")
     return {name: tensors[index] for name, index in fields.items()}

@@ -1,10 +1,10 @@
-"""What a reader of blobs and their owner say to each other over a socket.
+"""The protocol between a reader of blobs and their owner.
 
-The owner begins, with `HELLO`; on a local socket the file descriptor of the arena comes with it.
-Then the reader asks, one question after the other: an operation, 32 bytes that are a key or a name,
-and a time. Each is answered by a status, the blob's place in the arena, and a key. Over TCP the
-bytes follow the answer to `GET`; a local reader has them in its mapping, pinned until it says
-`DONE` or the connection ends.
+On a socket the owner begins with `HELLO`; on a local socket it passes the file descriptor of its
+arena along. Then the reader sends requests one by one: an operation, 32 bytes that are a key or a
+name, and a time to live. Each reply has a status, the blob's position in the arena, and a key. Over
+TCP the bytes follow the reply to `GET`. A local reader finds them in its mapping, where they stay
+pinned until it sends `DONE` or the connection ends.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ KEY_BYTES = 32
 
 BlobOperation = Literal[b"G", b"D", b"A", b"R", b"F"]
 GET: BlobOperation = b"G"
-"""Have the blob of this key."""
+"""Read the blob of this key."""
 DONE: BlobOperation = b"D"
-"""It has been read."""
+"""End the reading of this key's blob, which unpins it."""
 ACKNOWLEDGE: BlobOperation = b"A"
-"""Somebody has had it. The key is good as long as the owner needs the memory for nothing else."""
+"""Allow eviction, because one reader has received the blob. The key is valid until then."""
 RELEASE: BlobOperation = b"R"
-"""Nobody will ask for this key again."""
+"""End the validity of this key."""
 FIND: BlobOperation = b"F"
-"""A key, good for so many seconds, to the blob of this name, and its size."""
+"""Request a new key, valid for the given time, and the size of the blob of this name."""
 
 _request = struct.Struct(f"<c{KEY_BYTES}sf")
 _reply = struct.Struct(f"<BQQ{KEY_BYTES}s")
@@ -35,6 +35,8 @@ NO_KEY = bytes(KEY_BYTES)
 
 
 class BlobReply(NamedTuple):
+    """The owner's reply to a request over a socket."""
+
     found: bool
     offset: int = 0
     num_bytes: int = 0
@@ -42,30 +44,33 @@ class BlobReply(NamedTuple):
 
 
 class BlobRequest(NamedTuple):
+    """A request over a socket."""
+
     operation: bytes
     key: bytes
-    """Or a name, of which these are the bytes of its hexadecimal digits."""
+    """The key; for `FIND` the name, decoded from its hexadecimal digits."""
     ttl_s: float = 0.0
+    """Validity of the key that `FIND` requests."""
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Whether the other end of a local connection runs as the same user as we do."""
+    """Return whether the peer of a local connection runs as the same user as this process."""
     option = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
     uid: int = _credentials.unpack(option)[1]
     return uid == os.getuid()
 
 
-async def send_request(sock: socket.socket, question: BlobRequest) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, _request.pack(*question))
+async def send_request(sock: socket.socket, request: BlobRequest) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _request.pack(*request))
 
 
 async def read_request(sock: socket.socket) -> BlobRequest:
-    """Raises ConnectionError at the end of the connection."""
+    """Read one request. Raises ConnectionError at the end of the connection."""
     return BlobRequest(*_request.unpack(await _read_exactly(sock, _request.size)))
 
 
-async def send_reply(sock: socket.socket, answer: BlobReply) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, _reply.pack(*answer))
+async def send_reply(sock: socket.socket, reply: BlobReply) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, _reply.pack(*reply))
 
 
 async def read_reply(sock: socket.socket) -> BlobReply:
@@ -74,13 +79,13 @@ async def read_reply(sock: socket.socket) -> BlobReply:
 
 
 async def read_into(sock: socket.socket, buffer: memoryview) -> None:
-    """Raises ConnectionError when the connection ends before `buffer` is full."""
+    """Fill `buffer`. Raises ConnectionError when the connection ends before it is full."""
     loop = asyncio.get_running_loop()
     filled = 0
     while filled < buffer.nbytes:
         count = await loop.sock_recv_into(sock, buffer[filled:])
         if count == 0:
-            raise ConnectionResetError("the other side has closed the connection")
+            raise ConnectionResetError("the peer has closed the connection")
         filled += count
 
 
@@ -90,22 +95,24 @@ async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-# -- over the broker, where a message is a whole question -----------------------------------------
+# -- over the broker, where each message is one complete request ----------------------------------
 
 _chunk = struct.Struct(f"<c{KEY_BYTES}sQQ")
 
 
 class BlobChunk(NamedTuple):
+    """A request over the broker, for `num_bytes` of a blob from `offset` on."""
+
     operation: bytes
     key: bytes
     offset: int = 0
     num_bytes: int = 0
 
 
-def pack_chunk(piece: BlobChunk) -> bytes:
-    return _chunk.pack(*piece)
+def pack_chunk(chunk: BlobChunk) -> bytes:
+    return _chunk.pack(*chunk)
 
 
 def unpack_chunk(data: bytes) -> BlobChunk | None:
-    """None for what is no question."""
+    """Decode a request; None for any other data."""
     return BlobChunk(*_chunk.unpack(data)) if len(data) == _chunk.size else None

@@ -1,11 +1,11 @@
-"""Large payloads beside the messages: put once, had by whoever has a reference, by any road.
+"""Blobs: large payloads outside the messages, read by reference through any transport.
 
-A worker keeps what it has put in its arena (`shared.blobs.server`). A reader takes the first road
-that leads there: the owner's memory itself where both are on one machine, a TCP connection, or
-pieces over the broker, which needs nothing else and is the slowest. The caller does not see which.
+A worker stores its blobs in its arena (`shared.blobs.server`). A reader uses the first transport
+that works: the owner's memory on the same machine, a TCP connection, or chunks over the broker,
+which needs no other connection and is the slowest. The caller does not see which one.
 
-A blob is gone with its owner, or when its time is over. That is a `BlobLost`: the stage that made
-it runs again.
+A blob is lost with its owner, or when it expires. Reading it then raises `BlobLost`, and the stage
+that created it runs again.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from shared.blobs import protocol as wire
+from shared.blobs import protocol
 from shared.blobs.arena import Buffer
 from shared.blobs.buffer_pool import BufferPool
 from shared.blobs.server import BlobServer
@@ -37,22 +37,23 @@ from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress, Heartbeat
 from shared.protocol.multimodal import BlobRef
 
-# Workers come and go; roads to those that are gone must not be kept for ever.
+# Limit on owners with cached transports, because workers come and go.
 MAX_OWNERS = 64
-# How long a list of neighbours is good for.
-NEIGHBOURS_S = 2.0
-# How often it is looked whether owners have gone, whose memory would last as long as we map it.
-SWEEP_S = 1.0
-# An owner that is frozen, or has just lost the broker, hears of it later; nobody waits for that.
+# Validity of the cached list of neighbours.
+NEIGHBOURS_TTL_S = 2.0
+# Interval of the search for dead owners, whose memory exists as long as it is mapped here.
+SWEEP_INTERVAL_S = 1.0
+# Pauses before attempts to release a blob, because an owner may be frozen or without a broker for a
+# moment; and how long a caller waits for them.
 RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
-RELEASE_S = 0.25
+RELEASE_WAIT_S = 0.25
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 class Blobs:
-    """One worker's blobs, and its roads to those of all others."""
+    """One worker's blobs, and its transports for those of other workers."""
 
     def __init__(self, bus: Bus, role: str, worker: str, config: BlobsConfig) -> None:
         self._bus = bus
@@ -61,19 +62,20 @@ class Blobs:
         self._config = config
         self._server = BlobServer(worker, config.arena_mib * 2**20)
         self._pool = BufferPool(config.arena_mib * 2**20)
-        self._roads: OrderedDict[str, list[Transport]] = OrderedDict()
-        """By owner, the fastest first."""
-        self._near: dict[str, BlobAddress] = {}
-        self._look_again_s = 0.0
+        self._transports: OrderedDict[str, list[Transport]] = OrderedDict()
+        """Cached transports by owner, the fastest first."""
+        self._neighbours: dict[str, BlobAddress] = {}
+        self._neighbours_until_s = 0.0
         self._sweeping: asyncio.Task[None] | None = None
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        """Start to serve the blobs of this worker."""
         config = self._config
         self._server.start()
         if config.listen is not None:
             self._server.listen((config.listen, config.port), config.advertise or config.listen)
-        await self._bus.add_responder(subjects.blob(self._worker), self._answer)
+        await self._bus.add_responder(subjects.blob(self._worker), self._reply)
         self._sweeping = asyncio.create_task(self._sweep())
 
     @property
@@ -82,11 +84,11 @@ class Blobs:
 
     @property
     def capacity(self) -> int:
-        """Bytes; what is larger never finds room."""
+        """Size of the arena in bytes, which a larger blob never fits."""
         return self._server.arena.slots.capacity
 
     def load(self) -> dict[str, float]:
-        """What a heartbeat tells of them."""
+        """Return the arena's load for heartbeats."""
         slots = self._server.arena.slots
         return {"arena_pinned": slots.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
 
@@ -94,41 +96,43 @@ class Blobs:
         for task in (self._sweeping, *self._releasing):
             if task is not None:
                 task.cancel()
-        self._close_roads()
+        self._close_transports()
         await self._server.close()
 
-    # -- giving -------------------------------------------------------------------------------
+    # -- own blobs ----------------------------------------------------------------------------
 
     def put(self, name: str, parts: Sequence[Buffer], ttl_s: float) -> BlobRef | None:
-        """Keep the content, `parts` one after the other, for `ttl_s`; None if there is no room.
+        """Store the concatenated `parts` for `ttl_s`. Return None if there is no room.
 
-        `name` is a hash of the content, 64 hexadecimal digits: what is here already is not copied
-        again.
+        `name` is a hash of the content, 64 hexadecimal digits. A blob that is already stored under
+        it is not copied again.
         """
         return self._server.put(name, parts, ttl_s)
 
     async def find(self, name: str, ttl_s: float) -> BlobRef | None:
-        """A reference to what has been put under this name, by us or by another worker of our role
-        on this machine, if it is still there."""
+        """Return a new reference to the blob of this name, or None if it is not stored.
+
+        The blob may belong to this worker or to another one of its role on this machine.
+        """
         if (ours := self._server.find(name, ttl_s)) is not None:
             return ours
-        for worker, address in (await self._neighbours()).items():
-            road = self._local_road(worker, address)
+        for worker, address in (await self._find_neighbours()).items():
+            transport = self._local_transport(worker, address)
             try:
-                if (found := await road.find(name, ttl_s)) is not None:
+                if (found := await transport.find(name, ttl_s)) is not None:
                     return BlobRef(worker, *found)
             except (OSError, TimeoutError, ValueError):
                 continue
-        # Another task may have put it here while the neighbours were asked.
+        # Another task may have stored it here during the requests to the neighbours.
         return self._server.find(name, ttl_s)
 
-    async def _neighbours(self) -> dict[str, BlobAddress]:
-        """Other workers of our role whose memory we can map, as of a moment ago."""
+    async def _find_neighbours(self) -> dict[str, BlobAddress]:
+        """Return the other workers of this role whose memory can be mapped, cached for a moment."""
         now_s = time.monotonic()
-        if now_s > self._look_again_s:
-            self._look_again_s = now_s + NEIGHBOURS_S
+        if now_s > self._neighbours_until_s:
+            self._neighbours_until_s = now_s + NEIGHBOURS_TTL_S
             beats = [_heartbeat.decode(data) for data in await self._bus.read_heartbeats()]
-            self._near = {
+            self._neighbours = {
                 beat.worker: beat.blobs
                 for beat in beats
                 if beat.role == self._role
@@ -136,99 +140,103 @@ class Blobs:
                 and beat.blobs is not None
                 and beat.blobs.host == self.address.host
             }
-        return self._near
+        return self._neighbours
 
-    def _local_road(self, worker: str, address: BlobAddress) -> SharedMemoryTransport:
-        roads = self._keep_roads(worker, address)
-        assert isinstance(roads[0], SharedMemoryTransport)
-        return roads[0]
+    def _local_transport(self, worker: str, address: BlobAddress) -> SharedMemoryTransport:
+        transports = self._cached_transports(worker, address)
+        assert isinstance(transports[0], SharedMemoryTransport)
+        return transports[0]
 
-    def _answer(self, question: bytes) -> bytes:
-        """To a piece of a blob over the broker; empty if there is none."""
-        piece = wire.unpack_chunk(question)
-        if piece is None or piece.num_bytes > CHUNK_BYTES:
+    def _reply(self, data: bytes) -> bytes:
+        """Return the reply to a request over the broker; empty without data."""
+        chunk = protocol.unpack_chunk(data)
+        if chunk is None or chunk.num_bytes > CHUNK_BYTES:
             return b""
-        if piece.operation == wire.RELEASE:
-            self._server.release(piece.key)
+        if chunk.operation == protocol.RELEASE:
+            self._server.release(chunk.key)
             return b""
-        if piece.operation == wire.ACKNOWLEDGE:
-            self._server.acknowledge(piece.key)
+        if chunk.operation == protocol.ACKNOWLEDGE:
+            self._server.acknowledge(chunk.key)
             return b""
         reader = "broker"
-        slot = self._server.open(piece.key, reader)
+        slot = self._server.open(chunk.key, reader)
         if slot is None:
             return b""
-        view = self._server.arena.view(slot)[piece.offset : piece.offset + piece.num_bytes]
+        view = self._server.arena.view(slot)[chunk.offset : chunk.offset + chunk.num_bytes]
         self._server.arena.slots.unpin_all(reader)
         return bytes(view)
 
     def discard(self, ref: BlobRef) -> None:
-        """Take back what has not been given to anybody."""
+        """Release a reference of this worker that was not sent to another one."""
         self._server.release(ref.key)
 
     def clear(self) -> None:
-        """Forget all that has been put, and the way to everybody else."""
-        self._close_roads()
+        """Remove all blobs without readers, and close all transports."""
+        self._close_transports()
         self._server.clear()
 
-    def _close_roads(self) -> None:
-        for roads in self._roads.values():
-            for road in roads:
-                road.close()
-        self._roads.clear()
+    def _close_transports(self) -> None:
+        for transports in self._transports.values():
+            for transport in transports:
+                transport.close()
+        self._transports.clear()
 
-    # -- having -------------------------------------------------------------------------------
+    # -- blobs of any owner -------------------------------------------------------------------
 
     async def get(self, ref: BlobRef) -> Blob:
-        """Raises BlobLost when it is gone, or no road leads to its owner."""
+        """Open a blob. Raises BlobLost if it is gone, or no transport reaches its owner."""
         if ref.worker == self._worker:
             return self._get_own(ref)
-        for road in await self._roads_to(ref.worker):
+        for transport in await self._transports_to(ref.worker):
             try:
-                return await road.get(ref)
+                return await transport.get(ref)
             except (OSError, TimeoutError, ValueError, Unavailable) as error:
                 _log.warning(
-                    "road_failed",
-                    road=type(road).__name__,
+                    "transport_failed",
+                    transport=type(transport).__name__,
                     owner=ref.worker,
                     error=str(error) or type(error).__name__,
                 )
-        raise BlobLost("a payload cannot be had from where it was kept")
+        raise BlobLost("no transport could read a payload from its owner")
 
     async def acknowledge(self, ref: BlobRef) -> None:
-        """Somebody has had it: its owner may use the memory for something else if it must. Others
-        may ask for it by the same reference as long as it has not."""
+        """Allow the owner to evict the blob, because one reader has received it.
+
+        Until then, other readers can use the same reference.
+        """
         if ref.worker == self._worker:
             self._server.acknowledge(ref.key)
         else:
-            await self._tell(ref, wire.ACKNOWLEDGE)
+            await self._send(ref, protocol.ACKNOWLEDGE)
 
     async def release(self, ref: BlobRef) -> None:
-        """Nobody will ask for it by this reference again; returns when the owner knows, or soon. If
-        it never hears of it, the reference lasts until its time is over."""
+        """End the validity of a reference. Return when the owner has confirmed, or soon.
+
+        If the release never reaches the owner, the reference remains valid until it expires.
+        """
         if ref.worker == self._worker:
             self.discard(ref)
             return
         task = asyncio.create_task(self._release(ref))
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
-        await asyncio.wait({task}, timeout=RELEASE_S)
+        await asyncio.wait({task}, timeout=RELEASE_WAIT_S)
 
     async def _release(self, ref: BlobRef) -> None:
         for pause_s in RELEASE_PAUSES_S:
             await asyncio.sleep(pause_s)
-            if await self._tell(ref, wire.RELEASE):
+            if await self._send(ref, protocol.RELEASE):
                 return
 
-    async def _tell(self, ref: BlobRef, operation: wire.BlobOperation) -> bool:
-        """Whether its owner has heard of it."""
+    async def _send(self, ref: BlobRef, operation: protocol.BlobOperation) -> bool:
+        """Send an operation to the owner. Return whether the owner has confirmed it."""
         try:
-            roads = await self._roads_to(ref.worker)
+            transports = await self._transports_to(ref.worker)
         except Unavailable:
             return False
-        for road in roads:
+        for transport in transports:
             try:
-                await road.send(ref, operation)
+                await transport.send(ref, operation)
                 return True
             except (OSError, TimeoutError, ValueError, Unavailable):
                 continue
@@ -238,49 +246,49 @@ class Blobs:
         reader = f"self-{secrets.token_hex(8)}"
         slot = self._server.open(ref.key, reader)
         if slot is None:
-            raise BlobLost("a payload has expired where it was kept")
+            raise BlobLost("a payload has expired at its owner")
         arena = self._server.arena
         return Blob(arena.view(slot), functools.partial(arena.slots.unpin_all, reader))
 
-    async def _roads_to(self, owner: str) -> list[Transport]:
-        if not subjects.is_name(owner):  # it becomes part of a subject
+    async def _transports_to(self, owner: str) -> list[Transport]:
+        if not subjects.is_name(owner):  # The name becomes part of a subject.
             return []
-        if owner not in self._roads:
+        if owner not in self._transports:
             address = await self._address_of(owner)
             if address is None:
-                # It may live all the same, when the broker has just forgotten all heartbeats.
+                # The owner may be alive all the same, if the broker has just lost all heartbeats.
                 return [BusTransport(self._bus, owner, self._pool)]
-            return self._keep_roads(owner, address)
-        self._roads.move_to_end(owner)
-        return self._roads[owner]
+            return self._cached_transports(owner, address)
+        self._transports.move_to_end(owner)
+        return self._transports[owner]
 
-    def _keep_roads(self, owner: str, address: BlobAddress) -> list[Transport]:
-        # Somebody else may have asked meanwhile.
-        if owner not in self._roads:
-            self._roads[owner] = self._make_roads(owner, address)
-            if len(self._roads) > MAX_OWNERS:
-                _, oldest = self._roads.popitem(last=False)
-                for road in oldest:
-                    road.close()
-        self._roads.move_to_end(owner)
-        return self._roads[owner]
+    def _cached_transports(self, owner: str, address: BlobAddress) -> list[Transport]:
+        # Another task may have created them meanwhile.
+        if owner not in self._transports:
+            self._transports[owner] = self._create_transports(owner, address)
+            if len(self._transports) > MAX_OWNERS:
+                _, oldest = self._transports.popitem(last=False)
+                for transport in oldest:
+                    transport.close()
+        self._transports.move_to_end(owner)
+        return self._transports[owner]
 
-    def _make_roads(self, owner: str, address: BlobAddress) -> list[Transport]:
-        roads: list[Transport] = []
+    def _create_transports(self, owner: str, address: BlobAddress) -> list[Transport]:
+        transports: list[Transport] = []
         if address.host == self.address.host:
-            roads.append(SharedMemoryTransport(address.local))
+            transports.append(SharedMemoryTransport(address.local))
         if address.tcp is not None:
-            roads.append(TcpTransport(address.tcp, self._pool))
-        return [*roads, BusTransport(self._bus, owner, self._pool)]
+            transports.append(TcpTransport(address.tcp, self._pool))
+        return [*transports, BusTransport(self._bus, owner, self._pool)]
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
-            for owner, roads in list(self._roads.items()):
-                if any(road.ended for road in roads):
-                    del self._roads[owner]
-                    for road in roads:
-                        road.close()
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            for owner, transports in list(self._transports.items()):
+                if any(transport.is_closed_by_owner for transport in transports):
+                    del self._transports[owner]
+                    for transport in transports:
+                        transport.close()
 
     async def _address_of(self, owner: str) -> BlobAddress | None:
         stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))

@@ -323,7 +323,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        roads = second._main_path.pictures._blobs._roads
+        roads = second._main_path.pictures._blobs._transports
         assert roads == {}, "the warm-up has left a connection to the first"
         answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
         assert not any(isinstance(answer, ErrorReply) for answer in answers)

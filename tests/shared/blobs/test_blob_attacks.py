@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shared.blobs import mm_items
-from shared.blobs import protocol as wire
+from shared.blobs import mm_items, protocol
 from shared.blobs.arena import Arena
 from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
@@ -105,8 +104,8 @@ async def test_over_the_network_a_name_brings_no_key(start: Callable) -> None:
     put(owner, b"abc")
     assert owner.address.tcp is not None
     stream, writer = await asyncio.open_connection(*owner.address.tcp)
-    assert await stream.readexactly(len(wire.HELLO)) == wire.HELLO
-    writer.write(struct.pack("<c32sf", wire.FIND, bytes.fromhex(NAME), 60.0))
+    assert await stream.readexactly(len(protocol.HELLO)) == protocol.HELLO
+    writer.write(struct.pack("<c32sf", protocol.FIND, bytes.fromhex(NAME), 60.0))
     assert await stream.read() == b""
     writer.close()
 
@@ -131,7 +130,7 @@ async def test_no_piece_lies_outside_of_a_blob(
 ) -> None:
     owner, asker = await start(), await start()
     ref = put(owner, b"abcde")
-    question = wire.pack_chunk(wire.BlobChunk(wire.GET, ref.key, offset, num_bytes))
+    question = protocol.pack_chunk(protocol.BlobChunk(protocol.GET, ref.key, offset, num_bytes))
     assert await asker._bus.request(subjects.blob(ref.worker), question, 1) == b""
 
 
@@ -144,16 +143,16 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
     listeners: list[socket.socket] = []
     tasks: list[asyncio.Task[None]] = []
 
-    async def serve(listener: socket.socket, fd: int, answer: wire.BlobReply) -> None:
+    async def serve(listener: socket.socket, fd: int, answer: protocol.BlobReply) -> None:
         loop = asyncio.get_running_loop()
         sock, _ = await loop.sock_accept(listener)
         with sock:
-            socket.send_fds(sock, [wire.HELLO], [fd])
-            await wire.read_request(sock)
-            await wire.send_reply(sock, answer)
+            socket.send_fds(sock, [protocol.HELLO], [fd])
+            await protocol.read_request(sock)
+            await protocol.send_reply(sock, answer)
             await asyncio.sleep(60)
 
-    async def lie(fd: int, answer: wire.BlobReply) -> tuple[Blobs, BlobRef]:
+    async def lie(fd: int, answer: protocol.BlobReply) -> tuple[Blobs, BlobRef]:
         name = f"pagemill-test-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
@@ -181,7 +180,7 @@ async def test_a_place_outside_of_the_arena_is_not_read(
     start: Callable, lie: Callable, offset: int
 ) -> None:
     arena, reader = Arena(MIB), await start()
-    _, ref = await lie(arena.fd, wire.BlobReply(True, offset, 100))
+    _, ref = await lie(arena.fd, protocol.BlobReply(True, offset, 100))
     with pytest.raises(BlobLost):
         await reader.get(ref)
 
@@ -190,7 +189,7 @@ async def test_memory_that_may_shrink_is_not_mapped(start: Callable, lie: Callab
     fd = os.memfd_create("pagemill", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
     reader = await start()
-    _, ref = await lie(fd, wire.BlobReply(True, 0, 100))
+    _, ref = await lie(fd, protocol.BlobReply(True, 0, 100))
     with pytest.raises(BlobLost):
         await reader.get(ref)
     os.close(fd)
@@ -202,7 +201,7 @@ async def test_another_users_memory_is_not_mapped(
     owner = await start()
     ref = put(owner, b"abc")
     road = SharedMemoryTransport(owner.address.local)
-    monkeypatch.setattr(wire, "is_same_user", lambda _: False)
+    monkeypatch.setattr(protocol, "is_same_user", lambda _: False)
     with pytest.raises(ValueError, match="another user"):
         await road.get(ref)
     monkeypatch.undo()
@@ -211,7 +210,7 @@ async def test_another_users_memory_is_not_mapped(
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     pair = socket.socketpair()
-    assert [wire.is_same_user(sock) for sock in pair] == [False, False]
+    assert [protocol.is_same_user(sock) for sock in pair] == [False, False]
     for sock in pair:
         sock.close()
     blob.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from shared.blobs import protocol as wire
+from shared.blobs import protocol
 from shared.blobs.store import Blobs
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import BlobsConfig
@@ -230,7 +230,7 @@ async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Calla
     blob = await reader.get(ref)
     await owner.acknowledge(ref)
     asking = asyncio.create_task(reader.acknowledge(ref))
-    while not reader._roads[ref.worker][0]._turn.locked():  # noqa: ASYNC110
+    while not reader._transports[ref.worker][0]._lock.locked():  # noqa: ASYNC110
         await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -337,8 +337,8 @@ async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> 
     assert owner.load()["arena_pinned"] == 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect("\0" + owner.address.local)
-        await asyncio.to_thread(sock.recv, len(wire.HELLO))
-        sock.sendall(wire._request.pack(wire.FIND, bytes.fromhex(NAME), 60.0))
+        await asyncio.to_thread(sock.recv, len(protocol.HELLO))
+        sock.sendall(protocol._request.pack(protocol.FIND, bytes.fromhex(NAME), 60.0))
         # And ends, before it can be told the key.
     await asyncio.sleep(0.2)
     assert owner.load()["arena_pinned"] == 0

@@ -24,7 +24,7 @@ from ops.chaos.matrix.cells.processes import sigkill
 from ops.chaos.matrix.scene import Disturb, Scene
 from ops.chaos.plan import MODEL, PICTURES
 from shared import client
-from shared.blobs import protocol as wire
+from shared.blobs import protocol
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.codec import envelope
@@ -150,9 +150,9 @@ async def forged_reference(scene: Scene) -> None:
     async with scene.bus("forged") as bus, _reader(bus) as blobs:
         for beat in await _renderers(scene, bus):
             for _ in range(20):
-                key = secrets.token_bytes(wire.KEY_BYTES)
+                key = secrets.token_bytes(protocol.KEY_BYTES)
                 await _must_be_lost(scene, blobs, BlobRef(beat.worker, key, MIB), "never given")
-                piece = wire.pack_chunk(wire.BlobChunk(wire.GET, key, 0, 2**62))
+                piece = protocol.pack_chunk(protocol.BlobChunk(protocol.GET, key, 0, 2**62))
                 if await bus.request(subjects.blob(beat.worker), piece, 2.0):
                     scene.note("I7: a piece was given for a forged key")
     await scene.probe("after_forging", WORKER_S)
