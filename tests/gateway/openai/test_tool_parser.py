@@ -16,8 +16,8 @@ NAMES = ["weather", "time-of_day"]
 Read = tuple[str, list[tuple[str, str]]]
 
 
-def read(form: str, pieces: list[str], *, one: bool = False) -> Read:
-    parser = ToolParser(form, NAMES, one=one)
+def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
+    parser = ToolParser(form, NAMES, one_call=one_call)
     told: list[Piece] = []
     for piece in pieces:
         told += parser.feed(piece)
@@ -163,10 +163,10 @@ FRAGMENTS = st.sampled_from(
     st.booleans(),
 )
 def test_also_of_a_text_that_makes_no_sense(
-    form: str, text: str, places: list[int], one: bool
+    form: str, text: str, places: list[int], one_call: bool
 ) -> None:
-    whole = read(form, [text], one=one)
-    assert read(form, cut(text, places), one=one) == whole
+    whole = read(form, [text], one_call=one_call)
+    assert read(form, cut(text, places), one_call=one_call) == whole
     content, calls = whole
     if not calls:
         assert content == text
@@ -208,7 +208,7 @@ def test_whatever_the_arguments_are_they_arrive(
 
 def test_one_call_may_be_all() -> None:
     text = '[{"name": "weather", "parameters": {"a": 1}}, {"name": "weather", "parameters": {}}]'
-    assert read("required", [text], one=True) == ("", [("weather", '{"a": 1}')])
+    assert read("required", [text], one_call=True) == ("", [("weather", '{"a": 1}')])
 
 
 class Counted(str):

@@ -1,4 +1,4 @@
-"""What clients call the fields of what goes on the bus. Pure."""
+"""Translation of bus field names into the client's, for error messages. Pure."""
 
 import contextlib
 import re
@@ -25,40 +25,41 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
     },
     "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
 }
-"""By the kind of a JobRecord; what is not here has the same name."""
+"""Client's field by bus field, for each kind of RequestRecord. Others have the same name."""
 
 
 def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> ErrorInfo:
-    """With the field as the client has sent it, in the message as well if that begins with it.
+    """Return the error with the field that the client has sent, also at the start of its message.
 
-    `options` are those of the request's JobRecord; `fields` of them has names of its own.
+    `options` are those of the RequestRecord; its `fields` are names that this request has changed.
     """
-    given = error.field or ""
-    field = _renamed(given, CLIENT_FIELDS[kind] | options.get("fields", {}))
+    bus_field = error.field or ""
+    field = _renamed(bus_field, CLIENT_FIELDS[kind] | options.get("fields", {}))
     if kind != "generate":
         field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
         if field.partition(".")[0] == _TEMPLATE:
             field = f"chat_{field}"
     message = error.message
-    if given and message.startswith(f"{given}:"):
-        message = f"{field}{message[len(given) :]}".removeprefix(":").lstrip()
+    if bus_field and message.startswith(f"{bus_field}:"):
+        message = f"{field}{message[len(bus_field) :]}".removeprefix(":").lstrip()
     return msgspec.structs.replace(error, field=field or None, message=message)
 
 
 @contextlib.contextmanager
 def translated_errors(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raises what is raised inside as Failed, in the names of `translate_error`."""
+    """Raise every error inside as RequestFailed, translated by `translate_error`."""
     try:
         yield
     except PagemillError as error:
-        raise errors.RequestFailed(
-            translate_error(errors.info_of(error), kind, options), ""
-        ) from error
+        info = translate_error(errors.info_of(error), kind, options)
+        raise errors.RequestFailed(info, "") from error
 
 
 def _renamed(field: str, names: Mapping[str, str]) -> str:
-    """By the longest beginning of the path that has another name; what it had inside is nothing
-    that its client knows."""
+    """Return the client's name for the longest prefix of the path that has one.
+
+    The rest of the path is dropped, because the client does not know the structure inside.
+    """
     path = re.split(r"(?=[.\[])", field)
     for end in range(len(path), 0, -1):
         if (name := names.get("".join(path[:end]))) is not None:

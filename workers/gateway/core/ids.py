@@ -1,4 +1,4 @@
-"""Ids: of requests, of their parts on the bus, and of the events of their streams."""
+"""Ids of requests, of their parts on the bus, and of the events of their streams."""
 
 import hashlib
 import re
@@ -13,59 +13,70 @@ from workers.gateway.schemas.generate import MAX_ID_LEN
 
 PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
 
-_OWN_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def named_request_id(kind: str, tenant: str, name: str) -> str:
-    """Of the request that a tenant calls by `name`: nobody can name another tenant's."""
+    """Return the id of the request that a tenant calls `name`.
+
+    The id is a digest, so that no tenant can produce the id of another tenant's request.
+    """
     digest = hashlib.sha256(f"{kind}:{tenant}:{name}".encode()).hexdigest()
     return f"{PREFIXES[kind]}-{digest}"
 
 
 def read_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
-    """With whether the client has chosen it: the same then names the same request, of the same
-    tenant. Nobody can name another tenant's. Raises InvalidRequest."""
-    given = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
-    if given is None:
+    """Return the request's id, and whether the client has chosen it.
+
+    The same name from the same tenant means the same request. Raises InvalidRequest.
+    """
+    name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
+    if name is None:
         return f"{PREFIXES[kind]}-{secrets.token_hex(16)}", False
-    if _OWN_ID.fullmatch(given) is None:
+    if _CLIENT_ID.fullmatch(name) is None:
         raise InvalidRequest(
             f"a request id is 1 to {MAX_ID_LEN} printable characters", field="X-Request-Id"
         )
-    return named_request_id(kind, tenant, given), True
+    return named_request_id(kind, tenant, name), True
 
 
 def part_ids(request_id: str, record: RequestRecord) -> list[str]:
-    """The ids on the bus: of each prompt, where there are several."""
+    """Return the ids of the request's parts on the bus, one for each prompt."""
     parts = record.options.get("parts", 1)
     return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
 
 
 def format_event_id(position: Sequence[int]) -> str:
-    """From where the stream goes on: the number of the last event, of each log."""
+    """Return the id of an event, from which the stream can resume.
+
+    It has the number of the last event of each part.
+    """
     return ",".join(map(str, position))
 
 
 def read_start(request: Request, parts: int) -> list[int]:
-    """The first record that is to be shown, of each log. Raises InvalidRequest."""
-    last, start = request.headers.get("last-event-id"), request.query_params.get("from")
-    given, field = (start, "from") if last is None else (last, "Last-Event-ID")
-    if not given:
+    """Return the number of the first event to show, for each part. Raises InvalidRequest."""
+    last_id, start = request.headers.get("last-event-id"), request.query_params.get("from")
+    text, field = (start, "from") if last_id is None else (last_id, "Last-Event-ID")
+    if not text:
         return [0] * parts
     try:
-        numbers = [int(number) for number in given.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) == 1:
         numbers *= parts if field == "from" else 1
     if len(numbers) != parts or min(numbers) < -1 or max(numbers) >= 2**53:
-        raise InvalidRequest(f"{field} is not the id of an event of this stream", field=field)
-    return [number + (last is not None) for number in numbers]
+        raise InvalidRequest(f"{field} is not an event id of this stream", field=field)
+    return [number + (last_id is not None) for number in numbers]
 
 
 def wants_event_ids(request: Request, record: RequestRecord) -> bool:
-    """Of events: who has no use for them may take an event with an id for broken, as clients do
-    that expect nothing but OpenAI's `data:`, vLLM's load client for one."""
+    """Return whether the events of a stream have ids.
+
+    A client that does not use them may reject an event with an id: some expect nothing but OpenAI's
+    `data:` lines, for example vLLM's load client.
+    """
     return (
         record.durable
         or "text/event-stream" in request.headers.get("accept", "")

@@ -1,19 +1,21 @@
-"""Log probabilities as generate tells them: by token ids, or by what each token spells. Pure."""
+"""Log probabilities in the formats of the APIs: with token ids, or with texts of tokens. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from shared.protocol.messages import TokenLogprobs
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.schemas.generate import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
+from workers.gateway.schemas.openai_response import TokenLogprob, TopLogprob
 
-# A character has at most 4 bytes, so with the 3 tokens before it every token has whole ones.
+# A character has at most 4 bytes. With the 3 tokens before a token, all its characters are whole.
 MAX_CONTEXT_TOKENS = 4
 
 
 def token_text(token: bytes, before: Sequence[bytes]) -> str:
-    """The text of `token`, which follows the tokens `before`.
+    """Return the text of `token`, which follows the tokens `before`.
 
-    A token in the middle of a character has none; the one that completes it has the character.
+    A token in the middle of a character has no text; the token that completes the character has it.
     """
     context = before[-MAX_CONTEXT_TOKENS:]
     for num_context in range(len(context) + 1):
@@ -21,49 +23,67 @@ def token_text(token: bytes, before: Sequence[bytes]) -> str:
         text = (prefix + token).decode(errors="replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue
-        return text[len(_whole(prefix)) :]
+        return text[len(_complete_text(prefix)) :]
     return ""
 
 
-def _whole(prefix: bytes) -> str:
-    """Without the character at the end that lacks bytes."""
-    return prefix.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+def _complete_text(data: bytes) -> str:
+    """Return the text without an incomplete character at its end."""
+    return data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def id_logprobs(token_id: int, told: TokenLogprobs, num_top: int) -> IdLogprobs:
-    """The chosen token first, then the most probable others, `num_top` in all."""
-    chosen = IdLogprob(token_id=token_id, logprob=told.logprob, rank=told.rank)
-    others = [
-        IdLogprob(token_id=top_id, logprob=logprob, rank=rank)
-        for rank, (top_id, logprob) in enumerate(
-            zip(told.top_token_ids, told.top_logprobs, strict=True), 1
-        )
-        if top_id != token_id
-    ]
+def openai_logprobs(
+    token_ids: list[int], logprobs: list[TokenLogprobs], token_bytes: TokenBytes
+) -> Iterator[TokenLogprob]:
+    """Yield the log probabilities of chat completions: the text and bytes of each token alone."""
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        pairs = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        tops = [TopLogprob(*_decoded(token_bytes[top], logprob)) for top, logprob in pairs]
+        yield TokenLogprob(*_decoded(token_bytes[token_id], entry.logprob), tops)
+
+
+def _decoded(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return token.decode("utf-8", "replace"), logprob, list(token)
+
+
+def ranked_tokens(token_id: int, logprobs: TokenLogprobs) -> Iterator[IdLogprob]:
+    """Yield the chosen token first, then the most probable other tokens by rank."""
+    yield IdLogprob(token_id=token_id, logprob=logprobs.logprob, rank=logprobs.rank)
+    pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    for rank, (top_id, logprob) in enumerate(pairs, 1):
+        if top_id != token_id:
+            yield IdLogprob(token_id=top_id, logprob=logprob, rank=rank)
+
+
+def id_logprobs(token_id: int, logprobs: TokenLogprobs, num_top: int) -> IdLogprobs:
+    """Return the log probabilities of generate in the output mode `tokens`, `num_top` in all."""
     return IdLogprobs(
         token_id=token_id,
-        logprob=told.logprob,
-        rank=told.rank,
-        top_logprobs=[chosen, *others][:num_top],
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_logprobs=list(islice(ranked_tokens(token_id, logprobs), num_top)),
     )
 
 
-def text_logprobs(found: IdLogprobs, context: list[bytes], spelling: TokenBytes) -> TextLogprobs:
-    """`context` are the bytes of the tokens before, to which this one's are added."""
+def text_logprobs(entry: IdLogprobs, context: list[bytes], token_bytes: TokenBytes) -> TextLogprobs:
+    """Return the same entry with texts instead of token ids.
+
+    `context` has the bytes of the tokens before this one, which is appended to it.
+    """
 
     def text_of(token_id: int) -> str:
-        return token_text(spelling[token_id], context)
+        return token_text(token_bytes[token_id], context)
 
-    token = text_of(found.token_id)
-    told = TextLogprobs(
+    token = text_of(entry.token_id)
+    converted = TextLogprobs(
         token=token,
-        logprob=found.logprob,
+        logprob=entry.logprob,
         bytes=list(token.encode()),
         top_logprobs=[
             TextLogprob(token=text, logprob=top.logprob, bytes=list(text.encode()))
-            for top in found.top_logprobs
+            for top in entry.top_logprobs
             for text in [text_of(top.token_id)]
         ],
     )
-    context.append(spelling[found.token_id])
-    return told
+    context.append(token_bytes[entry.token_id])
+    return converted

@@ -1,7 +1,7 @@
-"""What the answers that are not streamed may keep in memory: their log probabilities. Pure.
+"""Memory budget for answers that are not streamed: the size of their log probabilities. Pure.
 
-A stream lets go of them as soon as they are shown. A whole answer has all of them at its end, and
-there may be gigabytes, so room for them is made before the request is on its way.
+A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
+end, and there may be gigabytes, so their memory is reserved before the request is published.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -16,76 +16,77 @@ from shared.protocol.messages import RequestRecord
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 
-# Of one entry, as Python's objects and the JSON that these become, at the peak. A token has one for
-# itself, one for its own log probability, and one for that of each other. Seen with tracemalloc, at
-# most: 450 bytes with no others and 360 with twenty, for conversations and `output_mode: text`.
+# Peak memory of one entry, as Python objects together with the JSON that is made of them. A token
+# has one entry for itself, one for its own log probability, and one for each other token's. The
+# most that tracemalloc has shown is 450 bytes without others and 360 with twenty others, for
+# conversations and for `output_mode: text`.
 ENTRY_BYTES = 480
-# As many answers of the largest size may be made at one time, or more smaller ones.
+# As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
 _OPTION = "kept"
 
 
 class LogprobSize(Struct, frozen=True, omit_defaults=True):
-    """How many entries of log probabilities an answer has; text and tokens by themselves are
-    little."""
+    """Number of log probability entries of an answer. Its text and tokens alone are small."""
 
     per_token: int = 0
-    """Of each token of the answer."""
+    """Entries of each token of the answer."""
     of_prompt: int = 0
+    """Entries of the prompts."""
     choices: int = 1
-    """Of all prompts together."""
+    """Choices of all prompts together."""
     max_tokens: int | None = None
-    """Of each choice; None for as many as the model can take."""
+    """Limit on the tokens of each choice. None: the model's limit."""
 
     @property
     def needs_max_model_len(self) -> bool:
         return self.per_token > 0 and self.max_tokens is None
 
     def max_bytes(self, max_model_len: int = 0) -> int:
-        """In bytes."""
+        """Return the largest size that the answer may have."""
         tokens = max_model_len if self.max_tokens is None else self.max_tokens
         return self.num_bytes(self.choices * tokens)
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the size of an answer whose choices have `num_tokens` together."""
+        return ENTRY_BYTES * (self.of_prompt + self.per_token * num_tokens)
+
     def limiting_field(self, num_bytes: int, kind: str) -> str:
-        """What makes it so much, by the name that requests of this kind have for it."""
+        """Return the field of the request that makes up most of `num_bytes`."""
         if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
         return "prompt_logprobs" if kind == "generate" else "logprobs"
 
-    def num_bytes(self, num_tokens: int) -> int:
-        """In bytes, for an answer whose choices have `num_tokens` together."""
-        return ENTRY_BYTES * (self.of_prompt + self.per_token * num_tokens)
 
-
-def logprob_size_of(order: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
-    """`defaults` are the model's sampling parameters."""
-    sampling = {**defaults, **order.sampling}
+def logprob_size_of(plan: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
+    """Return the size of a plan's answer. `defaults` are the model's sampling parameters."""
+    sampling = {**defaults, **plan.sampling}
     num_choices = sampling.get("n", 1)
-    shown = order.options.get("logprobs")
+    shown = plan.options.get("logprobs")
     is_shown = shown is not None and shown is not False
-    of_prompt = order.sampling.get("prompt_logprobs")
+    of_prompt = plan.sampling.get("prompt_logprobs")
     num_prompt = 0
     if of_prompt is not None:
-        # Choices that begin with their prompt have what is known of it, each for itself.
-        copies = num_choices if "echo" in order.options else 1
-        num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in order.requests)
+        # With an echo, each choice has its own copy of the prompt's log probabilities.
+        copies = num_choices if "echo" in plan.options else 1
+        num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in plan.requests)
     return LogprobSize(
-        per_token=_entries(sampling.get("logprobs")) if is_shown else 0,
-        of_prompt=num_prompt * _entries(of_prompt),
-        choices=num_choices * len(order.requests),
+        per_token=_num_entries(sampling.get("logprobs")) if is_shown else 0,
+        of_prompt=num_prompt * _num_entries(of_prompt),
+        choices=num_choices * len(plan.requests),
         max_tokens=sampling.get("max_tokens"),
     )
 
 
-def _entries(num_others: int | None) -> int:
+def _num_entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def with_logprob_size(options: Mapping[str, Any], kept: LogprobSize) -> dict[str, Any]:
-    """Options of a RequestRecord, from which `kept_in` has it again."""
-    keeps_any = kept.per_token or kept.of_prompt
-    return {**options, _OPTION: msgspec.to_builtins(kept)} if keeps_any else dict(options)
+def with_logprob_size(options: Mapping[str, Any], size: LogprobSize) -> dict[str, Any]:
+    """Return the options of a RequestRecord, from which `read_logprob_size` reads the size."""
+    has_logprobs = size.per_token or size.of_prompt
+    return {**options, _OPTION: msgspec.to_builtins(size)} if has_logprobs else dict(options)
 
 
 def read_logprob_size(record: RequestRecord) -> LogprobSize:
@@ -93,30 +94,33 @@ def read_logprob_size(record: RequestRecord) -> LogprobSize:
 
 
 class AnswerBudget:
-    """Memory for whole answers in the making, those of everybody together."""
+    """Memory budget for all answers that are being assembled."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._max_mib = limits.max_answer_mib
-        self._free = MAX_LARGEST * limits.max_answer_mib * 2**20
+        self._free_bytes = MAX_LARGEST * limits.max_answer_mib * 2**20
 
     def reserve(self, scope: MutableMapping[str, Any], num_bytes: int, field: str) -> None:
-        """Until `release` with the same scope, of an HTTP request, in place of what it has.
-        Raises AnswerTooLarge with `field`, or Overloaded."""
+        """Reserve memory for the HTTP request of `scope` until `release`.
+
+        It replaces an earlier reservation of the same request. Raises AnswerTooLarge with `field`,
+        or Overloaded.
+        """
         self.release(scope)
         if num_bytes > self._max_mib * 2**20:
-            # Those of a prompt are not streamed.
+            # Log probabilities of a prompt are never streamed.
             streamed = "" if field == "prompt_logprobs" else "; a stream has no such limit"
             raise AnswerTooLarge(
-                f"the log probabilities of this answer may take {num_bytes // 2**20} MiB, and those"
-                f" of one that is not streamed {self._max_mib}: ask for fewer, or for fewer tokens"
-                f"{streamed}",
+                f"the log probabilities of this answer may take {num_bytes // 2**20} MiB, and the"
+                f" limit without a stream is {self._max_mib} MiB: ask for fewer, or for fewer"
+                f" tokens{streamed}",
                 field=field,
             )
-        if num_bytes > self._free:
-            raise Overloaded("too many large answers are being made")
-        self._free -= num_bytes
+        if num_bytes > self._free_bytes:
+            raise Overloaded("too many large answers are being assembled")
+        self._free_bytes -= num_bytes
         scope["answer_bytes"] = num_bytes
 
     def release(self, scope: MutableMapping[str, Any]) -> None:
-        """What this request has taken, if anything."""
-        self._free += scope.pop("answer_bytes", 0)
+        """Free what this request has reserved. A second call has no effect."""
+        self._free_bytes += scope.pop("answer_bytes", 0)

@@ -1,4 +1,4 @@
-"""Chat completions: what goes on the bus for a request. Pure."""
+"""Chat completions: the plan of a request. Pure."""
 
 from typing import Any
 
@@ -38,14 +38,15 @@ from workers.gateway.schemas.openai_request import (
 
 
 class ToolPlan(Struct, frozen=True):
-    """How calls are found in an answer: in the model's own form, or in one that it is held to."""
+    """Format of the tool calls of an answer: the model's own, or one that it is constrained to."""
 
     form: str | None = None
-    """Of `tools.FORMS`; None: there are none in it."""
+    """Format of `tool_parser.Form`. None: the answer has no calls."""
     names: list[str] = []
-    """Of the functions that may be called."""
-    one: bool = False
+    """Functions that may be called."""
+    one_call: bool = False
     structure: dict[str, Any] | None = None
+    """StructuredOutputs mapping that constrains the answer."""
 
 
 def needs_card(request: ChatRequest) -> bool:
@@ -55,29 +56,32 @@ def needs_card(request: ChatRequest) -> bool:
 def plan_chat(
     request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
 ) -> SubmitPlan:
-    """`card` is needed for a request with tools. Without `strict`, functions that are it and need
-    not be called are taken as others. Raises a RequestError with the field."""
-    plan = tool_plan(request, card)
-    structure = plan.structure
-    by_itself = plan.form is not None and structure is None
-    if strict and by_itself and card is not None:
+    """Return the plan of a request. `card` is needed for a request with tools.
+
+    Without `strict`, the attribute of that name is ignored for functions that the model may choose
+    not to call. Raises a RequestError with the field.
+    """
+    tools = tool_plan(request, card)
+    structure = tools.structure
+    is_unconstrained = tools.form is not None and structure is None
+    if strict and is_unconstrained and card is not None:
         structure = strict_structure(request, card)
     sampling, fields = sampling_of(request) | _logprobs_of(request), client_fields_of(request)
     limit = request.max_completion_tokens
     if limit is not None:
         if sampling.get("max_tokens", limit) != limit:
-            raise InvalidRequest("max_tokens differs from this", field="max_completion_tokens")
+            raise InvalidRequest("max_tokens has another value", field="max_completion_tokens")
         sampling["max_tokens"] = limit
         fields["sampling_params.max_tokens"] = "max_completion_tokens"
     if structure is not None:
         sampling["structured_outputs"] = structure
         fields[STRUCTURE_FIELD] = "tools"
-    if by_itself:
-        # The signs by which calls are found may be special tokens.
+    if is_unconstrained:
+        # The tags by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
     options = usage_options(request) | {"logprobs": bool(request.logprobs), "fields": fields}
-    if plan.form is not None:
-        options |= {"form": plan.form, "names": plan.names, "one_call": plan.one}
+    if tools.form is not None:
+        options |= {"form": tools.form, "names": tools.names, "one_call": tools.one_call}
     return SubmitPlan([_generate(request, card)], sampling, options)
 
 
@@ -104,6 +108,7 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
 
 
 def message_of(given: ChatMessage, field: str) -> Message:
+    """Return the message for the bus. Raises InvalidRequest for one without content."""
     content = given.content
     if isinstance(content, list):
         parts = [_part_of(part) for part in content]
@@ -135,18 +140,18 @@ def _part_of(given: ChatPart) -> ContentPart:
 
 def _logprobs_of(request: ChatRequest) -> dict[str, int]:
     if request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs go with logprobs alone", field="top_logprobs")
+        raise InvalidRequest("top_logprobs require logprobs", field="top_logprobs")
     return {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
 
 
 def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
-    """Raises a RequestError where the model's calls could not be found."""
+    """Return the plan for tool calls. Raises a RequestError if the calls could not be found."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice not in (None, "none"):
-            raise InvalidRequest("there are no tools to choose from", field="tool_choice")
+            raise InvalidRequest("tool_choice requires tools", field="tool_choice")
         return ToolPlan()
-    one = request.parallel_tool_calls is False
+    one_call = request.parallel_tool_calls is False
     names = [tool.function.name for tool in tools]
     if choice == "none":
         return ToolPlan()
@@ -159,23 +164,24 @@ def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
             "named", [wanted], True, {"json_schema": _arguments_schema(chosen) | COMPACT}
         )
     if choice == "required":
-        return ToolPlan("required", names, one, {"json_schema": _calls_schema(tools, one)})
+        schema = _calls_schema(tools, one_call=one_call)
+        return ToolPlan("required", names, one_call, {"json_schema": schema})
     if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
         raise UnsupportedParameter(
-            "response_format: an answer that may call tools has no structure of its own here",
+            "response_format is not supported for an answer that may call tools",
             field="response_format",
         )
     if card is None or not card.takes_tools or card.tool_parser is None:
         raise UnsupportedParameter(
-            f"tools: {request.model} has not been taught to call them; with tool_choice 'required'"
-            " or a named tool its answer is held to the form of a call",
+            f"tools: {request.model} was not trained to call tools; with tool_choice 'required' or"
+            " a named tool its answer is constrained to the form of a call",
             field="tools",
         )
-    return ToolPlan(card.tool_parser, names, one)
+    return ToolPlan(card.tool_parser, names, one_call)
 
 
-# To llguidance: arguments are read by programs, and a model that is made to write JSON and does not
-# want to would go on with spaces for ever.
+# An option of llguidance. A model that is forced to write JSON and tends to do otherwise would
+# write spaces for ever.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
@@ -183,8 +189,8 @@ def _arguments_schema(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
-def _calls_schema(tools: list[Tool], one: bool) -> dict[str, Any]:
-    """A list of calls; schemas that functions define for themselves stay within reach of `$ref`."""
+def _calls_schema(tools: list[Tool], *, one_call: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls. Definitions move to its top, so `$ref` finds them."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
@@ -202,6 +208,6 @@ def _calls_schema(tools: list[Tool], one: bool) -> dict[str, Any]:
             }
         )
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if one:
+    if one_call:
         schema["maxItems"] = 1
     return schema | COMPACT | ({"$defs": definitions} if definitions else {})

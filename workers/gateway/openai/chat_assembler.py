@@ -1,4 +1,4 @@
-"""Chat completions of token logs. Pure."""
+"""Assembler of chat completions. Pure."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.messages import ChoiceDelta, TokenChunk, Usage
-from workers.gateway.core.assembler import TokenBytes, openai_logprobs, or_unset
+from workers.gateway.core.assembler import TokenBytes, or_unset
+from workers.gateway.core.logprobs import openai_logprobs
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call, Piece
 from workers.gateway.schemas.openai_response import (
@@ -29,12 +30,12 @@ from workers.gateway.schemas.openai_response import (
 
 
 class ChatOptions(Struct, frozen=True):
-    """As a JobRecord keeps them."""
+    """Options of the answer, stored in the RequestRecord."""
 
     include_usage: bool = False
     continuous_usage: bool = False
     prompt_tokens: int = 0
-    """Known for `continuous_usage`."""
+    """Set for `continuous_usage` only."""
     logprobs: bool = False
     form: str | None = None
     names: list[str] = []
@@ -49,27 +50,29 @@ class _Choice:
     begun: bool = False
     text: list[str] = field(default_factory=list)
     calls: list[tuple[str, list[str]]] = field(default_factory=list)
-    """Names, and arguments in pieces."""
+    """The name and the pieces of the arguments of each call."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 class ChatAssembler:
+    """Assembler of chat completions, with tool calls."""
+
     def __init__(
         self,
         request_id: str,
         model: str,
         created_s: int,
         options: ChatOptions,
-        spelling: TokenBytes,
+        token_bytes: TokenBytes,
     ) -> None:
         self.collects_answer = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
         self._options = options
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._choices: dict[int, _Choice] = {}
         self._num_tokens = 0
         self._usage: Usage | None = None
@@ -103,12 +106,12 @@ class ChatAssembler:
         choice = self._choices.get(delta.index)
         if choice is None:
             form, options = self._options.form, self._options
-            parser = form and ToolParser(form, options.names, one=options.one_call)
+            parser = form and ToolParser(form, options.names, one_call=options.one_call)
             choice = self._choices[delta.index] = _Choice(parser or None)
-        text, calls = self._divide(delta, choice)
+        text, calls = self._parse_text(delta, choice)
         logprobs = None
         if self._options.logprobs and delta.logprobs:
-            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self._spelling))
+            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self._token_bytes))
             if self.collects_answer:
                 choice.logprobs += logprobs
         if delta.finish_reason is not None:
@@ -130,8 +133,8 @@ class ChatAssembler:
             or_unset(choice.stop_reason),
         )
 
-    def _divide(self, delta: ChoiceDelta, choice: _Choice) -> tuple[str, list[CallDelta]]:
-        """Into content and calls, of which the choice then knows."""
+    def _parse_text(self, delta: ChoiceDelta, choice: _Choice) -> tuple[str, list[CallDelta]]:
+        """Split the new text into content and tool calls, and add both to the choice."""
         if choice.parser is None:
             choice.text.append(delta.text)
             return delta.text, []
@@ -152,11 +155,11 @@ class ChatAssembler:
         return CallDelta(piece.index, function, self._call_id(index, piece.index), "function")
 
     def _call_id(self, choice: int, call: int) -> str:
-        """The same whoever assembles it."""
-        told = f"{self._id}:{choice}:{call}".encode()
-        number = int.from_bytes(hashlib.sha256(told).digest(), "big")
+        """Return the call's id, which is the same in every process that assembles the answer."""
+        source = f"{self._id}:{choice}:{call}".encode()
+        number = int.from_bytes(hashlib.sha256(source).digest(), "big")
         if self._options.form == "mistral":
-            return f"{number % 10**9:09d}"  # Its templates take no others.
+            return f"{number % 10**9:09d}"  # Mistral's templates accept only 9 characters.
         return f"call_{number % 16**24:024x}"
 
     def _whole(self, index: int, choice: _Choice) -> ChatChoice:

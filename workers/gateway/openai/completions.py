@@ -1,6 +1,6 @@
-"""Completions: what goes on the bus for a request, and the answers of its token logs. Pure.
+"""Completions: the plan of a request, and the assembler of its answer. Pure.
 
-Each prompt is a request of its own. The choices of the i-th are those from i * n on.
+Each prompt is a request of its own on the bus. The choices of the i-th prompt begin at i * n.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import ChoiceDelta, GenerateRequest, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import TokenBytes, openai_logprobs, or_unset
-from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, token_text
+from workers.gateway.core.assembler import TokenBytes, or_unset
+from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
 from workers.gateway.core.plan import (
     SubmitPlan,
     client_fields_of,
@@ -31,20 +31,20 @@ from workers.gateway.schemas.openai_response import (
     usage_of,
 )
 
-# As OpenAI's API has it: an answer to a chat ends by itself, and a prompt may go on for ever.
+# The default of OpenAI's API. A chat answer ends by itself; a prompt may continue for ever.
 DEFAULT_MAX_TOKENS = 16
 
 
 class Echo(Struct, frozen=True):
-    """A prompt that the answer begins with."""
+    """A prompt with which the answer begins."""
 
     text: str
     token_ids: list[int] = []
-    """Needed for their log probabilities."""
+    """Token ids of the prompt, needed for its log probabilities."""
 
 
 class CompletionOptions(Struct, frozen=True):
-    """As a JobRecord keeps them."""
+    """Options of the answer, stored in the RequestRecord."""
 
     parts: int = 1
     n: int = 1
@@ -54,18 +54,21 @@ class CompletionOptions(Struct, frozen=True):
     logprobs: bool = False
     echo: list[Echo] = []
     echo_only: bool = False
-    """What comes after the prompts is left out."""
+    """The answer is the prompts alone."""
 
 
 def plan_completion(request: CompletionRequest) -> SubmitPlan:
-    """Raises a RequestError with the field. An echo is yet to be looked up: see `echoed`."""
+    """Return the plan of a request. Raises a RequestError with the field.
+
+    The texts and token ids of an echo are not in it: the route adds them to the options.
+    """
     prompts = prompts_of(request)
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
     echo_only = request.max_tokens == 0
     if echo_only and not request.echo:
-        raise InvalidRequest("max_tokens: 0 is for an echo alone", field="max_tokens")
+        raise InvalidRequest("max_tokens: 0 requires echo", field="max_tokens")
     if echo_only:
-        # Log probabilities of a prompt come with the first token after it.
+        # The log probabilities of a prompt come with the first token after it.
         sampling["max_tokens"] = 1
     if request.logprobs is not None:
         sampling["logprobs"] = request.logprobs
@@ -97,32 +100,36 @@ def _with_prompt(common: GenerateRequest, prompt: str | list[int]) -> GenerateRe
 
 @dataclass(slots=True)
 class _Choice:
+    """One choice so far."""
+
     begun: bool = False
     text: str = ""
     offset: int = 0
-    """In characters, of the next token."""
+    """Offset of the next token, in characters."""
     context: list[bytes] = field(default_factory=list)
-    """The tokens before it, for a character may need several."""
+    """Tokens before the next one, because a character may need several."""
     logprobs: CompletionLogprobs = field(default_factory=lambda: CompletionLogprobs([], [], [], []))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 class CompletionAssembler:
+    """Assembler of completions."""
+
     def __init__(
         self,
         request_id: str,
         model: str,
         created_s: int,
         options: CompletionOptions,
-        spelling: TokenBytes,
+        token_bytes: TokenBytes,
     ) -> None:
         self.collects_answer = True
         self._id = request_id
         self._model = model
         self._created_s = created_s
         self._options = options
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._choices: dict[int, _Choice] = {}
         self._num_tokens = 0
         self._usages: list[Usage] = []
@@ -133,7 +140,7 @@ class CompletionAssembler:
             self._prompt_logprobs[part] = record.prompt_logprobs
         deltas = record.choices
         if self._options.echo_only:
-            deltas = [_nothing_of(delta) for delta in deltas]
+            deltas = [_without_tokens(delta) for delta in deltas]
         self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
         advanced = (self._advance(part, delta) for delta in deltas)
         shown = [choice for choice in advanced if choice is not None]
@@ -179,9 +186,8 @@ class CompletionAssembler:
             self._echo(choice, echo, self._prompt_logprobs.get(part), logprobs)
         text += delta.text
         if self._options.logprobs and delta.logprobs:
-            spelt = openai_logprobs(delta.token_ids, delta.logprobs, self._spelling)
-            for token in spelt:
-                _append(choice, token, logprobs)
+            for entry in openai_logprobs(delta.token_ids, delta.logprobs, self._token_bytes):
+                _append(choice, entry, logprobs)
         choice.text += text
         if self.collects_answer:
             _extend(choice.logprobs, logprobs)
@@ -202,34 +208,34 @@ class CompletionAssembler:
         self,
         choice: _Choice,
         echo: Echo,
-        known: list[TokenLogprobs] | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
         logprobs: CompletionLogprobs,
     ) -> None:
-        """Nothing comes before the first token, so nothing is known of it."""
-        if known is None or not echo.token_ids:
+        """Add the prompt to `logprobs`. Its first token has no log probability."""
+        if prompt_logprobs is None or not echo.token_ids:
             choice.offset = len(echo.text)
             return
-        first = self._spelling[echo.token_ids[0]].decode("utf-8", "replace")
-        logprobs.tokens.append(first)
+        first = self._token_bytes[echo.token_ids[0]]
+        logprobs.tokens.append(first.decode("utf-8", "replace"))
         logprobs.token_logprobs.append(None)
         logprobs.top_logprobs.append(None)
         logprobs.text_offset.append(0)
-        _advance_offset(choice, self._spelling[echo.token_ids[0]])
-        for token in openai_logprobs(echo.token_ids[1:], known, self._spelling):
-            _append(choice, token, logprobs)
+        _advance_offset(choice, first)
+        for entry in openai_logprobs(echo.token_ids[1:], prompt_logprobs, self._token_bytes):
+            _append(choice, entry, logprobs)
 
 
-def _nothing_of(delta: ChoiceDelta) -> ChoiceDelta:
+def _without_tokens(delta: ChoiceDelta) -> ChoiceDelta:
     return ChoiceDelta(delta.index, 0, [], "", None if delta.finish_reason is None else "length")
 
 
-def _append(choice: _Choice, token: TokenLogprob, logprobs: CompletionLogprobs) -> None:
-    logprobs.tokens.append(token.token)
-    logprobs.token_logprobs.append(token.logprob)
-    tops = {top.token: top.logprob for top in token.top_logprobs}
-    logprobs.top_logprobs.append(tops | {token.token: token.logprob})
+def _append(choice: _Choice, entry: TokenLogprob, logprobs: CompletionLogprobs) -> None:
+    logprobs.tokens.append(entry.token)
+    logprobs.token_logprobs.append(entry.logprob)
+    tops = {top.token: top.logprob for top in entry.top_logprobs}
+    logprobs.top_logprobs.append(tops | {entry.token: entry.logprob})
     logprobs.text_offset.append(choice.offset)
-    _advance_offset(choice, bytes(token.bytes))
+    _advance_offset(choice, bytes(entry.bytes))
 
 
 def _advance_offset(choice: _Choice, token: bytes) -> None:

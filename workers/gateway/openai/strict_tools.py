@@ -1,9 +1,11 @@
-"""`strict` functions that a model may call or not: text runs free up to the sign of a call, and the
-call is of a function that was offered, with arguments of its schema. Pure.
+"""Grammar for `strict` functions that a model may choose not to call. Pure.
 
-That is sound for one form. Of `hermes` the sign says nothing else. Of `llama3_json` it is the brace
-that an answer begins with, as one that is JSON itself does; after that of `mistral` another thing
-follows in every version.
+Text is free up to the opening tag of a call. The call must then be of a function that was offered,
+with arguments that match its schema.
+
+This is sound for the `hermes` format only, whose tag means nothing else. In `llama3_json` the tag
+is the opening brace, with which an answer in JSON begins too; what follows the tag of `mistral`
+differs between its versions.
 """
 
 import json
@@ -17,7 +19,7 @@ from workers.gateway.core.plan import structure_of
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.openai_request import ChatRequest
 
-# As models have been taught to write it, and no endless space.
+# The spacing that models were trained to write. It also prevents endless space.
 _SPACING = {
     "x-guidance": {
         "whitespace_flexible": False,
@@ -30,35 +32,37 @@ start: call* TEXT
 call: begin "\n"? (FUNCTIONS) "\n"? END
 TEXT: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
 """
-# To llguidance a token of its own is no text, even where it stands for some.
+# llguidance does not match a special token as text, even if the token stands for text.
 _BEGIN = r"begin[lazy]: /(.|\n)*<tool_call>/"
 _BEGIN_TOKEN = "begin: TEXT <[{}]>"
 
 
 def strict_structure(request: ChatRequest, card: ModelCard) -> dict[str, Any] | None:
-    """What holds the calls of an answer to their functions, where one of these is strict and none
-    must be called. Raises a RequestError where nothing can."""
+    """Return the constraint on an answer if one of the functions is strict, else None.
+
+    Raises a RequestError if the calls cannot be constrained.
+    """
     tools = request.tools or []
     strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
     if strict is None:
         return None
     if card.call_signs is None:
         raise UnsupportedParameter(
-            f"{request.model} writes calls in a form that is not held to schemas while it may also"
-            " not call: leave strict out, or give tool_choice 'required' or a function",
+            f"{request.model} writes calls in a format that cannot be constrained while calls are"
+            " optional: leave strict out, or set tool_choice to 'required' or to a function",
             field=f"tools[{strict}].function.strict",
         )
     if (other := structure_of(request)) is not None:
-        raise InvalidRequest(
-            f"{other[0]}: an answer with strict functions has their structure", field=other[0]
-        )
+        raise InvalidRequest(f"{other[0]} cannot be combined with strict functions", field=other[0])
     return {"grammar": strict_grammar(tools, card.call_signs)}
 
 
-def strict_grammar(tools: Sequence[Tool], signs: Sequence[int | None]) -> str:
-    """Of a whole answer, in llguidance's form of Lark; `signs` are a ModelCard's. A function that
-    is not strict has any object for arguments."""
-    begin, end = signs
+def strict_grammar(tools: Sequence[Tool], call_signs: Sequence[int | None]) -> str:
+    """Return the grammar of a whole answer, in llguidance's variant of Lark.
+
+    `call_signs` are those of the ModelCard. A function that is not strict takes any object.
+    """
+    begin, end = call_signs
     names = " | ".join(f"f_{i}" for i in range(len(tools)))
     ending = '"</tool_call>"' if end is None else f"<[{end}]>"
     return "\n".join(
@@ -71,7 +75,7 @@ def strict_grammar(tools: Sequence[Tool], signs: Sequence[int | None]) -> str:
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
-    """Schemas that the function defines for itself stay within reach of `$ref`."""
+    """Return the schema of a call. Definitions move to its top, where `$ref` finds them."""
     arguments = dict(tool.function.parameters or {}) if tool.function.strict else {}
     definitions = arguments.pop("$defs", None)
     schema: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Calls of tools in an answer's text, found as the text arrives: the forms of models. Pure.
+"""Streaming parser for tool calls in the text of an answer, in the formats of several models. Pure.
 
-An answer is read character by character, so how it was cut on its way makes no difference. A call
-is told as soon as its function's name is known; what was taken for the beginning of a call, and is
-none, is content like everything else. Nothing is ever evaluated.
+The text is read character by character, so the way it was cut into chunks makes no difference. A
+call is returned as soon as its function's name is known. Text that looked like the beginning of a
+call, and is none, becomes content. Nothing is ever evaluated.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,17 @@ from workers.gateway.openai.tool_scanner import CallReader, NoCall, Piece, Readi
 
 Form = Literal["hermes", "llama3_json", "mistral", "named", "required"]
 
-
-# With what surrounds it.
+# Limit on a name together with its delimiters.
 MAX_NAME_LEN = 80
 
 
 class ToolParser:
-    """One choice of an answer."""
+    """Parser for one choice of an answer."""
 
-    def __init__(self, form: str, names: Sequence[str], *, one: bool = False) -> None:
-        """`names` are those of the functions that were offered; `one`: only the first call counts,
-        and what is called after it is left out."""
-        self._reader = CallReader(names, one=one)
+    def __init__(self, form: str, names: Sequence[str], *, one_call: bool = False) -> None:
+        """`names` are those of the functions that were offered. With `one_call`, all calls after
+        the first are left out."""
+        self._reader = CallReader(names, one_call=one_call)
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
 
@@ -32,44 +31,45 @@ class ToolParser:
         return self._reader.num_calls > 0
 
     def feed(self, text: str) -> list[Piece]:
+        """Return the content and calls that are complete with this text."""
         for character in text:
             self._reading.send(character)
-        return self._reader.taken()
+        return self._reader.pop_pieces()
 
     def end(self) -> list[Piece]:
-        """The text is over: what was held back for what might have followed is content."""
+        """Return the text that was held back, after the end of the answer."""
         self._reading.close()
         self._reader.end()
-        return self._reader.taken()
+        return self._reader.pop_pieces()
 
 
 def _rest(reader: CallReader) -> Reading:
-    """All else is content."""
+    """Read the rest of the text as content."""
     reader.release()
     while True:
         reader.content((yield))
 
 
 def _hermes(reader: CallReader) -> Reading:
-    """`<tool_call>{...}</tool_call>`, any number of them, with content around."""
+    """Read any number of `<tool_call>{...}</tool_call>`, with content around them."""
     while True:
         yield from reader.until("<tool_call>")
         try:
             reader.expect("{", (yield from reader.after_space()))
             yield from reader.call()
-            yield from _sign(reader, "</tool_call>")
+            yield from _tag(reader, "</tool_call>")
             reader.drop()
         except NoCall:
             reader.release()
 
 
 def _llama3_json(reader: CallReader) -> Reading:
-    """The whole answer is calls, with semicolons between."""
-    sign = "<|python_tag|>"
+    """Read an answer that consists of calls, with semicolons between them."""
+    tag = "<|python_tag|>"
     character = yield from reader.after_space()
     if character == "<":
-        for wanted in sign[1:]:
-            if (yield from reader.take()) != wanted:
+        for wanted in tag[1:]:
+            if (yield from reader.next_char()) != wanted:
                 yield from _rest(reader)
         character = yield from reader.after_space()
     try:
@@ -83,7 +83,7 @@ def _llama3_json(reader: CallReader) -> Reading:
 
 
 def _mistral(reader: CallReader) -> Reading:
-    """`[TOOL_CALLS]`, and then a list of calls, or each call's name before its arguments."""
+    """Read `[TOOL_CALLS]`, and then a list of calls, or the name of each call and its arguments."""
     yield from reader.until("[TOOL_CALLS]")
     try:
         character = yield from reader.after_space()
@@ -103,23 +103,23 @@ def _named_calls(reader: CallReader, character: str) -> Reading:
             if len(name) > MAX_NAME_LEN:
                 raise NoCall
             name += character
-            character = yield from reader.take()
+            character = yield from reader.next_char()
         if name.endswith("[ARGS]") and character.isspace():
             character = yield from reader.after_space()
         yield from reader.named_call(name.removesuffix("[ARGS]").strip(), character)
-        yield from _sign(reader, "[TOOL_CALLS]")
+        yield from _tag(reader, "[TOOL_CALLS]")
         character = yield from reader.after_space()
 
 
-def _sign(reader: CallReader, sign: str) -> Reading:
-    """After space."""
-    reader.expect(sign[0], (yield from reader.after_space()))
-    for wanted in sign[1:]:
-        reader.expect(wanted, (yield from reader.take()))
+def _tag(reader: CallReader, tag: str) -> Reading:
+    """Read a tag, with space before it. Raises NoCall for other text."""
+    reader.expect(tag[0], (yield from reader.after_space()))
+    for wanted in tag[1:]:
+        reader.expect(wanted, (yield from reader.next_char()))
 
 
 def _named(reader: CallReader) -> Reading:
-    """The whole answer is one function's arguments."""
+    """Read an answer that consists of the arguments of one function."""
     character = yield from reader.after_space()
     reader.start(reader.names[0])
     while True:
@@ -128,7 +128,7 @@ def _named(reader: CallReader) -> Reading:
 
 
 def _required(reader: CallReader) -> Reading:
-    """The whole answer is a list of calls."""
+    """Read an answer that consists of a list of calls."""
     try:
         reader.expect("[", (yield from reader.after_space()))
         yield from reader.calls()

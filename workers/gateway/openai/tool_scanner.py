@@ -1,8 +1,8 @@
-"""Reading of a text character by character, where calls of tools may be in it: what is held until
-it is known what it is, the JSON object of a call, and what is told. Pure.
+"""Character scanner for text that may contain tool calls: holds text back until it is known to be
+content or a call, reads the JSON object of a call, and collects the pieces found. Pure.
 
-Every character is looked at once and copied a bounded number of times, however much is held:
-texts are lists of pieces until they are told.
+Each character is looked at once and copied a bounded number of times, however much text is held:
+texts are lists of pieces until they are returned.
 """
 
 import json
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Content:
+    """Text outside of calls."""
+
     text: str
 
 
 @dataclass(slots=True)
 class Call:
-    """`arguments` are as much of them as has come; later pieces of the same index have more."""
+    """A part of a call: its first arguments, or further ones of the same index without a name."""
 
     index: int
     name: str | None
@@ -26,13 +28,13 @@ class Call:
 
 Piece = Content | Call
 
-# A reader is sent a character at a time.
+# A reader is a generator that is sent one character at a time.
 Reading = Generator[None, str, None]
 Read = Generator[None, str, str]
 
 
 class NoCall(Exception):
-    """This is not the form of a call."""
+    """The text does not have the form of a call."""
 
 
 @dataclass(slots=True)
@@ -40,82 +42,87 @@ class _Call:
     """A call being read: an object with a name and arguments, in either order."""
 
     name: str | None = None
-    told: bool = False
+    is_started: bool = False
     early: list[str] = field(default_factory=list)
     """Arguments that came before the name."""
 
 
 class CallReader:
-    def __init__(self, names: Sequence[str], *, one: bool) -> None:
-        """As of a `ToolParser`."""
+    """State of the scanner, and the readers for the common parts of all formats."""
+
+    def __init__(self, names: Sequence[str], *, one_call: bool) -> None:
+        """See `ToolParser` for the parameters."""
         self.names = names
         self.num_calls = 0
-        self._one = one
+        self._one_call = one_call
         self._held: list[str] = []
-        """Read, and not known yet to be content or a call."""
-        self._told: list[tuple[int | None, str | None, list[str]]] = []
-        """A call's index, or None of content; its function's name; and its text."""
+        """Text that has been read and is not yet known to be content or a call."""
+        self._pieces: list[tuple[int | None, str | None, list[str]]] = []
+        """Call index (None for content), function name, and text."""
 
-    # -- telling --------------------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------------
 
-    def taken(self) -> list[Piece]:
-        """What has been told since the last time."""
-        told, self._told = self._told, []
+    def pop_pieces(self) -> list[Piece]:
+        """Return the pieces found since the last call of this method."""
+        pieces, self._pieces = self._pieces, []
         return [
             Content("".join(texts)) if index is None else Call(index, name, "".join(texts))
-            for index, name, texts in told
+            for index, name, texts in pieces
         ]
 
     def content(self, text: str) -> None:
         if text:
-            self._tell(None, text)
+            self._append(None, text)
 
     def release(self, but: int = 0) -> None:
-        """What is held is content, but for so many characters at its end."""
+        """Make the held text content, except for the last `but` characters."""
         end = len(self._held) - but
         self.content("".join(self._held[:end]))
         self._held = self._held[end:]
 
     def drop(self) -> None:
-        """What is held has been understood."""
+        """Discard the held text, which has been understood."""
         self._held.clear()
 
     def end(self) -> None:
-        """What was held for what might have followed is content."""
+        """Make the held text content, except for space after the last call."""
         if self.num_calls and not "".join(self._held).strip():
             self.drop()
         self.release()
 
     def start(self, name: str) -> None:
+        """Begin the next call."""
         self.drop()
         self.num_calls += 1
         if self._counts:
-            self._told.append((self.num_calls - 1, name, []))
+            self._pieces.append((self.num_calls - 1, name, []))
 
     def arguments(self, text: str) -> None:
+        """Add to the arguments of the current call."""
         if text and self._counts:
-            self._tell(self.num_calls - 1, text)
+            self._append(self.num_calls - 1, text)
 
     @property
     def _counts(self) -> bool:
-        return not (self._one and self.num_calls > 1)
+        return not (self._one_call and self.num_calls > 1)
 
-    def _tell(self, index: int | None, text: str) -> None:
-        if not self._told or self._told[-1][0] != index:
-            self._told.append((index, None, []))
-        self._told[-1][2].append(text)
+    def _append(self, index: int | None, text: str) -> None:
+        if not self._pieces or self._pieces[-1][0] != index:
+            self._pieces.append((index, None, []))
+        self._pieces[-1][2].append(text)
 
     # -- reading --------------------------------------------------------------------------------
 
-    def take(self) -> Read:
-        """One more character, which is held."""
+    def next_char(self) -> Read:
+        """Read one more character, which is held."""
         character = yield
         self._held.append(character)
         return character
 
     def after_space(self) -> Read:
+        """Read up to the first character that is not space."""
         while True:
-            character = yield from self.take()
+            character = yield from self.next_char()
             if not character.isspace():
                 return character
 
@@ -123,21 +130,21 @@ class CallReader:
         if character != wanted:
             raise NoCall
 
-    def until(self, sign: str) -> Reading:
-        """Content up to `sign`, which is held; space after a call waits for what follows it."""
+    def until(self, tag: str) -> Reading:
+        """Read content up to `tag`, which is held. Space after a call waits for the next text."""
         begun = ""
-        while begun != sign:
-            character = yield from self.take()
+        while begun != tag:
+            character = yield from self.next_char()
             waits = self.num_calls > 0 and character.isspace()
             if waits and not begun:
                 continue
             begun += character
-            if not sign.startswith(begun):
-                begun = _beginning(sign, begun)
+            if not tag.startswith(begun):
+                begun = _overlap(tag, begun)
                 self.release(1 if waits else len(begun))
 
     def call(self) -> Reading:
-        """After its opening brace. Raises NoCall where it is no call that was offered."""
+        """Read a call after its opening brace. Raises NoCall if its function was not offered."""
         call = _Call()
         character = yield from self.after_space()
         while character != "}":
@@ -151,10 +158,10 @@ class CallReader:
                 self.expect('"', character)
             elif character != "}":
                 raise NoCall
-        self._close(call)
+        self._end_call(call)
 
     def calls(self) -> Reading:
-        """Of calls, after its opening bracket."""
+        """Read a list of calls after its opening bracket."""
         while True:
             self.expect("{", (yield from self.after_space()))
             yield from self.call()
@@ -165,14 +172,14 @@ class CallReader:
             self.expect(",", character)
 
     def named_call(self, name: str, character: str) -> Reading:
-        """A call whose name has come before its arguments, which begin with `character`."""
+        """Read the arguments of a call with a known name. They begin with `character`."""
         if name not in self.names or character != "{":
             raise NoCall
         self.start(name)
-        yield from self._nested(character, _Call(name, told=True))
+        yield from self._nested(character, _Call(name, is_started=True))
 
     def _member(self, key: str, character: str, call: _Call) -> Read:
-        """The character after a bare word, else none."""
+        """Read the value of a member. Returns the character after a bare word, else ""."""
         if key == "name" and call.name is None:
             self.expect('"', character)
             call.name = yield from self._string()
@@ -183,41 +190,43 @@ class CallReader:
             return (yield from self._value(character, None))
         if character not in '{"':
             raise NoCall
-        self._begin(call)
+        self._start_call(call)
         return (yield from self._value(character, call))
 
     def _string(self) -> Read:
-        """After its opening quote: what it means."""
+        """Read a string after its opening quote. Returns its value."""
         raw = ['"']
         while raw[-1] != '"' or len(raw) == 1:
-            raw.append((yield from self.take()))
+            raw.append((yield from self.next_char()))
             if raw[-1] == "\\":
-                raw[-1] += yield from self.take()
+                raw[-1] += yield from self.next_char()
         try:
             return str(json.loads("".join(raw), strict=False))
         except ValueError:
             raise NoCall from None
 
     def _value(self, character: str, call: _Call | None) -> Read:
-        """The JSON value that begins with `character`, to its end. Arguments of a call that has
-        been told are told at once; returns the character after a bare word, else none."""
+        """Read the JSON value that begins with `character`, and add it to the call's arguments.
+
+        Returns the character after a bare word, else "".
+        """
         if character == '"':
             text = yield from self._string()
             if call is not None:
-                self._give(call, text)  # JSON in a string: some write it so.
+                self._add_arguments(call, text)  # Some models write the JSON in a string.
             return ""
         if character in "{[":
             yield from self._nested(character, call)
             return ""
         while character not in ",}]" and not character.isspace():
-            character = yield from self.take()
+            character = yield from self.next_char()
         return character
 
     def _nested(self, character: str, call: _Call | None) -> Reading:
         depth, in_string, escaped = 0, False, False
         while True:
             if call is not None:
-                self._give(call, character)
+                self._add_arguments(call, character)
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = character == "\\" and not escaped
@@ -229,29 +238,29 @@ class CallReader:
                 depth -= 1
                 if depth == 0:
                     return
-            character = yield from self.take()
+            character = yield from self.next_char()
 
-    def _give(self, call: _Call, text: str) -> None:
-        if call.told:
+    def _add_arguments(self, call: _Call, text: str) -> None:
+        if call.is_started:
             self.drop()
             self.arguments(text)
         else:
             call.early.append(text)
 
-    def _begin(self, call: _Call) -> None:
-        if call.name is not None and not call.told:
-            call.told = True
+    def _start_call(self, call: _Call) -> None:
+        if call.name is not None and not call.is_started:
+            call.is_started = True
             self.start(call.name)
 
-    def _close(self, call: _Call) -> None:
+    def _end_call(self, call: _Call) -> None:
         if call.name is None:
             raise NoCall
-        if not call.told:
-            self._begin(call)
+        if not call.is_started:
+            self._start_call(call)
             self.arguments("".join(call.early) or "{}")
         self.drop()
 
 
-def _beginning(sign: str, text: str) -> str:
-    """The longest end of `text` that `sign` begins with."""
-    return next(text[i:] for i in range(len(text) + 1) if sign.startswith(text[i:]))
+def _overlap(tag: str, text: str) -> str:
+    """Return the longest suffix of `text` that is a prefix of `tag`."""
+    return next(text[i:] for i in range(len(text) + 1) if tag.startswith(text[i:]))

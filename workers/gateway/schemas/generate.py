@@ -1,4 +1,4 @@
-"""The messages of `/inference/v1/generate`, byte for byte: fields in this order, nulls written."""
+"""Messages of `/inference/v1/generate`, byte for byte: fields in this order, nulls included."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ MAX_ID_LEN = 256
 
 
 class PlaceholderInfo(Struct, frozen=True):
-    """Where in the prompt an item's tokens are."""
+    """Placeholder range: the position of an item's tokens in the prompt."""
 
     offset: int
     length: int
@@ -19,12 +19,12 @@ Placeholders = dict[str, list[PlaceholderInfo]]
 
 
 class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Items of a rendered prompt, by modality."""
+    """Multimodal items of a rendered prompt, by modality."""
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: Placeholders
     kwargs_data: dict[str, list[str | None]] | None = None
-    """Base64 of msgpack, see `shared.codec.vllm_kwargs`; null for an item sent by hash."""
+    """Base64 of msgpack, see `shared.codec.vllm_kwargs`. Null for an item that is sent by hash."""
     mm_metadata: dict[str, list[str | None]] | None = None
 
 
@@ -34,10 +34,10 @@ class GenerateStreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What render answers, and generate takes."""
+    """Response of render, and request body of generate."""
 
     request_id: Annotated[str, Meta(max_length=MAX_ID_LEN)] | None = None
-    """Every event of a stream has it."""
+    """Request id in every event of a stream."""
     token_ids: list[int]
     token_offsets: list[tuple[int, int]] | None = None
     features: FeaturesInfo | None = None
@@ -65,7 +65,7 @@ class UsageInfo(Struct, frozen=True, kw_only=True):
 
 
 class TotalUsage(Struct, frozen=True, kw_only=True):
-    """At the end of a stream, where nulls are left out."""
+    """Usage at the end of a stream, without nulls."""
 
     prompt_tokens: int
     total_tokens: int
@@ -79,7 +79,7 @@ class IdLogprob(Struct, frozen=True, kw_only=True):
 
 
 class IdLogprobs(Struct, frozen=True, kw_only=True):
-    """Of a chosen token, and of the most probable ones: the chosen one first, then by rank."""
+    """Log probability of the chosen token, and of the top tokens: it first, then others by rank."""
 
     token_id: int
     logprob: float
@@ -115,7 +115,7 @@ class PromptLogprob(Struct, frozen=True, kw_only=True):
 
 
 class WeightVersionSpan(Struct, frozen=True, kw_only=True):
-    """Which weights made the tokens from `start` to before `end`; here always the same."""
+    """Version of the weights for the tokens from `start` to before `end`. It never changes here."""
 
     version: str = "default"
     start: int = 0
@@ -123,7 +123,8 @@ class WeightVersionSpan(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
-    """Whole, or what a stream tells of it at a time: `text` in the output mode of that name."""
+    """A choice, or the part of it that one event of a stream adds. `text` is set in the output mode
+    `text`."""
 
     index: int
     finish_reason: str | None = None
@@ -153,7 +154,7 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(Struct, frozen=True, kw_only=True):
-    """An event of a stream. The prompt's tokens come with the first one alone, if asked for."""
+    """An event of a stream. Only the first has the prompt's tokens, if the client wants them."""
 
     request_id: str
     usage: UsageInfo | TotalUsage | None = None

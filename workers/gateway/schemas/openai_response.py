@@ -1,4 +1,4 @@
-"""What OpenAI's clients read: answers, and the chunks of streamed ones. Pure."""
+"""Response bodies of OpenAI's API: whole answers, and the chunks of streamed ones. Pure."""
 
 from typing import Literal
 
@@ -19,6 +19,7 @@ class UsageBody(Struct, frozen=True):
 
 
 def usage_of(parts: list[Usage]) -> UsageBody:
+    """Return the sum of the usage of all prompts."""
     prompt = sum(part.prompt_tokens for part in parts)
     completion = sum(part.completion_tokens for part in parts)
     cached = sum(part.cached_tokens for part in parts)
@@ -133,7 +134,7 @@ class CompletionChoice(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """Whole, or a chunk of one that is streamed."""
+    """A whole completion, or a chunk of a streamed one."""
 
     id: str
     created: int

@@ -130,7 +130,7 @@ def divide(plan: ToolPlan, of: str, before: str, text: str, last: bool) -> Divid
     """`text`, which follows `before`; `of` names the choice, and its calls after it."""
     if plan.form is None:
         return Divided(text, [], False)
-    parser = ToolParser(plan.form, plan.names, one=plan.one)
+    parser = ToolParser(plan.form, plan.names, one_call=plan.one_call)
     parser.feed(before)
     pieces = parser.feed(text) + (parser.end() if last else [])
     content = "".join(piece.text for piece in pieces if not isinstance(piece, Call))

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct
 from shared.protocol.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.multimodal import IMAGE
 from workers.gateway.core.assembler import Events, TokenBytes
-from workers.gateway.core.logprobs import id_logprobs, text_logprobs, token_text
+from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
     GenerateChunk,
@@ -224,7 +224,6 @@ class GenerateAssembler:
         self._prompt_logprobs = [None]
         context = [self._spelling[token_ids[0]]]
         for token_id, logprobs in zip(token_ids[1:], told, strict=True):
-            found = id_logprobs(token_id, logprobs, 1 + len(logprobs.top_token_ids))
             self._prompt_logprobs.append(
                 {
                     top.token_id: PromptLogprob(
@@ -232,7 +231,7 @@ class GenerateAssembler:
                         rank=top.rank,
                         decoded_token=token_text(self._spelling[top.token_id], context),
                     )
-                    for top in found.top_logprobs
+                    for top in ranked_tokens(token_id, logprobs)
                 }
             )
             context.append(self._spelling[token_id])
