@@ -18,7 +18,7 @@ from cyclopts import App
 from msgspec.structs import replace
 from rich.console import Console
 
-from ops.chaos import bugs as planted
+from ops.chaos.bugs import catalog
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
@@ -71,13 +71,13 @@ def bugs(*names: str) -> int:
 
     The scenarios without a bug are run first, and must be clean.
     """
-    chosen = names or tuple(planted.BUGS)
-    scenarios = dict.fromkeys(planted.BUGS[name].scenario for name in chosen)
-    missed = [name for name in scenarios if not _run(name, planted.SCENARIOS[name])]
+    chosen = names or tuple(catalog.BUGS)
+    scenarios = dict.fromkeys(catalog.BUGS[name].scenario for name in chosen)
+    missed = [name for name in scenarios if not _run(name, catalog.SCENARIOS[name])]
     for name in chosen:
-        verdict, _ = uvloop.run(run_scenario(planted.settings_of(name)))
+        verdict, _ = uvloop.run(run_scenario(catalog.settings_of(name)))
         found = Counter(violation.invariant for violation in verdict.violations)
-        caught = planted.BUGS[name].seen_as & set(found)
+        caught = catalog.BUGS[name].invariants & set(found)
         console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(found)}")
         missed += [] if caught else [name]
     console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")

@@ -296,7 +296,7 @@ WRONG: dict[str, tuple[str, Run]] = {
         with_workers(
             with_final(make_run(), beats=[PINNED]),
             Did(1.0, "borrowed", "engine-1:aa", at=99),
-            Did(1.1, "passed on", "engine-1:aa", at=99),
+            Did(1.1, "forwarded", "engine-1:aa", at=99),
         ),
     ),
     "a payload is pinned by a key of somebody alive": (

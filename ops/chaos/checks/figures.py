@@ -90,7 +90,7 @@ def count(run: Run) -> dict[str, Counter[str]]:
         ),
         "broken sessions": Counter(e.code for e in run.clients if isinstance(e, Broke)),
         "payloads": Counter(
-            e.what for e in run.did if e.what == "sent back" or e.what.startswith("read by")
+            e.what for e in run.did if e.what == "rerendered" or e.what.startswith("read by")
         ),
         "http": _over_http(run),
         "behaviours": Counter(one.behaviour for one in run.planned.values()),

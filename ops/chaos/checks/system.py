@@ -94,7 +94,7 @@ def _forgotten(run: Run) -> Counter[str]:
     """By owner: keys that were given to a process which is dead, and which nobody else has."""
     living = {beat.pid for beat in run.final.beats}
     borrowed = {e.id for e in run.did if e.what == "borrowed" and e.at not in living}
-    ended = {e.id for e in run.did if e.what in ("returned", "passed on")}
+    ended = {e.id for e in run.did if e.what in ("returned", "forwarded")}
     return Counter(id.partition(":")[0] for id in borrowed - ended)
 
 

@@ -232,11 +232,8 @@ class Scene:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def dress(self, slot: Slot, *before: str, program: str = "") -> None:
-        """Its processes from now on run under the command `before`, for instance `env X=1`.
-
-        A `program` stands in for the worker's module.
-        """
+    def dress(self, slot: Slot, *before: str) -> None:
+        """Its processes from now on run under the command `before`, for instance `env X=1`."""
         url = self.proxies[slot].url if slot in self.proxies else self.url
         if slot.role == LOAD:
             command = [
@@ -250,9 +247,6 @@ class Scene:
             command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
         if slot.role == "gateway":
             command = self.gateways.with_port(slot, command)
-        if program:
-            python, _, _, *arguments = command
-            command = [python, "-c", program, *arguments]
         slot.command = [*before, *command]
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ops.chaos import alterations
 from ops.chaos.matrix.cells import (
     common,
     encoders,
@@ -227,13 +228,13 @@ SHARED_MEMORY = [
         "shared memory: no local socket",
         "engines cannot connect to it",
         "by TCP",
-        payloads.without_roads("SharedMemoryTransport", left="TcpTransport"),
+        payloads.without_transports(alterations.no_local_socket, left="TcpTransport"),
     ),
     Cell(
         "shared memory: no socket at all",
         "nor by TCP",
         "by the broker",
-        payloads.without_roads("SharedMemoryTransport", "TcpTransport", left="BusTransport"),
+        payloads.without_transports(alterations.no_sockets, left="BusTransport"),
     ),
 ]
 

@@ -87,12 +87,10 @@ def one_of_each(scene: Scene) -> list[Slot]:
 
 
 @contextlib.asynccontextmanager
-async def dressed(
-    scene: Scene, slots: list[Slot], *before: str, program: str = ""
-) -> AsyncIterator[None]:
+async def dressed(scene: Scene, slots: list[Slot], *before: str) -> AsyncIterator[None]:
     """The workers in `slots` run under another command; undone at the end."""
     for slot in slots:
-        scene.dress(slot, *before, program=program)
+        scene.dress(slot, *before)
     await redressed(scene, slots)
     try:
         yield

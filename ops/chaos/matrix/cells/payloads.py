@@ -6,11 +6,12 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 
 from ops.chaos import fake_model
+from ops.chaos.alterations import environment, slow_reader
 from ops.chaos.history import Did, now, read_events
 from ops.chaos.matrix.cells.common import (
     WORKER_S,
@@ -51,30 +52,6 @@ FROZEN_REQUESTS = 6
 LARGE_PICTURES = 5
 MIB = 2**20
 
-_SLOW_READER = """
-import asyncio, sys
-from ops.chaos.worker import watched_worker
-from shared.blobs.store import Blobs
-get = Blobs.get
-async def slow(self, ref):
-    blob = await get(self, ref)
-    await asyncio.sleep(0.5)
-    return blob
-Blobs.get = slow
-sys.exit(watched_worker.app(sys.argv[1:], result_action="return_value"))
-"""
-
-_WITHOUT_ROADS = """
-import sys
-from ops.chaos.worker import watched_worker
-from shared.blobs import transports as roads
-def refuse(self):
-    raise ConnectionRefusedError("no way")
-for name in {roads!r}:
-    getattr(roads, name)._connect = refuse
-sys.exit(watched_worker.app(sys.argv[1:], result_action="return_value"))
-"""
-
 
 @contextlib.contextmanager
 def stopped(scene: Scene, role: str) -> Iterator[None]:
@@ -93,7 +70,7 @@ def killed_while_read(role: str) -> Disturb:
     """Every engine looks at a payload for half a second; owners or readers die meanwhile."""
 
     async def disturb(scene: Scene) -> None:
-        async with dressed(scene, slots_of(scene, "engine"), program=_SLOW_READER):
+        async with dressed(scene, slots_of(scene, "engine"), *environment(slow_reader)):
             await sigkill(role)(scene)
 
     return disturb
@@ -196,12 +173,11 @@ async def arena_full(scene: Scene) -> None:
         await scene.probe("after_full", WORKER_S)
 
 
-def without_roads(*roads: str, left: str) -> Disturb:
-    """Engines for which these roads lead nowhere; they must take the one that is left."""
+def without_transports(alteration: Callable[[], None], left: str) -> Disturb:
+    """Let engines connect to no owner by some transports; they must use the one that is left."""
 
     async def disturb(scene: Scene) -> None:
-        program = _WITHOUT_ROADS.format(roads=list(roads))
-        async with dressed(scene, slots_of(scene, "engine"), program=program):
+        async with dressed(scene, slots_of(scene, "engine"), *environment(alteration)):
             began = now()
             async with scene.bus("roads") as bus:
                 count_answers(scene, "asked", await asyncio.gather(*_ask_large(bus, 4)))

@@ -3,9 +3,15 @@
 import asyncio
 
 from ops.chaos import fake_model
+from ops.chaos.alterations import (
+    RAISING_TEXT,
+    environment,
+    hanging_engine,
+    raising_renderer,
+)
 from ops.chaos.broker_contents import Store
 from ops.chaos.history import Did, read_events
-from ops.chaos.matrix.cells.common import WORKER_S, lead_in, new_id, redressed, timed
+from ops.chaos.matrix.cells.common import WORKER_S, dressed, lead_in, new_id, timed
 from ops.chaos.matrix.scene import Disturb, Scene
 from shared.errors import PagemillError
 from shared.protocol.messages import Failure, LogRecord
@@ -72,41 +78,19 @@ async def _has_letter(scene: Scene, id: str) -> bool:
         await store.close()
 
 
-RAISING_TEXT = "raise in the renderer"
-
-
-_RAISING_RENDERER = f"""
-import sys
-from ops.chaos import fake_model
-from ops.chaos.worker import watched_worker
-tokenize = fake_model.FakeProcessor.tokenize
-def poisoned(self, asked):
-    if any(m.content == {RAISING_TEXT!r} for m in asked.messages):
-        raise RuntimeError("a poisoned picture")
-    return tokenize(self, asked)
-fake_model.FakeProcessor.tokenize = poisoned
-sys.exit(watched_worker.app(sys.argv[1:], result_action="return_value"))
-"""
-
-
 async def raises_in_render(scene: Scene) -> None:
     slots = [slot for slot in scene.pool.slots if slot.role == "renderer"]
-    for slot in slots:
-        scene.dress(slot, program=_RAISING_RENDERER)
-    await redressed(scene, slots)
-    try:
-        async with scene.bus("poison") as bus:
-            asked = []
-            for number in range(2):
-                id = new_id(f"poison-{number}")
-                answer = scene.ask(bus, id, SamplingParams(max_tokens=8), RAISING_TEXT)
-                asked.append((id, asyncio.create_task(timed(answer))))
-            for id, answer_ in asked:
-                await _judge_poison(scene, id, "worker_failure", answer_)
-    finally:
-        for slot in slots:
-            scene.dress(slot)
-        await redressed(scene, slots)
+    async with (
+        dressed(scene, slots, *environment(raising_renderer)),
+        scene.bus("poison") as bus,
+    ):
+        asked = []
+        for number in range(2):
+            id = new_id(f"poison-{number}")
+            answer = scene.ask(bus, id, SamplingParams(max_tokens=8), RAISING_TEXT)
+            asked.append((id, asyncio.create_task(timed(answer))))
+        for id, answer_ in asked:
+            await _judge_poison(scene, id, "worker_failure", answer_)
 
 
 kills = poison(fake_model.KILLS_SEED, "poison")
@@ -115,37 +99,17 @@ kills = poison(fake_model.KILLS_SEED, "poison")
 raises = poison(fake_model.RAISES_SEED, "worker_failure")
 
 
-_HANGING_ENGINE = """
-import os, sys, time
-os.environ["PAGEMILL_ENGINE__STEP_TIMEOUT_S"] = "3"
-from ops.chaos import fake_model
-from ops.chaos.worker import watched_worker
-def harm(self, sequence, *_):
-    if sequence.seed == fake_model.HANGS_SEED:
-        time.sleep(3600)
-fake_model.FakeRunner._harm = harm
-sys.exit(watched_worker.app(sys.argv[1:], result_action="return_value"))
-"""
-
-
 async def hangs(scene: Scene) -> None:
-    """A request at which the step of every engine hangs for ever; it has 15 s of time."""
+    """Hang the step of every engine for ever with a request that has a deadline of 15 s."""
     engines = [slot for slot in scene.pool.slots if slot.role == "engine"]
-    for slot in engines:
-        scene.dress(slot, program=_HANGING_ENGINE)
-    await redressed(scene, engines)
-    try:
-        async with scene.bus("poison") as bus:
-            sampling = SamplingParams(max_tokens=8, seed=fake_model.HANGS_SEED, temperature=1.0)
-            answer = timed(scene.ask(bus, new_id("hang"), sampling, timeout_s=15.0))
-            records, took_s = await answer
-            end = records[-1]
-            code = end.error.code if isinstance(end, Failure) else "finish"
-            scene.outcome.figures["poison_s"] = took_s
-            if code not in ("poison", "deadline_exceeded"):
-                scene.note(f"I11: ended with {code}")
-            await scene.probe("after_hang", WORKER_S)
-    finally:
-        for slot in engines:
-            scene.dress(slot)
-        await redressed(scene, engines)
+    command = (*environment(hanging_engine), "PAGEMILL_ENGINE__STEP_TIMEOUT_S=3")
+    async with dressed(scene, engines, *command), scene.bus("poison") as bus:
+        sampling = SamplingParams(max_tokens=8, seed=fake_model.HANGS_SEED, temperature=1.0)
+        answer = timed(scene.ask(bus, new_id("hang"), sampling, timeout_s=15.0))
+        records, took_s = await answer
+        end = records[-1]
+        code = end.error.code if isinstance(end, Failure) else "finish"
+        scene.outcome.figures["poison_s"] = took_s
+        if code not in ("poison", "deadline_exceeded"):
+            scene.note(f"I11: ended with {code}")
+        await scene.probe("after_hang", WORKER_S)

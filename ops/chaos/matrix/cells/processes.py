@@ -77,7 +77,7 @@ def drain(role: str) -> Disturb:
 
 def _taken_after(scene: Scene, role: str, pid: int, since: float) -> int:
     events = read_events(scene.folder / "workers" / f"{role}-{pid}.jsonl")
-    return sum(isinstance(e, Did) and e.what == "taken" and e.t > since for e in events)
+    return sum(isinstance(e, Did) and e.what == "received" and e.t > since for e in events)
 
 
 def rolling(role: str, rounds: int = 2) -> Disturb:

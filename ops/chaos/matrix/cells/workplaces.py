@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from ops.chaos.alterations import environment, sleep_by_select
 from ops.chaos.history import now
 from ops.chaos.matrix.cells.common import WORKER_S, dressed, fill, new_id, one_of_each
 from ops.chaos.matrix.scene import Disturb, Scene, mount_disk, unmount
@@ -47,25 +48,16 @@ def why_no_faketime() -> str | None:
     return None if Path(_FAKETIME).exists() else "libfaketime is not installed (apt: faketime)"
 
 
-# libfaketime spoils time.sleep: it asks for an absolute time of a clock that it does not fake.
-_SLEEPING_OTHERWISE = """
-import select, sys, types
-from ops.chaos import fake_model
-from ops.chaos.worker import watched_worker
-fake_model.time = types.SimpleNamespace(sleep=lambda s: select.select([], [], [], s))
-sys.exit(watched_worker.app(sys.argv[1:], result_action="return_value"))
-"""
-
-
 def clock(fake_time: str) -> Disturb:
     """Worker 0 of each role lives in another time; its monotonic clock is left alone."""
 
     async def disturb(scene: Scene) -> None:
         command = [
-            *("env", f"LD_PRELOAD={_FAKETIME}", f"FAKETIME={fake_time}"),
+            *environment(sleep_by_select),
+            *(f"LD_PRELOAD={_FAKETIME}", f"FAKETIME={fake_time}"),
             *("FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"),
         ]
-        async with dressed(scene, one_of_each(scene), *command, program=_SLEEPING_OTHERWISE):
+        async with dressed(scene, one_of_each(scene), *command):
             await scene.probe("wrong_clock", WORKER_S)
             async with scene.bus("clock") as bus:
                 for number in range(6):

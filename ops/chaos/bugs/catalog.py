@@ -1,0 +1,24 @@
+"""All planted bugs: each replaces a piece of the product from outside, and the checker must see it.
+
+A harness that has never found anything may be unable to. Each bug is one that a programmer could
+write, with the small scenario that brings it out and the invariants of which one must be reported.
+"""
+
+from msgspec.structs import replace
+
+# Importing these modules registers their bugs.
+from ops.chaos.bugs import engine, gateway, payloads, resume, stages, token_log  # noqa: F401
+from ops.chaos.bugs.registry import BUGS
+from ops.chaos.bugs.scenarios import SCENARIOS
+from ops.chaos.plan import Settings
+
+
+def plant(name: str, role: str) -> None:
+    """Plant the bug in this process; no effect for an empty name or a bug of another role."""
+    if name and BUGS[name].role in (role, "any"):
+        BUGS[name].plant()
+
+
+def settings_of(name: str) -> Settings:
+    """Return the settings of a bug's scenario, with the bug in them."""
+    return replace(SCENARIOS[BUGS[name].scenario], bug=name)

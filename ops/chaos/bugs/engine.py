@@ -1,0 +1,73 @@
+"""Bugs of the engine: its heartbeat, its blocks, its batches and its tasks."""
+
+import asyncio
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute
+
+
+@bug("engine", "hangs", "I1", "I10", "I11")
+def heartbeat_by_timer() -> None:
+    """Progress is reported by a timer, even while no step ends."""
+    from workers.engine.worker import EngineWorker
+
+    serve = EngineWorker.serve
+
+    async def with_timer(self: EngineWorker) -> None:
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                for flow in list(self._flows.values()):
+                    await flow.job.delivery.progress()
+
+        beating = asyncio.create_task(beat())
+        try:
+            await serve(self)
+        finally:
+            beating.cancel()
+
+    replace_attribute(EngineWorker, "serve", with_timer)
+
+
+@bug("engine", "cancels", "I6")
+def block_lost_on_cancel() -> None:
+    from workers.engine.core.engine import EngineCore
+
+    cancel = EngineCore.cancel
+
+    def leaky(self: EngineCore, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        for choice in entry.choices if entry else []:
+            if choice.sequence.block_table:
+                choice.sequence.block_table.pop()
+        cancel(self, request_id)
+
+    replace_attribute(EngineCore, "cancel", leaky)
+
+
+@bug("engine", "many raisers", "I10")
+def batch_fails_together() -> None:
+    from shared.errors import WorkerFailure
+    from workers.engine.core.engine import EngineCore
+    from workers.engine.core.sequence import Batch, RequestOutput
+
+    def fail_all(self: EngineCore, batch: Batch, error: Exception) -> list[RequestOutput]:
+        failure = WorkerFailure("the batch failed")
+        return [self._fail(entry, failure) for entry in self._entries_of(batch)]
+
+    replace_attribute(EngineCore, "_run_apart", fail_all)
+
+
+@bug("engine", "calm", "I8")
+def task_left_behind() -> None:
+    from shared.stage.stage import Job, Stage
+    from shared.state.token_log import LogWriter
+
+    claim = Stage.claim
+    left: list[asyncio.Task[None]] = []
+
+    async def littering(self: Stage, job: Job) -> LogWriter | None:
+        left.append(asyncio.create_task(asyncio.sleep(3600)))
+        return await claim(self, job)
+
+    replace_attribute(Stage, "claim", littering)

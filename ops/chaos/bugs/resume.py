@@ -1,0 +1,54 @@
+"""Bugs of an engine that resumes a request from its token log."""
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute
+
+
+@bug("engine", "resumes", "I2", "I3")
+def resume_off_by_one() -> None:
+    from shared.protocol.messages import LogRecord
+    from workers.engine import log_records, worker
+    from workers.engine.core.sequence import LoggedChoice
+
+    logged_choices = log_records.logged_choices
+
+    def without_last_token(records: list[LogRecord], n: int) -> list[LoggedChoice]:
+        return [
+            choice if choice.finished else LoggedChoice(choice.token_ids[:-1], False)
+            for choice in logged_choices(records, n)
+        ]
+
+    replace_attribute(worker, "logged_choices", without_last_token)
+
+
+@bug("engine", "resumes", "I2", "I3")
+def resume_from_scratch() -> None:
+    from workers.engine import worker
+
+    replace_attribute(worker, "logged_choices", lambda records, n: [])
+
+
+@bug("engine", "resumes", "I3")
+def other_seed_on_resume() -> None:
+    from workers.engine.core import request_state
+
+    seed_of = request_state._seed
+    replace_attribute(
+        request_state, "_seed", lambda request: seed_of(request) + bool(request.logged)
+    )
+
+
+@bug("engine", "resumes with stops", "I3")
+def stop_strings_not_replayed() -> None:
+    from shared.protocol.detokenizer import Detokenizer
+    from workers.engine.core.request_state import ChoiceState, StopEvent
+
+    replay = ChoiceState.replay
+
+    def forgetful(self: ChoiceState, token_ids: list[int]) -> StopEvent | None:
+        ending = replay(self, token_ids)
+        stop = self.sequence.request.sampling.stop
+        self.detokenizer = Detokenizer(self.detokenizer._decode, stop)
+        return ending
+
+    replace_attribute(ChoiceState, "replay", forgetful)

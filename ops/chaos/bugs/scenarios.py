@@ -1,0 +1,105 @@
+"""Small scenarios in which planted bugs show; without a bug each of them must be clean."""
+
+from msgspec.structs import replace
+
+from ops.chaos.plan import Mix, Settings
+
+CALM = Mix(cancel=0.0, ask_during=0.0, ask_after=0.0, follow=0.0, deadline=0.0)
+BASE = Settings(
+    requests=120,
+    rate=20.0,
+    renderers=1,
+    renderer="fake",
+    timeout_s=8.0,
+    ack_wait_s=1.0,
+    mix=CALM,
+)
+RESUMES = replace(
+    BASE, crash="mid_tokens:4=0.1,mid_tokens:8=0.1", max_tokens=(16, 48), timeout_s=60.0
+)
+SCENARIOS = {
+    "calm": BASE,
+    # Engines die in the middle of answers.
+    "resumes": RESUMES,
+    # With so many stop strings, some deaths come where one has begun.
+    "resumes with stops": replace(RESUMES, stops=1.0),
+    "stops": replace(BASE, fault_every_s=2.0, faults={"stop:engine": 1.0}, step_ms=20.0),
+    "cancels": replace(BASE, mix=replace(CALM, cancel=0.3), requests=60, rate=10.0),
+    "deadlines": replace(BASE, mix=replace(CALM, deadline=0.6), requests=120, rate=10.0),
+    "killers": replace(
+        # A death is known after three seconds of silence. Work must not be redelivered before.
+        BASE,
+        mix=replace(CALM, kills=0.02),
+        max_deaths=2,
+        requests=100,
+        timeout_s=40.0,
+        ack_wait_s=4.0,
+    ),
+    "raisers": replace(BASE, mix=replace(CALM, raises=0.05), max_deliver=1, requests=100),
+    # With so many, a request that shares a batch with one is likely to share another as well.
+    "many raisers": replace(
+        BASE, mix=replace(CALM, raises=0.25), max_deliver=2, requests=100, step_ms=20.0
+    ),
+    "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
+    # Some images travel in the message and some beside it.
+    "images": replace(BASE, mix=replace(CALM, pictures=0.7)),
+    # A lost payload is rendered again, although another renderer may have done so before.
+    "dying with unread payloads": replace(
+        BASE,
+        mix=replace(CALM, pictures=0.7),
+        crash="renderer/after_publish_before_ack=0.06",
+        renderers=2,
+        timeout_s=30.0,
+    ),
+    # Their tasks are rendered by others, and again by themselves when they thaw.
+    "frozen renderers": replace(
+        BASE,
+        mix=replace(CALM, pictures=0.7),
+        renderers=2,
+        fault_every_s=2.5,
+        faults={"stop:renderer": 1.0},
+        # Requests have not ended yet when their renderer thaws.
+        max_tokens=(80, 160),
+        step_ms=30.0,
+        timeout_s=60.0,
+    ),
+    # Payloads wait for engines while other requests need their slots.
+    "small arena": replace(
+        BASE,
+        mix=replace(CALM, pictures=1.0),
+        arena_mib=5,
+        engines=1,
+        max_num_seqs=4,
+        max_tokens=(8, 24),
+        step_ms=10.0,
+        timeout_s=60.0,
+    ),
+    # Their clients resume through the other gateway, and some disconnect.
+    "dying gateways": replace(
+        BASE,
+        gateways=2,
+        durable=0.3,
+        mix=replace(CALM, http=1.0, cancel=0.15, ask_after=0.1),
+        fault_every_s=2.0,
+        faults={"kill:gateway": 1.0},
+        max_tokens=(16, 48),
+        step_ms=20.0,
+        timeout_s=60.0,
+    ),
+    # Gateways thaw with the connections of clients that have resumed elsewhere.
+    "frozen gateways": replace(
+        BASE,
+        gateways=2,
+        durable=0.0,
+        mix=replace(CALM, http=1.0),
+        fault_every_s=4.0,
+        faults={"stop:gateway": 1.0},
+        requests=60,
+        rate=6.0,
+        max_tokens=(300, 400),
+        step_ms=20.0,
+        timeout_s=60.0,
+    ),
+    "dying before publishing": replace(BASE, crash="before_publish=0.05", timeout_s=15.0),
+    "dying before the end": replace(BASE, crash="before_final=0.05", timeout_s=10.0),
+}

@@ -1,0 +1,60 @@
+"""Bugs on the way of a task from one stage to the next."""
+
+from ops.chaos.bugs.registry import bug
+from ops.chaos.patching import replace_attribute
+
+
+@bug("renderer", "dying before publishing", "I1", "I10")
+def ack_before_publish() -> None:
+    from shared.stage.stage import Job, Stage
+
+    async def forward(
+        self: Stage, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
+    ) -> None:
+        await job.delivery.ack()
+        await self.publish(job, role, model, lane, data, round)
+
+    replace_attribute(Stage, "forward", forward)
+
+
+@bug("coordinator", "calm", "I1", "I10")
+def message_id_not_unique() -> None:
+    from shared.bus.bus import Bus
+
+    publish = Bus.publish
+
+    async def shortened(
+        self: Bus, subject: str, data: bytes, msg_id: str, tenant: str = ""
+    ) -> bool:
+        request_id, colon, rest = msg_id.partition(":")
+        return await publish(self, subject, data, f"{request_id[:-1]}{colon}{rest[-8:]}", tenant)
+
+    replace_attribute(Bus, "publish", shortened)
+
+
+@bug("any", "raisers", "I5", "I11")
+def dead_letter_dropped() -> None:
+    from shared.stage.stage import Stage
+
+    async def dropped(self: Stage, *_: object) -> None:
+        pass
+
+    replace_attribute(Stage, "_write_dead_letter", dropped)
+
+
+@bug("any", "killers", "I1", "I10", "I11")
+def deaths_not_counted() -> None:
+    from shared.stage import retry
+
+    replace_attribute(retry, "verdict", lambda history, policy: None)
+
+
+@bug("coordinator", "cancels", "I1")
+def cancel_ignored() -> None:
+    from shared.bus.consumer import Delivery
+    from workers.coordinator.worker import Coordinator
+
+    async def ignored(self: Coordinator, delivery: Delivery) -> None:
+        await delivery.ack()
+
+    replace_attribute(Coordinator, "_cancel", ignored)

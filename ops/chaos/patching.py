@@ -1,0 +1,85 @@
+"""Replace functions and methods of the product from outside, in a worker's own process.
+
+The product is named by attribute, so each replacement is checked against the original: a renamed
+function or a changed signature is an error here, and not a replacement without effect.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+PRODUCT = ("shared", "workers")
+
+
+def replace_attribute(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Set `owner.name` to `replacement`, which must be callable as the original is.
+
+    Raises AttributeError where `owner` has no such attribute, and TypeError where `replacement`
+    cannot take its place.
+    """
+    original = getattr(owner, name)
+    _check_signature(original, replacement)
+    if isinstance(owner, ModuleType):
+        _check_all_callers_use(owner, name, original)
+    setattr(owner, name, replacement)
+
+
+def wrap(owner: type, name: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
+    """Have calls of the coroutine method `owner.name` go to the decorated function.
+
+    Its first argument is the original method; the arguments of the call follow.
+    """
+    original = getattr(owner, name)
+
+    def decorate(wrapper: Callable[..., Awaitable[Any]]) -> None:
+        @functools.wraps(original)
+        async def call(*args: Any, **named: Any) -> Any:
+            return await wrapper(original, *args, **named)
+
+        _check_signature(original, functools.partial(wrapper, original))
+        replace_attribute(owner, name, call)
+
+    return decorate
+
+
+def _check_signature(original: Any, replacement: Callable[..., Any]) -> None:
+    name = getattr(original, "__qualname__", repr(original))
+    if inspect.iscoroutinefunction(original) and not _is_async(replacement):
+        raise TypeError(f"{name} is a coroutine function, its replacement is not")
+    if _is_async(replacement) and not inspect.iscoroutinefunction(original):
+        raise TypeError(f"{name} is no coroutine function, its replacement is one")
+    parameters = inspect.signature(original).parameters.values()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, _BOTH)]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    try:
+        inspect.signature(replacement).bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise TypeError(f"{name} is called otherwise than its replacement: {error}") from error
+
+
+_BOTH = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _is_async(function: Any) -> bool:
+    if isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function)
+
+
+def _check_all_callers_use(owner: ModuleType, name: str, original: Any) -> None:
+    """Refuse to replace a function in its own module while other modules have imported it by name.
+
+    Those would go on to call the original.
+    """
+    if getattr(original, "__module__", None) != owner.__name__:
+        return
+    for module in list(sys.modules.values()):
+        if (
+            module is not owner
+            and getattr(module, "__name__", "").partition(".")[0] in PRODUCT
+            and vars(module).get(name) is original
+        ):
+            raise TypeError(f"{module.__name__} has imported {name} from {owner.__name__}")

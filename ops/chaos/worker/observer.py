@@ -1,0 +1,87 @@
+"""Records what a worker does, and lets it die at crash points between any two steps."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ops.chaos.history import Did, Journal, now
+from ops.chaos.patching import replace_attribute, wrap
+from ops.chaos.worker import payload_events
+from ops.chaos.worker.crash_points import CrashPoints
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer, Delivery
+from shared.protocol.messages import TokenChunk, to_json
+from shared.stage.runtime import Context
+
+# The bytes with which every record begins that is not the last of its log.
+_TOKENS = to_json(TokenChunk(0, 0, [])).partition(b",")[0]
+
+
+def watch(journal: Journal, crash: CrashPoints) -> None:
+    """Wrap the product's methods in this process."""
+
+    def record(what: str, id: str = "", at: int = 0) -> None:
+        journal.write(Did(now(), what, id, at))
+
+    _watch_start(record)
+    _watch_deliveries(record, crash)
+    _watch_forwarding(crash)
+    payload_events.watch(record, crash)
+    _watch_log(crash)
+
+
+def _watch_start(record: payload_events.Record) -> None:
+    announce = Context.ready
+
+    def ready(self: Context, models: list[str], load: Callable[[], dict[str, float]]) -> None:
+        announce(self, models, load)
+        record("ready")
+
+    replace_attribute(Context, "ready", ready)
+
+
+def _watch_deliveries(record: payload_events.Record, crash: CrashPoints) -> None:
+    @wrap(Consumer, "next")
+    async def next_(original: Any, self: Consumer) -> Delivery:
+        delivery: Delivery = await original(self)
+        record("received", _id_of(delivery), delivery.attempt)
+        return delivery
+
+    @wrap(Delivery, "ack")
+    async def ack(original: Any, self: Delivery) -> None:
+        await original(self)
+        record("acked", _id_of(self), self.attempt)
+        crash("after_ack")
+
+
+def _watch_forwarding(crash: CrashPoints) -> None:
+    @wrap(Bus, "publish")
+    async def publish(original: Any, self: Bus, subject: str, *args: Any, **named: Any) -> Any:
+        is_task = subject.startswith("pm.stage.")
+        if is_task:
+            crash("before_publish")
+        stored = await original(self, subject, *args, **named)
+        if is_task:
+            crash("after_publish_before_ack")
+        return stored
+
+
+def _watch_log(crash: CrashPoints) -> None:
+    num_appended: Counter[str] = Counter()
+
+    @wrap(Bus, "append")
+    async def append(original: Any, self: Bus, subject: str, data: bytes, last: int) -> int:
+        final = not data.startswith(_TOKENS)
+        if final:
+            crash("before_final")
+        sequence: int = await original(self, subject, data, last)
+        if final:
+            crash("after_final_before_ack")
+        else:
+            num_appended[subject] += 1
+            crash(f"mid_tokens:{num_appended[subject]}")
+        return sequence
+
+
+def _id_of(delivery: Delivery) -> str:
+    return (delivery.msg_id or "").partition(":")[0]

@@ -1,0 +1,47 @@
+"""Plant every bug of one role, and every alteration, each in a forked process; print what fails.
+
+`python -m tests.chaos.plant_all ROLE`, with CHAOS_DIR in the environment.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from ops.chaos.alterations import ALTERATIONS
+from ops.chaos.bugs.catalog import BUGS
+from ops.chaos.history import Journal
+from ops.chaos.worker.crash_points import CrashPoints
+from ops.chaos.worker.fakes import Role
+from ops.chaos.worker.watched_worker import prepare
+
+
+def is_possible(plant: Callable[[], None], name: str) -> bool:
+    if (pid := os.fork()) == 0:
+        try:
+            plant()
+        except BaseException:
+            sys.stderr.write(f"{name}: {traceback.format_exc()}")
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def main(role: Role) -> int:
+    journal = Journal(Path(os.environ["CHAOS_DIR"]) / f"{role}.jsonl")
+    # A worker is prepared in the same manner: its modules are imported and its calls observed.
+    prepare(role, journal, CrashPoints([], "", lambda point: None), role in FAKE_ROLES, 0.0)
+    plants = {name: bug.plant for name, bug in BUGS.items() if bug.role in (role, "any")}
+    if role == "engine":
+        plants |= ALTERATIONS
+    possible = [is_possible(plant, name) for name, plant in plants.items()]
+    return 0 if all(possible) else 1
+
+
+FAKE_ROLES = ("renderer", "engine")
+
+if __name__ == "__main__":
+    sys.exit(main(cast(Role, sys.argv[1])))
