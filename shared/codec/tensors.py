@@ -1,9 +1,7 @@
 """TensorData to torch tensors and back; the only shared module that loads torch."""
 
 import warnings
-from typing import Any
 
-import numpy as np
 import torch
 
 from shared.codec.envelope import ITEM_BYTES, TensorData
@@ -36,15 +34,3 @@ def from_torch(tensor: torch.Tensor) -> TensorData:
     # Through bytes, because numpy has no bfloat16; flat, because a scalar has no byte view.
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return TensorData(_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().data)
-
-
-def from_numpy(array: np.ndarray[Any, Any]) -> TensorData:
-    """A view of a C-ordered array; anything else is copied once.
-
-    Raises ValueError for a dtype that does not travel.
-    """
-    name = array.dtype.newbyteorder("=").name
-    if name not in ITEM_BYTES:
-        raise ValueError(f"an array of {array.dtype} cannot be sent")
-    flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1)
-    return TensorData(name, array.shape, flat.view(np.uint8).data)

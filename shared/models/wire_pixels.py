@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.tensors import from_numpy
 from shared.codec.vllm_kwargs import WireField
 from shared.errors import InvalidRequest
 

@@ -11,8 +11,8 @@ from shared.blobs import mm_items
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.codec import envelope
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.tensors import from_numpy
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects

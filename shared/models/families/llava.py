@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.tensors import from_numpy
 from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError
 from shared.models import layout, wire_pixels

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.tensors import from_numpy
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField
 from shared.errors import InvalidRequest
 from shared.models import layout, wire_pixels

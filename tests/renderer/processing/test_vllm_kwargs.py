@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.codec.tensors import from_numpy, from_torch
+from shared.codec.arrays import from_numpy
+from shared.codec.tensors import from_torch
 from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_item, encode_item
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent

@@ -22,7 +22,8 @@ from shared.blobs.server import host_id
 from shared.blobs.store import Blobs
 from shared.blobs.transports import CHUNK_BYTES, SharedMemoryTransport
 from shared.bus.bus import Bus
-from shared.codec.tensors import from_numpy, to_torch
+from shared.codec.arrays import from_numpy
+from shared.codec.tensors import to_torch
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from shared.blobs import mm_items
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import ALIGNMENT, TensorData, decode, encode, encode_parts
-from shared.codec.tensors import from_numpy, to_torch
+from shared.codec.tensors import to_torch
 from shared.errors import DecodeError
 from shared.protocol.messages import EngineTask, RequestTicket
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import ITEM_BYTES, TensorData, decode, encode
-from shared.codec.tensors import from_numpy, from_torch, to_torch
+from shared.codec.tensors import from_torch, to_torch
 from shared.protocol.messages import StageSpan
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
