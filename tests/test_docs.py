@@ -21,6 +21,7 @@ from workers.gateway.openapi.document import document
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+CHANGELOG = ROOT / "CHANGELOG.md"  # it may name what is gone
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -150,6 +151,20 @@ def test_the_link_test_finds_links() -> None:
     found = {target for page in PAGES for target in LINK.findall(_without_code(page))}
     assert len([target for target in found if "#" in target]) >= 10
     assert len(found) > 60
+
+
+def test_every_file_command_and_test_in_the_documents_exists() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES if page != CHANGELOG)
+    files = set(re.findall(r"`((?:shared|workers|ops|tests|compose|docs)/[\w./-]+)", text))
+    assert len(files) > 50
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", text)) - targets == set()
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py"))
+    assert (
+        set(re.findall(r"`(test_\w+)`", text)) - set(re.findall(r"def (test_\w+)", tests)) == set()
+    )
 
 
 def test_every_configuration_in_the_documents_is_valid() -> None:
