@@ -12,25 +12,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaProcessor
 
-from shared.codec.envelope import decode, encode
-from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage
 from shared.protocol.messages import (
-    EngineTask,
     ImagePart,
     ImageURL,
     Message,
-    RequestTicket,
     TextPart,
 )
 from shared.protocol.multimodal import PlaceholderRange, pack_mask
-from shared.protocol.sampling import SamplingParams
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
-from workers.engine.core.sequence import EngineRequest, Item
+from tests.models.rig import make_case
 from workers.engine.loader import load
 from workers.engine.runner import ModelRunner
 from workers.renderer.processing.processor import Processor
@@ -56,23 +51,7 @@ class Road:
         parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("")) for _ in images]
         loaded = [DecodedImage(image, f"{name} {i}") for i, image in enumerate(images)]
         rendered = self.processor.render([Message("user", [*parts, TextPart(text)])], loaded)
-        task = EngineTask(
-            name,
-            "llava",
-            "batch",
-            rendered.prompt_token_ids,
-            rendered.items,
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            RequestTicket(0.0, 1.0, 1, "receipt"),
-            [],
-        )
-        received, tensors = decode(encode(task, rendered.tensors), EngineTask)
-        items = []
-        for item in received.items:
-            fields = {field: to_torch(tensors[index]) for field, index in item.fields.items()}
-            items.append(Item(item.modality, item.mm_hash, item.placeholder, fields))
-        request = EngineRequest(name, received.prompt_token_ids, items, received.sampling_params)
-        return Case(request, images)
+        return make_case(name, rendered, images, max_tokens)
 
     def expected(self, text: str, images: list[Image.Image], max_tokens: int) -> list[int]:
         content = [*({"type": "image", "image": image} for image in images)]

@@ -236,6 +236,6 @@ def _writes_strings(tokenizer: Any) -> bool:
             prompts.add(
                 tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
             )
-        except jinja2.TemplateError:
+        except _TEMPLATE_ERRORS:
             return False
     return len(prompts) == 2
