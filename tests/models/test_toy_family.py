@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
-from shared.codec.tensors import from_numpy
 from shared.codec.vllm_kwargs import BatchedField, WireField, decode_item, encode_item
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import InvalidRequest
