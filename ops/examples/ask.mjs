@@ -1,21 +1,22 @@
-// Ask Pagemill with the official NATS client: node ask.mjs "What can you do?" [picture.png]
+// Ask Pagemill with the official NATS client: node ask.mjs "What can you do?" [image.png ...]
 import { randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { connect, headers } from "@nats-io/transport-node";
 
-const [question, ...pictures] = process.argv.slice(2);
+const [question, ...images] = process.argv.slice(2);
 const nc = await connect({ servers: process.env.NATS_URL ?? "nats://127.0.0.1:4222" });
 const requestId = randomUUID();
+// Subscribed before the request is published, so that no record is missed.
 const log = nc.subscribe(`pm.tokens.${requestId}`);
 const content = [{ type: "text", text: question }];
-for (const picture of pictures) {
-  const url = "data:image/png;base64," + readFileSync(picture).toString("base64");
+for (const image of images) {
+  const url = "data:image/png;base64," + readFileSync(image).toString("base64");
   content.push({ type: "image_url", image_url: { url } });
 }
 const request = { model: "demo", messages: [{ role: "user", content }] };
 const id = headers();
 id.set("Nats-Msg-Id", requestId);
-// The answer to a publish is JetStream's word that the request is on its disk.
+// The acknowledgement of this publish means that the request is on the broker's disk.
 await nc.request("pm.request.demo", JSON.stringify(request), { headers: id, timeout: 5000 });
 let failed = false;
 for await (const message of log) {

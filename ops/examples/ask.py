@@ -1,4 +1,4 @@
-"""Ask Pagemill with nothing but a NATS client: python ask.py "What can you do?" [picture.png]"""
+"""Ask Pagemill with a stock NATS client: python ask.py "What can you do?" [image.png ...]"""
 
 import asyncio
 import base64
@@ -11,17 +11,19 @@ import uuid
 import nats
 
 
-async def main(question: str, *pictures: str) -> None:
+async def main(question: str, *images: str) -> None:
     nc = await nats.connect(os.environ.get("NATS_URL", "nats://127.0.0.1:4222"))
-    name = uuid.uuid4().hex
-    log = await nc.subscribe(f"pm.tokens.{name}")
+    request_id = uuid.uuid4().hex
+    # Subscribed before the request is published, so that no record is missed.
+    log = await nc.subscribe(f"pm.tokens.{request_id}")
     content = [{"type": "text", "text": question}]
-    for data in map(pathlib.Path.read_bytes, map(pathlib.Path, pictures)):
+    for data in map(pathlib.Path.read_bytes, map(pathlib.Path, images)):
         url = "data:image/png;base64," + base64.b64encode(data).decode()
         content.append({"type": "image_url", "image_url": {"url": url}})
     body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": content}]})
-    js, headers = nc.jetstream(), {"Nats-Msg-Id": name}
-    await js.publish("pm.request.demo", body.encode(), headers=headers)
+    # The acknowledgement of this publish means that the request is on the broker's disk.
+    headers = {"Nats-Msg-Id": request_id}
+    await nc.jetstream().publish("pm.request.demo", body.encode(), headers=headers)
     while (record := json.loads((await log.next_msg(timeout=60)).data))["type"] == "tokens":
         print("".join(choice["text"] for choice in record["choices"]), end="", flush=True)
     sys.exit(record["error"]["message"] if record["type"] == "error" else print())
