@@ -79,7 +79,7 @@ class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     request: GenerateRequest
     payload: Literal["tensors", "none"] = "tensors"
-    """Whether to return the images' tensors, or only their hashes and placeholder ranges."""
+    """Parts of the features to return: with "none", only hashes and placeholder ranges."""
 
 
 class RenderedFeature(Struct, frozen=True):

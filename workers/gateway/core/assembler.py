@@ -22,8 +22,8 @@ class Assembler(Protocol):
     """Assembles one answer. A request with several prompts has several logs, its parts."""
 
     collects_answer: bool
-    """Whether `answer` will be called. If not, log probabilities are dropped after they have been
-    shown: there may be gigabytes of them."""
+    """False when `answer` will not be called. Log probabilities are then dropped after they have
+    been shown, because there may be gigabytes of them."""
 
     def add(self, part: int, record: TokenChunk) -> Any | None:
         """Return what a stream shows of a record: an event, Events, or None for nothing."""

@@ -151,4 +151,4 @@ class _ResponseSender:
 
 
 def _header(headers: Headers, name: bytes) -> bytes | None:
-    return next((value for known, value in headers if known == name), None)
+    return next((value for key, value in headers if key == name), None)

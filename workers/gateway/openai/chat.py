@@ -96,7 +96,9 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
         shown = []
     return GenerateRequest(
         model=request.model,
-        messages=[message_of(given, f"messages[{i}]") for i, given in enumerate(request.messages)],
+        messages=[
+            message_of(message, f"messages[{i}]") for i, message in enumerate(request.messages)
+        ],
         tools=shown,
         template_kwargs=kwargs,
         add_special_tokens=request.add_special_tokens,
@@ -107,35 +109,35 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
     )
 
 
-def message_of(given: ChatMessage, field: str) -> Message:
+def message_of(message: ChatMessage, field: str) -> Message:
     """Return the message for the bus. Raises InvalidRequest for one without content."""
-    content = given.content
+    content = message.content
     if isinstance(content, list):
         parts = [_part_of(part) for part in content]
-        return _message(given, parts)
-    if content is None and given.refusal is not None:
-        return _message(given, given.refusal)
-    if content is None and not given.tool_calls:
+        return _message(message, parts)
+    if content is None and message.refusal is not None:
+        return _message(message, message.refusal)
+    if content is None and not message.tool_calls:
         raise InvalidRequest("a message needs content", field=f"{field}.content")
-    return _message(given, content)
+    return _message(message, content)
 
 
-def _message(given: ChatMessage, content: str | list[ContentPart] | None) -> Message:
+def _message(message: ChatMessage, content: str | list[ContentPart] | None) -> Message:
     return Message(
-        role="system" if given.role == "developer" else given.role,
+        role="system" if message.role == "developer" else message.role,
         content=content,
-        tool_calls=[ToolCall(call.id, call.function) for call in given.tool_calls or []],
-        tool_call_id=given.tool_call_id,
-        name=given.name,
+        tool_calls=[ToolCall(call.id, call.function) for call in message.tool_calls or []],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
     )
 
 
-def _part_of(given: ChatPart) -> ContentPart:
-    match given:
+def _part_of(part: ChatPart) -> ContentPart:
+    match part:
         case ChatTextPart(text=text) | ChatRefusalPart(refusal=text):
             return TextPart(text)
         case _:
-            return ImagePart(given.image_url)
+            return ImagePart(part.image_url)
 
 
 def _logprobs_of(request: ChatRequest) -> dict[str, int]:

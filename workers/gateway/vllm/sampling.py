@@ -147,13 +147,13 @@ def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(
                 f"structured_outputs.json is not JSON: {error}", field="structured_outputs"
             ) from error
-    known = ("regex", "choice", "grammar", "json_object")
+    supported = ("regex", "choice", "grammar", "json_object")
     for name in form:
-        if not name.startswith("_") and name not in known:
+        if not name.startswith("_") and name not in supported:
             raise UnsupportedParameter(
                 f"structured_outputs.{name} is not supported here", field="structured_outputs"
             )
-    return {name: form[name] for name in known if name in form} | (
+    return {name: form[name] for name in supported if name in form} | (
         {} if schema is None else {"json_schema": schema}
     )
 
