@@ -1,4 +1,4 @@
-"""What is made of a log: the same in pieces and whole, the same whoever reads it. And events."""
+"""Assemblers: a streamed answer equals the whole one in every process. And event streams."""
 
 import asyncio
 import gc
@@ -22,13 +22,13 @@ from workers.gateway.http.sse import EventStream, event
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
 from workers.gateway.openai.completions import CompletionAssembler, CompletionOptions, Echo
 
-SPELLING = {token: bytes([97 + token]) for token in range(26)}
+TOKEN_BYTES = {token: bytes([97 + token]) for token in range(26)}
 USAGE = Usage(3, 9, 1)
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[TokenChunk]:
-    """Of two choices; every record has something of one or of both."""
+    """Token logs of two choices. Every record has a delta of one or both."""
     records = []
     position = [0, 0]
     finished: set[int] = set()
@@ -55,17 +55,17 @@ def tree(value: Any) -> Any:
 
 
 @given(logs())
-def test_a_streamed_chat_is_the_whole_one_in_pieces(records: list[TokenChunk]) -> None:
+def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None:
     def assembler() -> ChatAssembler:
         options = ChatOptions(include_usage=True, logprobs=True)
-        return ChatAssembler("chatcmpl-1", "demo", 5, options, SPELLING)
+        return ChatAssembler("chatcmpl-1", "demo", 5, options, TOKEN_BYTES)
 
     first, second = assembler(), assembler()
     chunks = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
     assert chunks == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
-    told = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
+    streamed = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
     for whole in first.answer().choices:
-        own = [tree(choice) for choice in told if choice.index == whole.index]
+        own = [tree(choice) for choice in streamed if choice.index == whole.index]
         assert [c["delta"].get("role") for c in own] == ["assistant"] + [None] * (len(own) - 1)
         text = "".join(choice["delta"].get("content", "") for choice in own)
         assert text == whole.message.content
@@ -75,22 +75,22 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(records: list[TokenChunk]) -
 
 
 @given(logs(), logs())
-def test_streamed_completions_are_the_whole_ones(
+def test_streamed_completions_equal_the_whole_ones(
     one: list[TokenChunk], other: list[TokenChunk]
 ) -> None:
     echo = [Echo("xy"), Echo("z")]
     options = CompletionOptions(parts=2, n=2, logprobs=True, echo=echo)
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, SPELLING)
-    told = []
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, TOKEN_BYTES)
+    streamed = []
     for part, records in enumerate((one, other)):
         for record in records:
             chunk = assembler.add(part, record)
-            told += [] if chunk is None else chunk.choices
+            streamed += [] if chunk is None else chunk.choices
         assert assembler.finish(part, USAGE) is None
     answer = assembler.answer()
     assert tree(answer.usage)["total_tokens"] == 24
     for whole in answer.choices:
-        own = [choice for choice in told if choice.index == whole.index]
+        own = [choice for choice in streamed if choice.index == whole.index]
         assert "".join(choice.text for choice in own) == whole.text
         assert whole.text.startswith(echo[whole.index // 2].text)
         assert whole.logprobs is not None
@@ -98,27 +98,26 @@ def test_streamed_completions_are_the_whole_ones(
         assert tokens == whole.logprobs.tokens
 
 
-def test_offsets_are_those_of_the_text() -> None:
-    """Though a character may have several tokens."""
+def test_text_offsets_count_characters_of_several_tokens() -> None:
     pieces = [b"a", b"\xf0\x9f", b"\x91\x8d", b"\xc3", b"\xa9", b"z"]
-    spelling = dict(enumerate(pieces))
+    token_bytes = dict(enumerate(pieces))
     text = b"".join(pieces).decode()
-    options = CompletionOptions(logprobs=True, echo=[Echo(text, list(spelling))])
-    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, spelling)
-    scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in spelling]
-    delta = ChoiceDelta(0, 0, list(spelling), text, "stop", logprobs=scored)
-    told = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
-    assert told is not None
-    assert told.choices[0].logprobs is not None
-    offsets = told.choices[0].logprobs.text_offset
+    options = CompletionOptions(logprobs=True, echo=[Echo(text, list(token_bytes))])
+    assembler = CompletionAssembler("cmpl-1", "demo", 5, options, token_bytes)
+    scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in token_bytes]
+    delta = ChoiceDelta(0, 0, list(token_bytes), text, "stop", logprobs=scored)
+    chunk = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
+    assert chunk is not None
+    assert chunk.choices[0].logprobs is not None
+    offsets = chunk.choices[0].logprobs.text_offset
     assert offsets == [0, 1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]
 
 
-def test_a_stream_keeps_no_log_probabilities() -> None:
-    spelling = {0: b"a"}
+def test_a_stream_does_not_collect_log_probabilities() -> None:
+    token_bytes = {0: b"a"}
     assemblers = [
-        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), spelling),
-        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), spelling),
+        ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), token_bytes),
+        CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes),
     ]
     delta = ChoiceDelta(0, 0, [0], "a", None, logprobs=[TokenLogprobs(-0.5, 1, [0], [-0.5])])
     for assembler in assemblers:
@@ -132,18 +131,18 @@ def test_a_stream_keeps_no_log_probabilities() -> None:
         assert not whole.get("content", whole.get("tokens"))
 
 
-async def test_several_logs_are_read_as_one() -> None:
+async def test_several_logs_are_merged() -> None:
     async def log(*records: str) -> AsyncIterator[str]:
         for record in records:
             await asyncio.sleep(0)
             yield record
 
-    told = [item async for item in merge_logs([log("a", "b"), log(), log("c")])]
-    assert sorted(told) == [(0, "a"), (0, "b"), (2, "c")]
-    assert [text for part, text in told if part == 0] == ["a", "b"]
+    merged = [item async for item in merge_logs([log("a", "b"), log(), log("c")])]
+    assert sorted(merged) == [(0, "a"), (0, "b"), (2, "c")]
+    assert [text for part, text in merged if part == 0] == ["a", "b"]
 
 
-async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() -> None:
+async def test_a_failing_log_raises_its_error_and_stops_the_others() -> None:
     closed = 0
 
     async def endless() -> AsyncIterator[str]:
@@ -175,16 +174,16 @@ async def test_a_log_that_fails_fails_as_itself_and_nothing_goes_on_reading() ->
 
 async def run(
     events: AsyncIterator[bytes],
-    leave: asyncio.Event | None = None,
-    over: asyncio.Event | None = None,
+    disconnect: asyncio.Event | None = None,
+    shutting_down: asyncio.Event | None = None,
     *,
     numbered: bool = False,
 ) -> list[Message]:
     sent: list[Message] = []
-    left: list[bool] = []
+    disconnected: list[bool] = []
 
     async def receive() -> Message:
-        await (leave or asyncio.Event()).wait()
+        await (disconnect or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -193,8 +192,8 @@ async def run(
     headers = {"x-request-id": "r"}
     stream = EventStream(
         events,
-        lambda: left.append(True),
-        over or asyncio.Event(),
+        lambda: disconnected.append(True),
+        shutting_down or asyncio.Event(),
         error_response,
         headers,
         numbered=numbered,
@@ -223,7 +222,7 @@ async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> 
     assert written.count(sse.PING) >= 3
 
 
-async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_official_client_ignores_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_S", 0.02)
 
     async def events(ids: list[str]) -> AsyncIterator[bytes]:
@@ -235,13 +234,13 @@ async def test_pings_are_no_events_to_the_official_client(monkeypatch: pytest.Mo
         _, *bodies = await run(events(ids), numbered=ids[0] != "")
         written = [body["body"] for body in bodies]
         assert any(body.startswith(b": ping") for body in written[1:])
-        assert [told.data for told in SSEDecoder().iter_bytes(iter(written))] == [
+        assert [sent.data for sent in SSEDecoder().iter_bytes(iter(written))] == [
             *("1", "1"),
             "[DONE]",
         ]
 
 
-async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_it() -> None:
+async def test_an_error_is_a_status_before_the_first_event_and_else_an_event() -> None:
     failure = RequestFailed(
         ErrorInfo("context_length_exceeded", "too long", None, "client", False), "7"
     )
@@ -261,23 +260,21 @@ async def test_what_fails_is_a_status_before_the_first_event_and_an_event_after_
 
 
 @pytest.mark.parametrize("numbered", [False, True])
-async def test_what_is_interrupted_says_so_unless_its_client_goes_on_by_itself(
-    *, numbered: bool
-) -> None:
-    over, began = asyncio.Event(), asyncio.Event()
+async def test_only_an_unnumbered_stream_reports_the_shutdown(*, numbered: bool) -> None:
+    shutting_down, began = asyncio.Event(), asyncio.Event()
 
     async def events(count: int) -> AsyncIterator[bytes]:
         for _ in range(count):
             yield event(b"1", "0" if numbered else "")
-            over.set()
+            shutting_down.set()
         await began.wait()
 
-    asyncio.get_running_loop().call_later(0.05, over.set)
-    start, *_ = await run(events(0), over=over, numbered=numbered)
+    asyncio.get_running_loop().call_later(0.05, shutting_down.set)
+    start, *_ = await run(events(0), shutting_down=shutting_down, numbered=numbered)
     assert start["status"] == 503
     assert (b"x-request-id", b"r") in start["headers"]
-    over.clear()
-    start, *bodies = await run(events(1), over=over, numbered=numbered)
+    shutting_down.clear()
+    start, *bodies = await run(events(1), shutting_down=shutting_down, numbered=numbered)
     assert start["status"] == 200
     written = b"".join(body["body"] for body in bodies)
     assert (b'"code":"interrupted"' in written) == (not numbered)

@@ -1,4 +1,4 @@
-"""Errors name what the client has sent, whatever that is called on the bus."""
+"""Errors name the field that the client has sent, whatever its name on the bus."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ CONTEXT = 1024
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def told(field: str | None, message: str = "no") -> ErrorInfo:
+def error_at(field: str | None, message: str = "no") -> ErrorInfo:
     return ErrorInfo("invalid_request", message, field, "client", retryable=False)
 
 
@@ -42,26 +42,26 @@ def told(field: str | None, message: str = "no") -> ErrorInfo:
         ("chat", {}, None, None),
     ],
 )
-def test_a_field_has_the_name_that_its_client_gave_it(
+def test_a_field_has_the_name_that_the_client_sent(
     kind: str, own: dict[str, str], field: str | None, wanted: str | None
 ) -> None:
-    assert translate_error(told(field), kind, {"fields": own}).field == wanted
+    assert translate_error(error_at(field), kind, {"fields": own}).field == wanted
 
 
-def test_so_it_has_at_the_beginning_of_the_message() -> None:
+def test_the_message_begins_with_the_clients_field() -> None:
     field = "sampling_params.stop[1]"
     assert (
-        translate_error(told(field, f"{field}: too long"), "chat", {}).message
+        translate_error(error_at(field, f"{field}: too long"), "chat", {}).message
         == "stop[1]: too long"
     )
-    whole = translate_error(told("sampling_params", "sampling_params: too many"), "chat", {})
+    whole = translate_error(error_at("sampling_params", "sampling_params: too many"), "chat", {})
     assert whole.message == "too many"
-    assert translate_error(told("messages", "messages are odd"), "completion", {}).message == (
+    assert translate_error(error_at("messages", "messages are odd"), "completion", {}).message == (
         "messages are odd"
     )
 
 
-def test_what_is_raised_is_told_in_the_same_names() -> None:
+def test_raised_errors_are_translated() -> None:
     with pytest.raises(RequestFailed) as caught, translated_errors("completion", {}):
         raise InvalidRequest("no", field="messages")
     assert caught.value.info.field == "prompt"
@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_client_is_told_of_a_field_that_it_never_sent(
+async def test_errors_name_only_fields_that_the_client_sent(
     gateway: Gateway, *, stream: bool
 ) -> None:
     async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
@@ -136,12 +136,12 @@ async def test_no_client_is_told_of_a_field_that_it_never_sent(
     assert found == wanted
 
 
-async def test_nor_of_one_that_is_rendered(http: httpx.AsyncClient) -> None:
+async def test_errors_of_generate_name_only_its_fields(http: httpx.AsyncClient) -> None:
     for path, body, wanted in REFUSED:
         if body.get("echo") or wanted in (None, "tools", "response_format", "min_tokens"):
             continue
         answer = await http.post(f"/v1/{path}/render", json={"model": "demo"} | body)
-        if answer.status_code != 200:  # Grammars, and what else only engines look at.
+        if answer.status_code != 200:  # Only engines check grammars and some others.
             param = answer.json()["error"]["param"]
             assert param.removeprefix("body.") == wanted, (answer.text, body)
     full = {"token_ids": [5] * CONTEXT, "sampling_params": {}}

@@ -1,4 +1,4 @@
-"""What answers that are not streamed may take of a gateway's memory."""
+"""Memory limits for answers that are not streamed."""
 
 import asyncio
 import gc
@@ -54,7 +54,7 @@ from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateS
 
 PATH = "/v1/chat/completions"
 NUM_TOKENS = 300
-SPELLING = {i: f" t{i:05d}".encode() for i in range(10_000)}
+TOKEN_BYTES = {i: f" t{i:05d}".encode() for i in range(10_000)}
 PROMPT = list(range(400, 400 + NUM_TOKENS + 1))
 
 
@@ -69,21 +69,21 @@ def completion(**fields: Any) -> SubmitPlan:
     return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
-def test_who_wants_no_log_probabilities_meets_no_limit() -> None:
-    shelf = AnswerBudget(GatewayConfig(max_answer_mib=1))
-    for order in (
+def test_an_answer_without_log_probabilities_has_no_limit() -> None:
+    budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
+    for plan in (
         chat(n=8),
         completion(prompt=["Hi"] * 64, n=8),
         SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
     ):
-        kept = logprob_size_of(order, {"logprobs": 20})
-        assert not kept.needs_max_model_len
-        assert kept.max_bytes(10**6) == 0
-        assert with_logprob_size(order.options, kept) == order.options
-        shelf.reserve({}, kept.max_bytes(10**6), "max_tokens")
+        size = logprob_size_of(plan, {"logprobs": 20})
+        assert not size.needs_max_model_len
+        assert size.max_bytes(10**6) == 0
+        assert with_logprob_size(plan.options, size) == plan.options
+        budget.reserve({}, size.max_bytes(10**6), "max_tokens")
 
 
-def test_all_that_makes_it_large_counts() -> None:
+def test_the_size_counts_choices_tokens_and_prompts() -> None:
     one = logprob_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
     assert one > 0
     assert logprob_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * one
@@ -97,13 +97,13 @@ def test_all_that_makes_it_large_counts() -> None:
     several = completion(logprobs=0, prompt=["a", "b", "c"], n=2, max_tokens=10)
     assert logprob_size_of(several, {}).max_bytes() == 6 * one
 
-    # A prompt that stands at the beginning of each choice is there as often.
+    # With an echo, each choice has its own copy of the prompt.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
     echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
     assert logprob_size_of(echoed, {}).max_bytes() == 4 * one
-    asked = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
+    request = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = logprob_size_of(SubmitPlan([asked], sampling, {}), {})
+    scored = logprob_size_of(SubmitPlan([request], sampling, {}), {})
     assert scored.max_bytes() == one
     assert scored.limiting_field(one, "generate") == "prompt_logprobs"
 
@@ -117,40 +117,40 @@ def test_all_that_makes_it_large_counts() -> None:
         max_tokens=st.none() | st.integers(1, 10**6),
     )
 )
-def test_a_note_of_it_tells_the_same(kept: LogprobSize) -> None:
+def test_the_size_survives_the_request_record(size: LogprobSize) -> None:
     record = RequestRecord(
-        "chat", "demo", "", 0, False, with_logprob_size({"logprobs": True}, kept)
+        "chat", "demo", "", 0, False, with_logprob_size({"logprobs": True}, size)
     )
-    assert read_logprob_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == kept
+    assert read_logprob_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == size
 
 
 def test_one_answer_and_all_together_have_a_limit() -> None:
-    shelf = AnswerBudget(GatewayConfig(max_answer_mib=1))
+    budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
-        shelf.reserve({}, 2**20 + 1, "max_tokens")
+        budget.reserve({}, 2**20 + 1, "max_tokens")
     assert refused.value.field == "max_tokens"
     held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
     for scope in held:
-        shelf.reserve(scope, 2**20, "max_tokens")
-    shelf.reserve(held[0], 2**20, "max_tokens")  # in place of what it has
+        budget.reserve(scope, 2**20, "max_tokens")
+    budget.reserve(held[0], 2**20, "max_tokens")  # replaces the earlier reservation
     with pytest.raises(Overloaded):
-        shelf.reserve({}, 1, "max_tokens")
-    shelf.release(held[0])
-    shelf.release(held[0])
-    shelf.reserve({}, 2**20, "max_tokens")
+        budget.reserve({}, 1, "max_tokens")
+    budget.release(held[0])
+    budget.release(held[0])
+    budget.reserve({}, 2**20, "max_tokens")
     with pytest.raises(Overloaded):
-        shelf.reserve({}, 1, "max_tokens")
+        budget.reserve({}, 1, "max_tokens")
 
 
-def assembler(kind: str, spelling: TokenBytes, num_others: int) -> Assembler:
+def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
     if kind == "chat":
-        return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), spelling)
+        return ChatAssembler("c", "demo", 0, ChatOptions(logprobs=True), token_bytes)
     if kind == "completion":
-        return CompletionAssembler("c", "demo", 0, CompletionOptions(logprobs=True), spelling)
+        return CompletionAssembler("c", "demo", 0, CompletionOptions(logprobs=True), token_bytes)
     if kind == "echo":
         echo = [Echo("x" * 6 * NUM_TOKENS, PROMPT)]
         options = CompletionOptions(logprobs=True, echo=echo)
-        return CompletionAssembler("c", "demo", 0, options, spelling)
+        return CompletionAssembler("c", "demo", 0, options, token_bytes)
     shape = GenerateShape(
         wire_id="g",
         num_prompt_tokens=1,
@@ -158,26 +158,26 @@ def assembler(kind: str, spelling: TokenBytes, num_others: int) -> Assembler:
         logprobs=num_others,
         prompt_token_ids=PROMPT if kind == "prompt" else [],
     )
-    return GenerateAssembler(shape, "demo", 0, spelling)
+    return GenerateAssembler(shape, "demo", 0, token_bytes)
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 20])
 @pytest.mark.parametrize("kind", ["chat", "completion", "echo", "tokens", "text", "prompt"])
-def test_no_form_of_answer_takes_more_than_is_reckoned(kind: str, num_others: int) -> None:
+def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) -> None:
     others = list(range(1000, 1000 + num_others))
-    told = [
+    logprobs = [
         TokenLogprobs(-i / 7, 1, [i + other for other in others], [-i / 9 - j for j in others])
         for i in range(NUM_TOKENS)
     ]
     token_ids = [1000 + i for i in range(NUM_TOKENS)]
     if kind in ("echo", "prompt"):
-        delta = ChoiceDelta(0, 0, [1], "a", "stop", logprobs=told[:1])
-        logs = [to_json(TokenChunk(0, 1, [delta], prompt_logprobs=told))]
+        delta = ChoiceDelta(0, 0, [1], "a", "stop", logprobs=logprobs[:1])
+        logs = [to_json(TokenChunk(0, 1, [delta], prompt_logprobs=logprobs))]
     else:
         logs = [
             to_json(
                 TokenChunk(
-                    i, 1, [ChoiceDelta(0, i, [token_ids[i]], "word ", None, logprobs=[told[i]])]
+                    i, 1, [ChoiceDelta(0, i, [token_ids[i]], "word ", None, logprobs=[logprobs[i]])]
                 )
             )
             for i in range(NUM_TOKENS)
@@ -185,13 +185,13 @@ def test_no_form_of_answer_takes_more_than_is_reckoned(kind: str, num_others: in
     gc.collect()
     tracemalloc.start()
     try:
-        making = assembler(kind, SPELLING, num_others)
+        assembling = assembler(kind, TOKEN_BYTES, num_others)
         for data in logs:
             record = decode_log_record(data)
             assert isinstance(record, TokenChunk)
-            making.add(0, record)
-        making.finish(0, Usage(1, NUM_TOKENS))
-        msgspec.json.encode(making.answer())
+            assembling.add(0, record)
+        assembling.finish(0, Usage(1, NUM_TOKENS))
+        msgspec.json.encode(assembling.answer())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -206,12 +206,12 @@ async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:
         refused = await http.post(PATH, json=large | {"stream": False}, headers=named)
         assert refused.status_code == 400
         check_error(refused.content, "answer_too_large", "max_tokens")
-        # It was not even noted.
+        # Nothing was stored for the refused request.
         url = f"/v1/requests/{named['x-request-id']}"
         assert (await http.get(url)).status_code == 404
 
         assert (await http.post(PATH, json=large, headers=named)).status_code == 200
-        # Not even now does it come whole.
+        # The finished answer is too large to be returned whole, too.
         check_error((await http.get(url)).content, "answer_too_large", "id")
         again = await http.post(PATH, json=large | {"stream": False}, headers=named)
         check_error(again.content, "answer_too_large", "max_tokens")
@@ -233,9 +233,7 @@ async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:
         assert (got.status_code, got.json()["error"]["code"]) == (400, "answer_too_large")
 
 
-async def test_an_open_end_is_as_long_as_the_model_can_take(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_without_max_tokens_the_models_limit_counts(cluster: Cluster, tmp_path: Path) -> None:
     tree = yaml.safe_load(cluster.config.read_text())
     del tree["models"]["demo"]["sampling_defaults"]
     gateway = start_gateway_at(
@@ -262,6 +260,6 @@ async def test_all_large_answers_together_have_a_limit(another: Start) -> None:
         refused = [answer for answer in got if answer.status_code == 503]
         assert all("retry-after" in answer.headers for answer in refused)
         check_error(refused[0].content, "overloaded")
-        # What they had is there again, and what has no log probabilities never had any.
+        # All reservations are released.
         for _ in range(MAX_LARGEST + 1):
             assert (await http.post(PATH, json=body)).status_code == 200

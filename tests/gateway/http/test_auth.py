@@ -1,4 +1,4 @@
-"""Keys and limits, and that nothing goes round them: rows S50, S51 and S05."""
+"""API keys, rate limits and tenants, and attempts to bypass them."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @given(st.lists(st.text(max_size=60), max_size=2))
-def test_only_a_key_opens(headers: list[str]) -> None:
+def test_a_request_without_a_valid_key_is_refused(headers: list[str]) -> None:
     keyring = Keyring([ApiKey("alice", digest(ALICE))])
     with pytest.raises(InvalidKey):
         keyring.authenticate(headers)
@@ -48,7 +48,7 @@ def test_only_a_key_opens(headers: list[str]) -> None:
         keyring.authenticate([f"Bearer {ALICE}", *headers, "Bearer"])
 
 
-def test_requests_a_minute_and_at_one_time() -> None:
+def test_rate_and_concurrency_limits_of_a_key() -> None:
     now = 0.0
     limiter = RateLimiter(lambda: now)
     key = ApiKey("alice", digest(ALICE), max_requests_per_minute=2, max_concurrent=1)
@@ -79,7 +79,7 @@ def test_requests_a_minute_and_at_one_time() -> None:
         ({"tls_cert": "cert.pem"}, "gateway.tls_key"),
     ],
 )
-def test_a_door_that_would_stand_open_is_not_built(section: dict[str, Any], field: str) -> None:
+def test_an_insecure_configuration_is_refused(section: dict[str, Any], field: str) -> None:
     text = str({"models": {"demo": {"path": "x"}}, "gateway": section})
     with pytest.raises(ConfigError) as refused:
         parse_config(text, {}, "test")
@@ -133,7 +133,7 @@ TRICKS = [
 ]
 
 
-async def test_no_trick_with_hosts_and_paths_opens(another: Start) -> None:
+async def test_host_headers_and_odd_paths_do_not_bypass_the_key(another: Start) -> None:
     gateway = another(api_keys=KEYS, page=False)
     for trick in TRICKS:
         answer = await raw(gateway, trick.encode("latin-1"))
@@ -144,7 +144,7 @@ async def test_no_trick_with_hosts_and_paths_opens(another: Start) -> None:
 
 
 async def raw(gateway: Gateway, data: bytes) -> bytes:
-    """What is answered within a second."""
+    """Send raw bytes and return the response that arrives within a second."""
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -176,7 +176,7 @@ async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
             assert (hidden.status_code, hidden.content) == (404, unknown.content)
         seen = (await http.get(url, headers=bearer(ALICE))).json()
         assert (seen["state"], seen["result"]) == ("finished", first.json())
-        # What one has warmed is cold for the other.
+        # A prompt that one tenant has cached is not cached for the other.
         cached = [
             answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             for answer in (first, other)
@@ -184,7 +184,7 @@ async def test_tenants_do_not_see_each_others_requests(another: Start) -> None:
         assert cached[1] == 0
 
 
-async def test_one_key_may_ask_for_so_much(another: Start) -> None:
+async def test_a_key_over_its_limit_gets_429(another: Start) -> None:
     limited = [KEYS[0] | {"max_requests_per_minute": 1}, KEYS[1] | {"max_concurrent": 1}]
     gateway = another(api_keys=limited)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
@@ -207,12 +207,12 @@ async def test_one_key_may_ask_for_so_much(another: Start) -> None:
         assert free.status_code == 200
 
 
-async def test_whoever_has_all_of_an_answer_may_ask_again() -> None:
-    """Its client may be faster than what is left to do here."""
+async def test_the_slot_is_released_before_the_final_byte() -> None:
+    """A client may send its next request before the gateway has finished this one."""
     happened: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["release_slot"] = lambda: happened.append("left")
+        scope["release_slot"] = lambda: happened.append("released")
         await Response("whole")(scope, receive, send)
         happened.append("answered")
 
@@ -226,11 +226,11 @@ async def test_whoever_has_all_of_an_answer_may_ask_again() -> None:
     edge = EdgeMiddleware(app, GatewayConfig(), Metrics("gateway", "gateway-1"), error_response)
     scope = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
     await edge({**scope, "headers": []}, receive, send)
-    assert happened == ["left", "sent", "answered"]
+    assert happened == ["released", "sent", "answered"]
 
 
-async def test_all_that_costs_others_something_counts(another: Start) -> None:
-    """A key at its limit can still look at what it has begun, and end it."""
+async def test_only_costly_endpoints_count_for_the_limit(another: Start) -> None:
+    """A key at its limit can still look at its requests and cancel them."""
     gateway = another(api_keys=[KEYS[0] | {"max_requests_per_minute": 1}])
     async with httpx.AsyncClient(
         base_url=gateway.url, timeout=60, trust_env=False, headers=bearer(ALICE)
@@ -247,27 +247,27 @@ async def test_all_that_costs_others_something_counts(another: Start) -> None:
     }
 
 
-async def test_other_origins_may_read_where_that_is_configured(another: Start) -> None:
+async def test_configured_origins_get_cors_headers(another: Start) -> None:
     gateway = another(cors_origins=["https://chat.example"])
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
         preflight = await http.options("/v1/chat/completions", headers=asks)
         assert preflight.status_code == 204
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
-        # OpenAI's package has a dozen of `x-stainless-…`, which browsers ask about.
+        # OpenAI's package sends a dozen `x-stainless-…` headers, for which browsers ask permission.
         allowed = preflight.headers["access-control-allow-headers"].split(", ")
         assert {"authorization", "*"} <= set(allowed)
         other = await http.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_a_streamed_answer_is_the_keys_tenants(another: Start) -> None:
+async def test_a_streamed_answer_belongs_to_the_tenant_of_its_key(another: Start) -> None:
     gateway = another(api_keys=KEYS)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
         streamed = await http.post(
             "/v1/chat/completions", json=question() | {"stream": True}, headers=bearer(BOB)
         )
         assert events(streamed.text)[-1] == ("", "[DONE]")
-        told = (await http.get("/metrics", headers=bearer(BOB))).text
-        assert "bobs" not in told
+        metrics = (await http.get("/metrics", headers=bearer(BOB))).text
+        assert "bobs" not in metrics
         assert BOB not in gateway.log.read_text()

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long they may say nothing."""
+"""Limits on connections: their number, and the time that they may be silent."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ async def connect(gateway: Gateway, trust: ssl.SSLContext | None = None) -> Conn
 
 
 async def get(connection: Connection, request: bytes = HEALTH) -> tuple[bytes, bytes]:
-    """Head and body of an answer that has a length."""
+    """Send a request and return the head and body of the response."""
     reader, writer = connection
     writer.write(request)
     head = await reader.readuntil(b"\r\n\r\n")
@@ -67,8 +67,8 @@ def num_files(gateway: Gateway) -> int:
 
 
 async def metric(connection: Connection, name: str) -> float:
-    _, told = await get(connection, HEALTH.replace(b"/health", b"/metrics"))
-    (line,) = [line for line in told.decode().splitlines() if line.startswith(name)]
+    _, response = await get(connection, HEALTH.replace(b"/health", b"/metrics"))
+    (line,) = [line for line in response.decode().splitlines() if line.startswith(name)]
     return float(line.rpartition(" ")[2])
 
 
@@ -82,7 +82,7 @@ async def test_connections_have_a_limit(another: Start) -> None:
     for connection in held:
         assert (await get(connection))[0].startswith(b"HTTP/1.1 200")
 
-    # It is told before it has asked for anything.
+    # The error response comes before any request.
     reader, writer = await connect(gateway)
     answer = await reader.read()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -106,7 +106,7 @@ async def test_connections_have_a_limit(another: Start) -> None:
     await leave(*held)
 
 
-async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Start) -> None:
+async def test_rejected_connections_have_a_limit_too(another: Start) -> None:
     gateway = another(max_connections=1)
     held = await connect(gateway)
     assert (await get(held))[0].startswith(b"HTTP/1.1 200")
@@ -114,13 +114,15 @@ async def test_those_who_are_turned_away_are_no_crowd_of_their_own(another: Star
     crowd = await asyncio.gather(*(connect(gateway) for _ in range(3 * MAX_REJECTED)))
     answers = await asyncio.gather(*(reader.read() for reader, _ in crowd), return_exceptions=True)
     assert num_files(gateway) <= before + MAX_REJECTED
-    told = [one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")]
-    assert len(told) >= MAX_REJECTED
+    rejected = [
+        one for one in answers if isinstance(one, bytes) and one.startswith(b"HTTP/1.1 503")
+    ]
+    assert len(rejected) >= MAX_REJECTED
     assert await count_refused(held) == len(crowd)
     await leave(held, *crowd)
 
 
-async def test_under_tls_they_are_told_as_well(another: Start, tmp_path: Path) -> None:
+async def test_rejected_tls_connections_get_a_503(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem", max_connections=1)
     held = await connect(gateway, trust)
@@ -133,9 +135,7 @@ async def test_under_tls_they_are_told_as_well(another: Start, tmp_path: Path) -
     await leave(held, refused)
 
 
-async def test_a_handshake_that_does_not_come_is_not_waited_for(
-    another: Start, tmp_path: Path
-) -> None:
+async def test_a_missing_handshake_times_out(another: Start, tmp_path: Path) -> None:
     await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem", header_timeout_s=0.5)
     reader, writer = await connect(gateway)
@@ -145,9 +145,7 @@ async def test_a_handshake_that_does_not_come_is_not_waited_for(
     await leave((reader, writer))
 
 
-async def test_who_only_might_begin_a_handshake_takes_a_place(
-    another: Start, tmp_path: Path
-) -> None:
+async def test_pending_handshakes_count_as_connections(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(
         tls_cert="cert.pem", tls_key="key.pem", max_connections=1, header_timeout_s=3.0
@@ -162,7 +160,7 @@ async def test_who_only_might_begin_a_handshake_takes_a_place(
                 assert await reader.read() == b""
     assert num_files(gateway) <= before + MAX_REJECTED
     assert await count_refused(held) == MAX_REJECTED
-    # The others had until their time was over.
+    # The pending handshakes end when their time is over.
     async with asyncio.timeout(20):
         for reader, _ in crowd[:MAX_REJECTED]:
             with contextlib.suppress(ConnectionError):
@@ -187,7 +185,7 @@ ANSWER = question() | {
     [post("/v1/chat/completions", ANSWER), HEALTH.replace(b"/health", b"/openapi.json") * 300],
     ids=["a stream", "many answers"],
 )
-async def test_who_does_not_read_is_not_waited_for(another: Start, request_: bytes) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(another: Start, request_: bytes) -> None:
     gateway = another(send_timeout_s=0.5)
     host, port = gateway.url.partition("://")[2].split(":")
     other = await connect(gateway)
@@ -204,7 +202,7 @@ async def test_who_does_not_read_is_not_waited_for(another: Start, request_: byt
 
 
 class Clock(asyncio.BaseEventLoop):
-    """What is to be done later is done when a test says so."""
+    """Event loop whose timers run when a test calls `strike`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +233,7 @@ class Unread(asyncio.Transport):
         return self.aborted
 
 
-def test_who_takes_something_is_waited_for() -> None:
+def test_a_client_that_reads_slowly_is_not_disconnected() -> None:
     clock, transport, slow = Clock(), Unread(), Counter()
     limits = ConnectionLimits(GatewayConfig(), 8, Counter(), slow)
     config = uvicorn.Config(lambda: None)
@@ -251,7 +249,7 @@ def test_who_takes_something_is_waited_for() -> None:
         transport.size = size
         clock.strike()
         assert not transport.aborted
-    # A little that was left makes nobody late who has taken that, and then not the next.
+    # The last few bytes were read before the buffer filled again, so the client made progress.
     transport.size = 70_000
     protocol.pause_writing()
     clock.strike()
@@ -270,14 +268,14 @@ def test_who_takes_something_is_waited_for() -> None:
     clock.close()
 
 
-async def test_who_reads_now_and_then_is_waited_for(another: Start) -> None:
+async def test_a_client_that_pauses_reading_gets_the_whole_answer(another: Start) -> None:
     gateway = another(send_timeout_s=6.0)
     connection = await connect(gateway)
     reader, writer = connection
     writer.write(HEALTH.replace(b"/health", b"/openapi.json") * 300)
     for pause_s in (2, 4.5):
         await asyncio.sleep(pause_s)
-        # More than there is room for on the way.
+        # This is more data than the buffers of the connection take.
         for _ in range(150):
             head = await reader.readuntil(b"\r\n\r\n")
             (length,) = re.findall(rb"content-length: (\d+)", head)
@@ -286,17 +284,17 @@ async def test_who_reads_now_and_then_is_waited_for(another: Start) -> None:
     await leave(connection)
 
 
-def test_there_are_files_for_all_connections(gateway: Gateway) -> None:
+def test_the_file_limit_covers_all_connections(gateway: Gateway) -> None:
     limits = Path(f"/proc/{gateway.process.pid}/limits").read_text().splitlines()
     (line,) = [line for line in limits if line.startswith("Max open files")]
     assert int(line.split()[3]) >= 1024 + OTHER_FILES
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 1024 + OTHER_FILES
 
 
-async def test_who_says_nothing_is_not_waited_for(another: Start) -> None:
+async def test_a_silent_connection_times_out(another: Start) -> None:
     gateway = another(header_timeout_s=0.5)
     silent = await connect(gateway)
-    # An idle connection has longer, but not for what is no request.
+    # An idle connection has more time, but only until data arrives that is no request.
     idle, blank = await connect(gateway), await connect(gateway)
     for connection in (idle, blank):
         await get(connection)
@@ -308,7 +306,7 @@ async def test_who_says_nothing_is_not_waited_for(another: Start) -> None:
     await leave(silent, idle, blank)
 
 
-async def test_blank_lines_without_an_end_are_no_request(another: Start) -> None:
+async def test_endless_blank_lines_time_out(another: Start) -> None:
     gateway = another(header_timeout_s=0.5)
     reader, writer = await connect(gateway)
     await get((reader, writer))

@@ -1,4 +1,4 @@
-"""Row S52 at its full size: what is large, slow, endless or in a million pieces takes no memory."""
+"""Large, slow, endless and fragmented requests at full size: they take little memory."""
 
 import asyncio
 import contextlib
@@ -25,10 +25,10 @@ FLOODS = {
     "a header of 10 MB": (GET + b"X-Large: ", b"x" * 10**6, 10, b"431"),
     "100,000 headers": (GET, b"X-Many: y\r\n" * 1000, 100, b"431"),
     "1,000,000 chunks": (CHUNKED, b"1\r\n \r\n" * 1000, 1000, b"413"),
-    "2 GB that are told": (POST + b"Content-Length: %d\r\n\r\n" % 2**31, b" " * MIB, 2048, b"413"),
-    "2 GB that are not": (CHUNKED, b"100000\r\n" + b" " * MIB + b"\r\n", 2048, b"413"),
+    "2 GB with a length": (POST + b"Content-Length: %d\r\n\r\n" % 2**31, b" " * MIB, 2048, b"413"),
+    "2 GB in chunks": (CHUNKED, b"100000\r\n" + b" " * MIB + b"\r\n", 2048, b"413"),
 }
-"""How each begins, what comes again, how often, and what it is answered with."""
+"""Start of the request, the data that is repeated, how often, and the status of the response."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def rss_bytes(gateway: Gateway) -> int:
 
 @contextlib.contextmanager
 def little_growth(gateway: Gateway) -> Iterator[None]:
-    """Of the process's memory, at any time until the end."""
+    """Assert that the memory of the process grows little at any time in the block."""
     most = before = rss_bytes(gateway)
     over = threading.Event()
 
@@ -72,7 +72,7 @@ async def check_it_answers(gateway: Gateway) -> None:
 
 
 async def flood(gateway: Gateway, head: bytes, piece: bytes, count: int) -> bytes:
-    """The answer to `head` and `count` times `piece`, or as many as are taken."""
+    """Send `head` and `count` times `piece`, or as many as are accepted; return the response."""
     reader, writer = await connect(gateway)
     answer = bytearray()
 
@@ -93,7 +93,7 @@ async def flood(gateway: Gateway, head: bytes, piece: bytes, count: int) -> byte
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-async def test_a_flood_is_refused_and_takes_little(flooded: Gateway, kind: str) -> None:
+async def test_a_flood_is_refused_with_little_memory(flooded: Gateway, kind: str) -> None:
     await check_it_answers(flooded)
     head, piece, count, status = FLOODS[kind]
     with little_growth(flooded):
@@ -102,7 +102,7 @@ async def test_a_flood_is_refused_and_takes_little(flooded: Gateway, kind: str) 
     await check_it_answers(flooded)
 
 
-async def test_a_crowd_that_dribbles_keeps_nobody_out_and_takes_little(flooded: Gateway) -> None:
+async def test_many_dribbling_clients_take_little_memory(flooded: Gateway) -> None:
     await check_it_answers(flooded)
 
     async def dribble() -> bytes:

@@ -1,4 +1,4 @@
-"""What comes over the wire and is no request: rows S40, S50 and S52. And every error's shape."""
+"""Invalid and oversized requests, and the format of every error response."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ CASES += [
 ]
 
 
-async def test_what_is_wrong_is_told_by_status_code_and_field(http: httpx.AsyncClient) -> None:
+async def test_errors_have_a_status_a_code_and_a_field(http: httpx.AsyncClient) -> None:
     for body, status, code, param in CASES:
         got = await http.post(PATH, json=body)
         assert (got.status_code, got.json()["error"]["code"]) == (status, code), (got.text, body)
@@ -138,7 +138,7 @@ async def test_what_is_wrong_is_told_by_status_code_and_field(http: httpx.AsyncC
         b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "seed": 1e999}',
     ],
 )
-async def test_what_is_no_json_is_a_plain_400(http: httpx.AsyncClient, body: bytes) -> None:
+async def test_invalid_json_is_a_400(http: httpx.AsyncClient, body: bytes) -> None:
     got = await http.post(PATH, content=body, headers={"content-type": "application/json"})
     assert got.status_code == 400, got.text
     check_error(got.content, "invalid_request")
@@ -175,7 +175,7 @@ async def test_bodies_have_a_limit(another: Start) -> None:
     assert tiny.startswith(b"HTTP/1.1 413")
 
 
-async def test_a_body_of_countless_values_is_not_even_decoded(http: httpx.AsyncClient) -> None:
+async def test_a_body_of_countless_values_is_not_decoded(http: httpx.AsyncClient) -> None:
     head = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "metadata": {"x": ['
     body = head + b"[]," * 600_000 + b"[]]}}"
     for path in (PATH, "/v1/completions", "/tokenize"):
@@ -199,8 +199,8 @@ async def test_all_bodies_together_have_a_limit(another: Start) -> None:
         assert (await http.post(PATH, json=ask(max_tokens=1))).status_code == 200
 
 
-async def test_the_body_of_a_next_request_may_come_slowly(gateway: Gateway) -> None:
-    """Though the answer before it is through."""
+async def test_a_pipelined_body_may_arrive_slowly(gateway: Gateway) -> None:
+    """The response to the request before it has ended already."""
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ask(max_tokens=1)).encode()
@@ -229,7 +229,7 @@ async def test_headers_have_a_limit(another: Start) -> None:
     check_error(late.partition(b"\r\n\r\n")[2], "request_timeout")
 
 
-async def test_a_crowd_that_says_nothing_keeps_nobody_out(another: Start) -> None:
+async def test_many_silent_clients_do_not_block_others(another: Start) -> None:
     gateway = another(header_timeout_s=1.0)
     host, port = gateway.url.removeprefix("http://").split(":")
     crowd = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
@@ -242,15 +242,15 @@ async def test_a_crowd_that_says_nothing_keeps_nobody_out(another: Start) -> Non
         writer.close()
 
 
-def test_it_takes_little_memory(gateway: Gateway) -> None:
-    """And so has loaded neither torch nor transformers."""
+def test_the_gateway_loads_no_model_library(gateway: Gateway) -> None:
+    """Neither torch nor transformers nor PIL is mapped into the process."""
     status = Path(f"/proc/{gateway.process.pid}/maps").read_text()
     for library in ("torch", "transformers", "PIL"):
         assert f"/{library}/" not in status
 
 
 async def certificate(folder: Path) -> ssl.SSLContext:
-    """Written there as cert.pem and key.pem, for 127.0.0.1; returns who trusts it."""
+    """Write cert.pem and key.pem for 127.0.0.1; return a client context that trusts them."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost"]
@@ -260,7 +260,7 @@ async def certificate(folder: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=cert)
 
 
-async def test_a_certificate_makes_it_https(another: Start, tmp_path: Path) -> None:
+async def test_a_certificate_enables_https(another: Start, tmp_path: Path) -> None:
     trust = await certificate(tmp_path)
     gateway = another(tls_cert="cert.pem", tls_key="key.pem")
     assert gateway.url.startswith("https://")

@@ -1,4 +1,4 @@
-"""Chat completions as they go over the wire; see test_openai.py for the official client."""
+"""Chat completions and completions as JSON; test_openai_client.py uses the official client."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ STAR = ROOT / "ops" / "demo_pictures" / "yellow_star.jpg"
 
 
 def star_url(padding: int = 0) -> str:
-    """Bytes behind a JPEG's end are no harm."""
+    """Return a data URL. Padding after the end of a JPEG has no effect."""
     data = STAR.read_bytes() + bytes(padding)
     return "data:image/jpeg;base64," + base64.b64encode(data).decode()
 
@@ -27,7 +27,7 @@ def question(text: str = "What colour is it?", url: str | None = None) -> dict[s
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Ids and data; `[DONE]` as it is."""
+    """Return the ids and decoded data of events. `[DONE]` stays a string."""
     found = []
     for block in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
@@ -37,7 +37,7 @@ def events(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-async def test_an_answer_to_a_picture(http: httpx.AsyncClient) -> None:
+async def test_an_answer_to_an_image(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json=question())
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -54,10 +54,10 @@ async def test_an_answer_to_a_picture(http: httpx.AsyncClient) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_a_stream_is_the_same_answer_in_pieces(http: httpx.AsyncClient) -> None:
-    asked = question() | {"n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 12}
-    whole = (await http.post("/v1/chat/completions", json=asked)).json()
-    streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
+async def test_a_stream_has_the_same_answer_in_pieces(http: httpx.AsyncClient) -> None:
+    body = question() | {"n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 12}
+    whole = (await http.post("/v1/chat/completions", json=body)).json()
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     answer = await http.post("/v1/chat/completions", json=streamed)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *chunks, (last_id, done) = events(answer.text)
@@ -78,50 +78,50 @@ async def test_a_stream_is_the_same_answer_in_pieces(http: httpx.AsyncClient) ->
 
 
 async def test_log_probabilities_come_with_text_and_bytes(http: httpx.AsyncClient) -> None:
-    asked = question() | {"logprobs": True, "top_logprobs": 2}
-    (choice,) = (await http.post("/v1/chat/completions", json=asked)).json()["choices"]
+    body = question() | {"logprobs": True, "top_logprobs": 2}
+    (choice,) = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
     content = choice["logprobs"]["content"]
-    told = b"".join(bytes(token["bytes"]) for token in content).decode()
-    assert choice["message"]["content"] in told
+    text = b"".join(bytes(token["bytes"]) for token in content).decode()
+    assert choice["message"]["content"] in text
     for token in content:
         assert token["logprob"] <= 0
         assert len(token["top_logprobs"]) == 2
         assert token["top_logprobs"][0]["token"] == token["token"]
 
 
-async def test_a_large_picture_is_stored_beside_the_request(http: httpx.AsyncClient) -> None:
+async def test_a_large_image_is_stored_beside_the_request(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json=question(url=star_url(9 * 2**20)))
     assert answer.status_code == 200, answer.text
     assert "yellow" in answer.json()["choices"][0]["message"]["content"]
 
 
-async def test_what_was_given_wins_over_the_configured_defaults(http: httpx.AsyncClient) -> None:
-    # The model is configured to be greedy; 1.0 is everybody's default.
-    asked = {"model": "demo", "prompt": "a", "n": 8, "seed": 1, "max_tokens": 16}
-    greedy = (await http.post("/v1/completions", json=asked)).json()["choices"]
+async def test_given_parameters_override_the_configured_defaults(http: httpx.AsyncClient) -> None:
+    # The model is configured to be greedy; 1.0 is the default of SamplingParams.
+    body = {"model": "demo", "prompt": "a", "n": 8, "seed": 1, "max_tokens": 16}
+    greedy = (await http.post("/v1/completions", json=body)).json()["choices"]
     assert len({choice["text"] for choice in greedy}) == 1
-    given = asked | {"temperature": 1.0}
+    given = body | {"temperature": 1.0}
     choices = (await http.post("/v1/completions", json=given)).json()["choices"]
     assert len({choice["text"] for choice in choices}) > 1
 
 
 async def test_usage_with_every_chunk(http: httpx.AsyncClient) -> None:
-    asked = question() | {
+    body = question() | {
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    *chunks, _ = events((await http.post("/v1/chat/completions", json=asked)).text)
+    *chunks, _ = events((await http.post("/v1/chat/completions", json=body)).text)
     counts = [chunk["usage"]["completion_tokens"] for _, chunk in chunks]
     assert counts == sorted(counts)
     assert len({chunk["usage"]["prompt_tokens"] for _, chunk in chunks}) == 1
 
 
 async def test_completions_of_several_prompts(http: httpx.AsyncClient) -> None:
-    asked = {"model": "demo", "prompt": ["What", "Which"], "max_tokens": 4, "n": 2, "echo": True}
-    whole = (await http.post("/v1/completions", json=asked)).json()
+    body = {"model": "demo", "prompt": ["What", "Which"], "max_tokens": 4, "n": 2, "echo": True}
+    whole = (await http.post("/v1/completions", json=body)).json()
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     assert [c["text"].partition(" ")[0][:5] for c in whole["choices"]][::2][0].startswith("What")
-    streamed = await http.post("/v1/completions", json=asked | {"stream": True})
+    streamed = await http.post("/v1/completions", json=body | {"stream": True})
     *chunks, (_, done) = events(streamed.text)
     assert done == "[DONE]"
     for index in range(4):
@@ -129,36 +129,36 @@ async def test_completions_of_several_prompts(http: httpx.AsyncClient) -> None:
         assert "".join(own) == whole["choices"][index]["text"]
 
 
-async def test_an_echo_is_scored(http: httpx.AsyncClient) -> None:
-    asked = {"model": "demo", "prompt": "What colour", "max_tokens": 1, "echo": True, "logprobs": 1}
-    (choice,) = (await http.post("/v1/completions", json=asked)).json()["choices"]
+async def test_an_echo_has_log_probabilities(http: httpx.AsyncClient) -> None:
+    body = {"model": "demo", "prompt": "What colour", "max_tokens": 1, "echo": True, "logprobs": 1}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"].startswith("What colour")
     assert logprobs["token_logprobs"][0] is None
-    assert all(known <= 0 for known in logprobs["token_logprobs"][1:])
+    assert all(logprob <= 0 for logprob in logprobs["token_logprobs"][1:])
     for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"][:-1], strict=True):
         assert choice["text"][offset:].startswith(token)
 
 
-async def test_an_echo_may_be_all(http: httpx.AsyncClient) -> None:
-    asked = {"model": "demo", "prompt": ["What colour", "Red"], "echo": True, "logprobs": 1}
-    more = (await http.post("/v1/completions", json=asked | {"max_tokens": 1})).json()
-    alone = (await http.post("/v1/completions", json=asked | {"max_tokens": 0})).json()
+async def test_an_answer_may_be_the_echo_alone(http: httpx.AsyncClient) -> None:
+    body = {"model": "demo", "prompt": ["What colour", "Red"], "echo": True, "logprobs": 1}
+    more = (await http.post("/v1/completions", json=body | {"max_tokens": 1})).json()
+    alone = (await http.post("/v1/completions", json=body | {"max_tokens": 0})).json()
     assert alone["usage"]["completion_tokens"] == 0
     assert alone["usage"]["prompt_tokens"] == more["usage"]["prompt_tokens"]
-    streamed = await http.post("/v1/completions", json=asked | {"max_tokens": 0, "stream": True})
+    streamed = await http.post("/v1/completions", json=body | {"max_tokens": 0, "stream": True})
     *chunks, _ = events(streamed.text)
-    for prompt, one, longer in zip(asked["prompt"], alone["choices"], more["choices"], strict=True):
+    for prompt, one, longer in zip(body["prompt"], alone["choices"], more["choices"], strict=True):
         assert (one["text"], one["finish_reason"]) == (prompt, "length")
         for name, values in one["logprobs"].items():
             assert values == longer["logprobs"][name][:-1]
-        told = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
-        assert "".join(c["text"] for c in told) == prompt
-        assert told[-1]["finish_reason"] == "length"
+        own = [c for _, chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
+        assert "".join(c["text"] for c in own) == prompt
+        assert own[-1]["finish_reason"] == "length"
     named = {"x-request-id": f"echo-{time.time_ns()}"}
     for max_tokens, status in ((0, 200), (1, 422), (0, 200)):
-        body = asked | {"max_tokens": max_tokens}
-        got = await http.post("/v1/completions", json=body, headers=named)
+        limited = body | {"max_tokens": max_tokens}
+        got = await http.post("/v1/completions", json=limited, headers=named)
         assert got.status_code == status
-    refused = await http.post("/v1/completions", json=asked | {"max_tokens": 0, "echo": False})
+    refused = await http.post("/v1/completions", json=body | {"max_tokens": 0, "echo": False})
     assert refused.json()["error"]["param"] == "max_tokens"

@@ -1,5 +1,4 @@
-"""Functions that are strict, of a model that may call them or not: what the grammar lets through is
-read as calls, and they are as their schemas have them."""
+"""Strict functions with optional calls: the grammar accepts only calls that match the schemas."""
 
 import json
 import shutil
@@ -56,7 +55,7 @@ CARD = ModelCard("m", 1024, 768, False, True, "hermes", call_signs=[None, None])
 
 @pytest.fixture(scope="module")
 def matcher() -> LLMatcher:
-    """Its tokens are bytes."""
+    """A matcher whose tokens are bytes."""
     definition = define(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
     matcher = compile_grammar(LLTokenizer("byte"), definition)
     assert not matcher.is_error(), matcher.get_error()
@@ -79,19 +78,19 @@ PIECES = st.sampled_from(
 
 
 def take(matcher: LLMatcher, piece: bytes) -> bytes:
-    """As much of it as the grammar lets through."""
+    """Return the part of the piece that the grammar accepts."""
     return piece[: matcher.try_consume_tokens(list(piece))]
 
 
 @given(st.lists(st.tuples(PIECES, st.integers(0, 255)), max_size=30))
-def test_what_the_grammar_lets_through_is_read_as_calls_of_the_schemas(
+def test_text_that_the_grammar_accepts_parses_as_calls_of_the_schemas(
     matcher: LLMatcher, steps: list[tuple[str, int]]
 ) -> None:
     matcher, said = matcher.deep_copy(), b""
     for piece, wanted in steps:
         taken = take(matcher, piece.encode())
         said += taken
-        if len(taken) < len(piece.encode()):  # It would say something else, then.
+        if len(taken) < len(piece.encode()):  # Continue with a byte that is allowed.
             mask = matcher.compute_bitmask()
             allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
             if allowed:
@@ -104,13 +103,13 @@ def test_what_the_grammar_lets_through_is_read_as_calls_of_the_schemas(
         return
     pieces += parser.end()
     calls: list[list[str]] = []
-    for told in pieces:
-        if not isinstance(told, Call):
-            assert "<tool_call>" not in told.text
-        elif told.name is not None:
-            calls.append([told.name, told.arguments])
+    for found in pieces:
+        if not isinstance(found, Call):
+            assert "<tool_call>" not in found.text
+        elif found.name is not None:
+            calls.append([found.name, found.arguments])
         else:
-            calls[told.index][1] += told.arguments
+            calls[found.index][1] += found.arguments
     for name, arguments in calls:
         assert VALID[name].is_valid(json.loads(arguments)), (name, arguments)
     inside = text.count('"<tool_call>"')
@@ -118,7 +117,7 @@ def test_what_the_grammar_lets_through_is_read_as_calls_of_the_schemas(
 
 
 @pytest.mark.parametrize("text", ["", "Just <text>, {1}", "<tool_cal", *WHOLE, "".join(WHOLE)])
-def test_what_a_model_should_say_is_let_through(matcher: LLMatcher, text: str) -> None:
+def test_the_grammar_accepts_valid_answers(matcher: LLMatcher, text: str) -> None:
     matcher = matcher.deep_copy()
     assert take(matcher, text.encode()) == text.encode()
     assert matcher.is_accepting()
@@ -135,54 +134,53 @@ def test_what_a_model_should_say_is_let_through(matcher: LLMatcher, text: str) -
         f"{WHOLE[0]} <tool_call> ",
     ],
 )
-def test_what_it_should_not_say_is_not(matcher: LLMatcher, text: str) -> None:
+def test_the_grammar_rejects_invalid_calls(matcher: LLMatcher, text: str) -> None:
     assert len(take(matcher.deep_copy(), text.encode())) < len(text.encode())
 
 
-def asked(**fields: Any) -> ChatRequest:
+def request(**fields: Any) -> ChatRequest:
     return ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS, **fields)
 
 
-def test_only_calls_that_need_not_be_made_take_a_grammar() -> None:
-    assert "grammar" in plan_chat(asked(), CARD).sampling["structured_outputs"]
+def test_only_optional_calls_get_a_grammar() -> None:
+    assert "grammar" in plan_chat(request(), CARD).sampling["structured_outputs"]
     assert (
         "json_schema"
-        in plan_chat(asked(tool_choice="required"), CARD).sampling["structured_outputs"]
+        in plan_chat(request(tool_choice="required"), CARD).sampling["structured_outputs"]
     )
-    assert "structured_outputs" not in plan_chat(asked(tool_choice="none"), CARD).sampling
-    assert "structured_outputs" not in plan_chat(asked(), CARD, strict=False).sampling
+    assert "structured_outputs" not in plan_chat(request(tool_choice="none"), CARD).sampling
+    assert "structured_outputs" not in plan_chat(request(), CARD, strict=False).sampling
     free = ChatRequest(model="m", messages=[ChatMessage("user", "x")], tools=TOOLS[2:])
     assert "structured_outputs" not in plan_chat(free, CARD).sampling
 
 
-def test_what_cannot_be_held_to_is_refused() -> None:
+def test_a_constraint_that_is_impossible_is_refused() -> None:
     for form in ("llama3_json", "mistral", "hermes"):
         with pytest.raises(UnsupportedParameter) as refused:
-            plan_chat(asked(), ModelCard("m", 1024, 768, False, True, form))
+            plan_chat(request(), ModelCard("m", 1024, 768, False, True, form))
         assert refused.value.field == "tools[0].function.strict"
     with pytest.raises(InvalidRequest) as twice:
-        plan_chat(asked(structured_outputs=StructuredOutputsBody(regex="a")), CARD)
+        plan_chat(request(structured_outputs=StructuredOutputsBody(regex="a")), CARD)
     assert twice.value.field == "structured_outputs.regex"
 
 
-# -- a model of this form -------------------------------------------------------------------------
+# -- a model with this format ---------------------------------------------------------------------
 
-# Of tokens that the demo model has and does not use.
-SIGNS = {759: "<tool_call>", 760: "</tool_call>"}
+# Tokens of the demo model that it does not use.
+TAGS = {759: "<tool_call>", 760: "</tool_call>"}
 
 
 def write_model(folder: Path) -> Path:
-    """The demo model, with a template that tells of tools, and the signs of calls among its tokens,
-    as models of this form have them."""
+    """Copy the demo model, with the tags of calls as tokens and a template that shows tools."""
     shutil.copytree(ROOT / "ops" / "demo_model", folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
-        if token["id"] in SIGNS:
-            token |= {"content": SIGNS[token["id"]], "special": False}
+        if token["id"] in TAGS:
+            token |= {"content": TAGS[token["id"]], "special": False}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     template = folder / "chat_template.jinja"
-    tells = "{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>\n{% endfor -%}"
-    template.write_text(tells + template.read_text())
+    tools_template = "{%- for tool in tools or [] %}{{ tool | tojson }}<tool_call>\n{% endfor -%}"
+    template.write_text(tools_template + template.read_text())
     return folder
 
 
@@ -210,13 +208,13 @@ async def test_arguments_of_a_strict_function_match_its_schema(calling: Gateway)
         "max_tokens": 120,
         "temperature": 1.0,
         "seed": 1,
-        # The model wants to call.
+        # The bias makes the model open a call.
         "logit_bias": {"759": 100},
         "parallel_tool_calls": False,
     }
     async with AsyncOpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
         free = await client.chat.completions.create(**common, tools=tools(strict=False))
-        assert not free.choices[0].message.tool_calls  # It has not learnt how to.
+        assert not free.choices[0].message.tool_calls  # The demo model was not trained for calls.
         strict = await client.chat.completions.create(**common, tools=tools(strict=True))
         (call,) = strict.choices[0].message.tool_calls or []
         assert call.type == "function"
@@ -226,7 +224,7 @@ async def test_arguments_of_a_strict_function_match_its_schema(calling: Gateway)
             **common, tools=tools(strict=True), stream=True
         )
         deltas = [c.choices[0].delta async for c in chunks]
-        functions = [told.function for delta in deltas for told in delta.tool_calls or []]
+        functions = [call.function for delta in deltas for call in delta.tool_calls or []]
         arguments = "".join((function and function.arguments) or "" for function in functions)
         assert arguments == call.function.arguments
         text = await client.chat.completions.create(

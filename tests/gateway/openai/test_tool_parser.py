@@ -1,4 +1,4 @@
-"""Calls in an answer's text: every form, however the text was cut, and what is no call."""
+"""Tool calls in the text of an answer: all formats, any chunk boundaries, text without calls."""
 
 import itertools
 import json
@@ -18,12 +18,12 @@ Read = tuple[str, list[tuple[str, str]]]
 
 def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
     parser = ToolParser(form, NAMES, one_call=one_call)
-    told: list[Piece] = []
+    found: list[Piece] = []
     for piece in pieces:
-        told += parser.feed(piece)
-    told += parser.end()
+        found += parser.feed(piece)
+    found += parser.end()
     content, calls = "", []
-    for piece in told:
+    for piece in found:
         if not isinstance(piece, Call):
             content += piece.text
         elif piece.name is not None:
@@ -110,7 +110,7 @@ EVERY = [(form, text, wanted) for form, cases in CASES.items() for text, wanted 
 
 
 @pytest.mark.parametrize(("form", "text", "wanted"), EVERY)
-def test_every_form_is_read(form: str, text: str, wanted: Read) -> None:
+def test_every_format_is_parsed(form: str, text: str, wanted: Read) -> None:
     assert read(form, [text]) == wanted
     assert read(form, list(text)) == wanted
 
@@ -121,7 +121,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @given(st.sampled_from(EVERY), st.lists(st.integers(0, 500)))
-def test_where_a_text_is_cut_makes_no_difference(
+def test_chunk_boundaries_make_no_difference(
     case: tuple[str, str, Read], places: list[int]
 ) -> None:
     form, text, wanted = case
@@ -162,7 +162,7 @@ FRAGMENTS = st.sampled_from(
     st.lists(st.integers(0, 500)),
     st.booleans(),
 )
-def test_also_of_a_text_that_makes_no_sense(
+def test_chunk_boundaries_make_no_difference_in_random_text(
     form: str, text: str, places: list[int], one_call: bool
 ) -> None:
     whole = read(form, [text], one_call=one_call)
@@ -191,9 +191,7 @@ def test_also_of_a_text_that_makes_no_sense(
         max_size=3,
     ),
 )
-def test_whatever_the_arguments_are_they_arrive(
-    form: str, calls: list[tuple[str, dict[str, object]]]
-) -> None:
+def test_any_arguments_are_parsed(form: str, calls: list[tuple[str, dict[str, object]]]) -> None:
     texts = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
     text = {
         "hermes": "".join(f"<tool_call>\n{text}\n</tool_call>\n" for text in texts),
@@ -206,13 +204,13 @@ def test_whatever_the_arguments_are_they_arrive(
     assert [(name, json.loads(given)) for name, given in found] == calls
 
 
-def test_one_call_may_be_all() -> None:
+def test_one_call_drops_the_calls_after_the_first() -> None:
     text = '[{"name": "weather", "parameters": {"a": 1}}, {"name": "weather", "parameters": {}}]'
     assert read("required", [text], one_call=True) == ("", [("weather", '{"a": 1}')])
 
 
 class Counted(str):
-    """A text that counts what is copied when others are made of it."""
+    """A string that counts the characters copied when other strings are made from it."""
 
     copied = 0
 
@@ -262,9 +260,7 @@ HELD = {
 
 @pytest.mark.parametrize(("form", "text"), [(f, text) for f, all_ in HELD.items() for text in all_])
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_what_is_held_is_not_copied_again_with_every_character(
-    form: str, text: str, size: int
-) -> None:
+def test_held_text_is_copied_a_bounded_number_of_times(form: str, text: str, size: int) -> None:
     parser = ToolParser(form, NAMES)
     Counted.copied = 0
     for start in range(0, len(text), size):

@@ -26,8 +26,8 @@ def test_depth_is_counted_to_the_level() -> None:
 def test_the_deepest_schema_fits_into_a_message_to_an_engine() -> None:
     schema = {"a": nested(MAX_SCHEMA_DEPTH - 1)}
     params = SamplingParams(structured_outputs=StructuredOutputs(json_schema=schema))
-    told = envelope.encode(Holder(params), [])
-    assert envelope.decode(told, Holder)[0].sampling_params == params
+    encoded = envelope.encode(Holder(params), [])
+    assert envelope.decode(encoded, Holder)[0].sampling_params == params
 
 
 class Holder(msgspec.Struct):
@@ -35,7 +35,7 @@ class Holder(msgspec.Struct):
 
 
 @pytest.mark.parametrize("schema", [{"a": nested(600)}, {"const": 2**64}])
-def test_a_schema_that_no_engine_could_read_is_none(schema: dict[str, Any]) -> None:
+def test_a_schema_that_no_engine_could_decode_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError, match="Expected"):
         msgspec.convert({"json_schema": schema}, StructuredOutputs)
 
@@ -46,6 +46,6 @@ def test_a_schema_that_no_engine_could_read_is_none(schema: dict[str, Any]) -> N
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_what_is_fine_can_be_sent(value: Any) -> None:
+def test_an_accepted_value_can_be_encoded(value: Any) -> None:
     if json_limit_error(value) == "":
         msgspec.msgpack.encode(value)

@@ -1,4 +1,4 @@
-"""A request has one prompt, and what goes with it."""
+"""Validation of the prompt of a request."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ def request(**fields: Any) -> GenerateRequest:
     return msgspec.convert({"model": "m"} | fields, GenerateRequest)
 
 
-def test_each_form_is_taken() -> None:
+def test_each_form_of_prompt_is_accepted() -> None:
     assert prompt_of(request(messages=[USER])).messages[0].content == "a"
     assert prompt_of(request(prompt="")).text == ""
-    asked = prompt_of(request(prompt_token_ids=[1], features=[FEATURE]))
-    assert (asked.token_ids, len(asked.features)) == ([1], 1)
+    given = prompt_of(request(prompt_token_ids=[1], features=[FEATURE]))
+    assert (given.token_ids, len(given.features)) == ([1], 1)
     calling = {"role": "assistant", "tool_calls": [CALL]}
     result = {"role": "tool", "content": "12", "tool_call_id": "c"}
     assert len(prompt_of(request(messages=[USER, calling, result], tools=[TOOL])).messages) == 3
@@ -55,7 +55,7 @@ def test_each_form_is_taken() -> None:
         ({"messages": [USER], "template_kwargs": {"a": [-(2**63) - 1]}}, "template_kwargs"),
     ],
 )
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str) -> None:
+def test_fields_that_exclude_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         prompt_of(request(**fields))
     assert caught.value.field == field
@@ -81,14 +81,14 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str
         {"cache_salt": "s" * 129},
     ],
 )
-def test_what_is_out_of_range_is_refused(fields: dict[str, Any]) -> None:
+def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         request(**fields)
 
 
-def test_a_prompt_to_count_is_templated_as_it_is_asked() -> None:
-    asked = msgspec.convert({"messages": [USER], "add_generation_prompt": False}, TokenizeRequest)
-    assert prompt_to_tokenize(asked).template_kwargs == {"add_generation_prompt": False}
+def test_a_prompt_to_tokenize_keeps_its_template_options() -> None:
+    given = msgspec.convert({"messages": [USER], "add_generation_prompt": False}, TokenizeRequest)
+    assert prompt_to_tokenize(given).template_kwargs == {"add_generation_prompt": False}
     assert prompt_to_tokenize(TokenizeRequest(prompt="a")) == Prompt(text="a")
     with pytest.raises(InvalidRequest):
         prompt_to_tokenize(TokenizeRequest())
