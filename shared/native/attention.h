@@ -1,13 +1,14 @@
-// Attention over the paged cache, of up to 12 query rows at a time that share one KV head: all query
-// heads of the group, for one token of a decode or for some neighbouring ones of a chunk.
+// Attention over the paged KV cache, for up to 12 query rows at a time that share one KV head: all
+// query heads of the group, for one token of a decode or for adjacent tokens of a chunk.
 //
-// Blocks are kept the way the kernels read them, eight tokens next to one another:
+// Blocks are stored in the order in which the kernels read them, in groups of eight tokens:
 //
 //   keys    [num_kv_heads, block_size / 8, head_dim / size, 8, size]
 //   values  [num_kv_heads, block_size / size, value_dim, size]
 //
-// where `size` is that of a unit. For scores 16 tokens fill a register and each unit of a query is
-// multiplied with all of them; for the sum over values 16 dimensions do. Neither adds across lanes.
+// where `size` is the number of elements in a unit. For scores, 16 tokens fill a register and each unit
+// of a query is multiplied with all of them. For sums over values, 16 dimensions fill a register.
+// Neither product adds across lanes.
 #pragma once
 
 #include <cmath>
@@ -29,7 +30,7 @@ struct Shape {
   int block_size;
 };
 
-// One token's place: in which block, and where there.
+// Position of a token in the cache: its block, and its offset in the block.
 struct Slot {
   int block;
   int offset;
@@ -44,7 +45,7 @@ struct Cache {
   size_t key_block() const { return size_t(shape.num_kv_heads) * shape.block_size * shape.head_dim; }
   size_t value_block() const { return size_t(shape.num_kv_heads) * shape.block_size * shape.value_dim; }
 
-  // Of the eight tokens that begin at the slot.
+  // Keys of the eight tokens that begin at the slot.
   const uint32_t* key_group(Slot slot, int head) const {
     const T* from = keys + slot.block * key_block() + size_t(head * shape.block_size + slot.offset) * shape.head_dim;
     return reinterpret_cast<const uint32_t*>(from);
@@ -54,7 +55,7 @@ struct Cache {
     return reinterpret_cast<const uint32_t*>(from);
   }
 
-  // One token's key [head_dim] and value [value_dim].
+  // Writes one token's key [head_dim] and value [value_dim].
   void write(Slot slot, int head, const T* key, const T* value) {
     constexpr int size = Unit<T>::kSize;
     const int in_group = slot.offset % kGroup, in_unit = slot.offset % size;
@@ -67,7 +68,7 @@ struct Cache {
   }
 };
 
-// Halves of a head are the two coordinates that turn, as in GPT-NeoX.
+// Rotates a head in place; its two halves are the coordinates of each pair, as in GPT-NeoX.
 inline void rotate(float* x, const float* cos, const float* sin, int head_dim) {
   const int half = head_dim / 2;
   for (int dim = 0; dim < half; ++dim) {
@@ -77,7 +78,7 @@ inline void rotate(float* x, const float* cos, const float* sin, int head_dim) {
   }
 }
 
-// A thread's own memory, which grows with the longest context that it has seen.
+// Buffers of one thread, which grow with the longest context that it has processed.
 template <class T>
 struct Scratch {
   std::vector<float> scores;
@@ -85,7 +86,7 @@ struct Scratch {
   std::vector<const uint32_t*> keys, values;
 };
 
-// What a query row may see: tokens [first, stop).
+// Tokens [first, stop), which a query row may see.
 struct Span {
   int first;
   int stop;
@@ -96,8 +97,8 @@ inline __m512i load_two(const uint32_t* low, const uint32_t* high) {
   return _mm512_inserti64x4(first, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
 }
 
-// Scores of all rows with the 32 tokens of four groups. Meanwhile the keys of `ahead` and the values of
-// `later`, four groups each, come nearer.
+// Computes the scores of all rows with the 32 tokens of four groups, and prefetches the keys of `ahead`
+// and the values of `later`, four groups each.
 template <class T, int kRows>
 inline void score_tile(const uint32_t* const* queries, const uint32_t* const* groups, const uint32_t* const* ahead,
                        const uint32_t* const* later, int units, float scale, float* scores, size_t width) {
@@ -106,7 +107,7 @@ inline void score_tile(const uint32_t* const* queries, const uint32_t* const* gr
   for (int unit = 0; unit < units; ++unit) {
     const __m512i keys_low = load_two(groups[0] + unit * kGroup, groups[1] + unit * kGroup);
     const __m512i keys_high = load_two(groups[2] + unit * kGroup, groups[3] + unit * kGroup);
-    // Half a cache line of each group for each unit.
+    // Each unit takes half a cache line of each group.
     const int line = unit / 2 * 2 * kGroup, one = unit % 2;
     _mm_prefetch(ahead[one] + line, _MM_HINT_T0);
     _mm_prefetch(ahead[2 + one] + line, _MM_HINT_T0);
@@ -125,7 +126,7 @@ inline void score_tile(const uint32_t* const* queries, const uint32_t* const* gr
   }
 }
 
-// Sums over the values of all groups, for 32 dimensions from `dim` on.
+// Computes the weighted sums over the values of all groups, for 32 dimensions from `dim` on.
 template <class T, int kRows, class Take>
 inline void value_tile(const T* probs, size_t width, const uint32_t* const* groups, int num_groups, int value_dim,
                        int dim, Take&& take) {
@@ -153,7 +154,7 @@ inline void value_tile(const T* probs, size_t width, const uint32_t* const* grou
   for (int row = 0; row < kRows; ++row) take(row, low[row], high[row]);
 }
 
-// Probabilities, not yet divided by their sum, which is returned. Everything outside of the span is 0.
+// Writes unnormalised probabilities and returns their sum. Tokens outside of the span get 0.
 template <class T>
 inline float softmax_row(float* scores, int width, Span seen, T* probs) {
   for (int i = 0; i < seen.first; ++i) scores[i] = -std::numeric_limits<float>::infinity();
@@ -170,8 +171,8 @@ inline float softmax_row(float* scores, int width, Span seen, T* probs) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// Query rows [row, row + kRows) of a sequence's KV head, counted over its new tokens and within each
-// over the heads of the group.
+// Computes the attention of query rows [first_row, first_row + kRows) of a sequence and KV head. Rows
+// are numbered by new token, and within a token by head of the group.
 template <class T, int kRows>
 void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* block_table, int head, int first_position,
                  int first_row, int window, float scale, Scratch<T>& scratch) {
@@ -188,7 +189,7 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
     const int stop = first_position + token + 1;
     spans[row] = {window > 0 && stop > window ? stop - window : 0, stop};
   }
-  // Whole groups: tokens [begin, begin + width) hold everything that any row sees.
+  // Tokens [begin, begin + width) are whole groups, and cover all tokens that any row sees.
   const int begin = spans[0].first / kGroup * kGroup;
   const int num_groups = (spans[kRows - 1].stop - begin + kGroup - 1) / kGroup;
   const int num_quads = (num_groups + 3) / 4;
@@ -205,7 +206,7 @@ void attend_tile(const Cache<T>& cache, const T* queries, T* output, const int* 
     scratch.keys[group] = cache.key_group(slot, head);
     scratch.values[group] = cache.value_group(slot, head);
   }
-  // Read and masked, or only fetched.
+  // Padding: these groups are read and masked, or only prefetched.
   for (int group = num_groups; group < (num_quads + 2) * 4; ++group) {
     scratch.keys[group] = scratch.keys[0];
     scratch.values[group] = scratch.values[0];

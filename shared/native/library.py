@@ -19,7 +19,7 @@ import structlog
 
 SOURCES = ("decoder.cpp", "tower.cpp")
 HEADERS = (
-    *("attention.h", "segments.h", "product.h", "linear.h"),
+    *("decoder.h", "attention.h", "segments.h", "product.h", "linear.h"),
     *("tiles.h", "units.h", "threads.h"),
 )
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")

@@ -1,8 +1,8 @@
 // y = x W^T for weights that are packed once.
 //
-// Packed weights lie in panels of 32 outputs: for every unit along the inputs, 32 units, one for each
-// output. So a thread reads its share of the weights from front to back, with two vector loads for
-// each unit, and keeps sums of up to 12 rows x 32 outputs in registers.
+// Packed weights are panels of 32 outputs: for every unit along the inputs, 32 units, one per output.
+// A thread thus reads its share of the weights sequentially, with two vector loads per unit, and holds
+// sums of up to 12 rows x 32 outputs in registers.
 #pragma once
 
 #include <algorithm>
@@ -14,21 +14,21 @@
 namespace pagemill {
 
 constexpr int kPanel = 32;
-// 12 x 2 sums, 2 weights and 1 input: 27 of the 32 vector registers.
+// 12 x 2 sums, 2 weights and 1 input take 27 of the 32 vector registers.
 constexpr int kTileRows = 12;
-// Activations have room for whole tiles of the matrix extension behind their last row.
+// Buffers of activations are padded to whole tiles of the matrix extension.
 constexpr int kRowPadding = 32;
 
 struct Linear {
   const uint32_t* panels;  // [num_panels][units][kPanel]
-  int units;               // of inputs
+  int units;               // along the inputs
   int num_panels;
   int num_outputs;
 };
 
-// `source` [num_outputs, num_inputs] becomes outputs from `first_output` on of a matrix whose memory is
-// zero where nothing is packed. With `stride` 16 it fills one half of each panel, for the other half to
-// hold a matrix whose outputs are needed together with these.
+// Packs `source` [num_outputs, num_inputs] as the outputs from `first_output` on of a packed matrix.
+// Memory that is not packed must be zero. With a `stride` of 16 it fills one half of each panel, and the
+// other half holds a matrix whose outputs are needed together with these.
 template <class T>
 void pack(const T* source, int num_outputs, int num_inputs, int first_output, int stride, uint32_t* panels) {
   constexpr int size = Unit<T>::kSize;
@@ -43,8 +43,8 @@ void pack(const T* source, int num_outputs, int num_inputs, int first_output, in
   }
 }
 
-// Rows [0, kRows) of one panel. `take(row, low, high)` is given the sums of 2 x 16 outputs. `ahead`
-// is fetched meanwhile, a panel's worth; null if there is nothing to fetch.
+// Multiplies rows [0, kRows) with one panel. `take(row, low, high)` receives the sums of 2 x 16 outputs.
+// `ahead` is the panel to prefetch meanwhile, or null.
 template <class T, int kRows, class Take>
 inline __attribute__((always_inline)) void multiply_tile(
     const uint32_t* rows, size_t row_units, const uint32_t* panel, int units, const uint32_t* ahead, Take&& take) {
@@ -76,7 +76,7 @@ inline void multiply_rows(int num_rows, const uint32_t* rows, size_t row_units, 
   multiply_tile<T, kRows>(rows, row_units, panel, units, ahead, take);
 }
 
-// One panel for all rows, 32 at a time, on the matrix extension.
+// Multiplies all rows with one panel on the matrix extension, 32 rows at a time.
 template <class Take>
 void multiply_panel_by_tiles(const uint32_t* rows, int num_rows, const Linear& linear, const uint32_t* weights, Take&& take) {
   alignas(64) float sums[2 * kTileSide][2][kTileSide];
@@ -87,7 +87,7 @@ void multiply_panel_by_tiles(const uint32_t* rows, int num_rows, const Linear& l
   }
 }
 
-// One panel for all rows. Rows are shared out evenly, for 12 + 12 + 8 is slower than 11 + 11 + 10.
+// Multiplies all rows with one panel. Tiles have similar sizes: 12 + 12 + 8 is slower than 11 + 11 + 10.
 template <class T, class Take>
 void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, bool more, Take&& take) {
   const auto* rows = reinterpret_cast<const uint32_t*>(x);
@@ -101,17 +101,17 @@ void multiply_panel(const T* x, int num_rows, const Linear& linear, int panel, b
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int first = int(int64_t(num_rows) * tile / num_tiles);
     const int count = int(int64_t(num_rows) * (tile + 1) / num_tiles) - first;
-    // The panel itself comes from memory in the first tile; the next one is fetched in the last.
+    // The first tile loads the panel from memory; the last tile prefetches the next panel.
     const uint32_t* ahead = tile > 0 && tile == num_tiles - 1 ? next : nullptr;
     multiply_rows<T>(count, rows + first * row_units, row_units, weights, linear.units, ahead,
                      [&](int row, __m512 low, __m512 high) { take(first + row, low, high); });
   }
 }
 
-// Rows that stay in the second cache while one panel after the other is multiplied with them.
+// Bytes of rows that stay in the L2 cache while all panels are multiplied with them.
 constexpr int kBlockBytes = 384 * 1024;
 
-// `take(row, panel, low, high)`.
+// Computes y = x W^T as one phase of a team; `take(row, panel, low, high)` receives the sums.
 template <class T, class Take>
 void multiply(Member& member, const T* x, int num_rows, const Linear& linear, Take&& take) {
   const int row_bytes = linear.units * int(sizeof(uint32_t));

@@ -1,23 +1,23 @@
-// y = f(x W^T + b) for weights that are packed once, and the functions f that towers have.
+// y = f(x W^T + b) for weights that are packed once, with the activations f of vision towers.
 #pragma once
 
 #include "linear.h"
 
 namespace pagemill {
 
-// As ACTIVATIONS in towerkernels.py.
+// The values are those of ACTIVATIONS in tower_kernels.py.
 enum class Activation : int32_t { kNone, kQuickGelu, kGelu, kGeluTanh, kSilu };
 
 struct Product {
   const void* x;           // [num_rows, num_inputs]
-  const uint32_t* panels;  // of [num_outputs, num_inputs]
+  const uint32_t* panels;  // packed [num_outputs, num_inputs]
   const float* bias;       // [num_outputs, rounded up to whole panels]
   void* y;                 // [num_rows, num_outputs]
   int32_t num_rows, num_inputs, num_outputs;
   Activation activation;
 };
 
-// x / 2 * (1 + erf(x / sqrt 2)), off by at most 1e-7 |x|. After Abramowitz and Stegun, 7.1.26.
+// GELU: x / 2 * (1 + erf(x / sqrt 2)) with an error of at most 1e-7 |x|, by Abramowitz and Stegun, 7.1.26.
 inline __m512 gelu16(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f);
   const __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678118654752f));
@@ -28,7 +28,7 @@ inline __m512 gelu16(__m512 x) {
   p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
   p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
   const __m512 power = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z)));
-  // Half of erfc(|z|): how much of x is left where it is negative, and how much is lost where it is not.
+  // erfc(|z|) / 2 is the share of x that remains if x is negative, and the share removed otherwise.
   const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), _mm512_mul_ps(power, _mm512_set1_ps(0.5f)));
   const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
   return _mm512_mul_ps(x, _mm512_mask_mov_ps(_mm512_sub_ps(one, tail), negative, tail));

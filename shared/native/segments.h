@@ -1,7 +1,7 @@
-// Attention of segments: in every head each row sees all rows of its segment, and no other.
+// Attention within segments: in every head, each row sees all rows of its segment and no others.
 //
-// Keys and values are packed as weights are, see linear.h: tokens are the outputs of a segment's keys and
-// the inputs of its values. So scores and sums over values are products of 12 rows with a panel.
+// Keys and values are packed like weights (see linear.h): tokens are the outputs of a segment's keys and
+// the inputs of its values. Scores and sums over values are thus products of 12 rows with a panel.
 #pragma once
 
 #include <memory>
@@ -12,15 +12,15 @@ namespace pagemill {
 
 struct Segments {
   const void *queries, *keys, *values;  // rows of [num_heads, head_dim]
-  const float *cos, *sin;               // rows of [head_dim], of two equal halves; null: nothing turns
+  const float *cos, *sin;               // rows of [head_dim], of two equal halves; null for no rotation
   const int32_t* cu_seqlens;            // [num_segments + 1]
   void* output;                         // [num_rows, num_heads, head_dim]
   int32_t num_segments, num_heads, head_dim;
-  int32_t row_stride, angle_stride;  // from one row to the next, in numbers
+  int32_t row_stride, angle_stride;  // from one row to the next, in elements
   float scale;
 };
 
-// Packing, and the rest.
+// The phases are packing and attention.
 constexpr int kSegmentPhases = 2;
 
 template <class T>
@@ -68,16 +68,16 @@ class SegmentAttention {
   }
 
  private:
-  // Rows of an item: enough to make taking it worth while.
+  // Rows per item: enough to outweigh the cost of claiming it.
   static constexpr int kItemRows = 8 * kTileRows;
-  // Of 32 tokens and one dimension.
+  // Units of 32 tokens in one dimension.
   static constexpr int kPanelUnits = kPanel / Unit<T>::kSize;
 
   struct Segment {
     int first_row, length, first_group, num_groups;
     int width() const { return num_groups * kPanel; }
   };
-  struct Group {  // of 32 tokens, or those that are left
+  struct Group {  // 32 tokens, or the rest of a segment
     Segment segment;
     int first_token;
   };
@@ -102,7 +102,7 @@ class SegmentAttention {
     return static_cast<const T*>(rows) + size_t(row) * segments_.row_stride + head * segments_.head_dim;
   }
 
-  // One head of a query's or a key's row, turned.
+  // Copies and rotates one head of a row of queries or keys.
   void turn(const void* rows, int row, int head, T* to) const {
     const T* from = numbers(rows, row, head);
     const int head_dim = segments_.head_dim;
@@ -125,7 +125,7 @@ class SegmentAttention {
       uint32_t* panel = keys(segment, head) + size_t(group.first_token) * units_;
       uint32_t* to = values(segment, head);
       for (int token = group.first_token; token < group.first_token + kPanel; ++token) {
-        // Scores with tokens that are none are masked, but their values count as much as 0 does.
+        // Padding tokens get masked scores, but 0 times their values is added, so these must be finite.
         std::fill_n(value, value_dim_, T{});
         if (token < segment.length) {
           turn(segments_.keys, segment.first_row + token, head, key);
@@ -176,7 +176,7 @@ class SegmentAttention {
   }
 
   const Segments segments_;
-  const int units_;      // of a head
+  const int units_;      // per head
   const int value_dim_;  // head_dim, rounded up to whole panels
   std::vector<Group> groups_;
   std::vector<Item> items_;

@@ -1,8 +1,8 @@
-// A team of threads that goes through the phases of a step together.
+// A team of threads that processes the phases of a step together.
 //
-// A phase is a number of items, each of which somebody takes. It is over when its items are done, not
-// when everybody has come: a member that the system has put aside keeps nobody waiting unless it has an
-// item in hand, and finds the others further on. The caller is member 0, and could do all of it alone.
+// A phase is a number of items, each claimed by one member. It ends when its items are done, not when all
+// members have arrived: a member that the system has descheduled delays the others only if it has claimed
+// an item, and otherwise catches up. The caller is member 0, and could process all items alone.
 #pragma once
 
 #include <immintrin.h>
@@ -17,9 +17,9 @@
 
 namespace pagemill {
 
-// Longer than most waits between phases; beyond it somebody else has the processor.
+// Longer than most waits between phases; after that the thread yields its processor.
 constexpr int kSpins = 4000;
-// Of a phase for each member: few enough to be worth taking, enough to even out.
+// Items of a phase per member: few enough to keep claims cheap, enough to balance the load.
 constexpr int kItemsPerMember = 16;
 
 inline void pause(int& spins) {
@@ -35,7 +35,7 @@ struct alignas(64) Phase {
   alignas(64) std::atomic<int> done{0};
 };
 
-// One thread's way through one step.
+// Progress of one thread through the phases of a step.
 class Member {
  public:
   Member(int index, int team_size, Phase* phases) : index_(index), team_size_(team_size), phase_(phases) {}
@@ -43,7 +43,7 @@ class Member {
   int index() const { return index_; }
   int team_size() const { return team_size_; }
 
-  // The next phase: `work(i)` once for every i below `num_items`. All members come to the same phases.
+  // Runs the next phase: `work(i)` once for every i below `num_items`. All members run the same phases.
   template <class Work>
   void each(int num_items, Work&& work) {
     Phase& phase = *phase_++;
@@ -54,7 +54,7 @@ class Member {
     for (int spins = 0; phase.done.load(std::memory_order_acquire) < num_items;) pause(spins);
   }
 
-  // The same for things of which an item has several: `work(first, stop)`.
+  // Runs the next phase over ranges: `work(first, stop)` for ranges that cover [0, count).
   template <class Work>
   void ranges(int count, Work&& work) {
     const int num_items = std::min(count, kItemsPerMember * team_size_);
@@ -84,13 +84,13 @@ class Team {
 
   int size() const { return size_; }
 
-  // Nobody is in a step that is over: what it has used may change.
+  // Waits until no thread is inside of a finished step, so that its inputs may change.
   void settle() {
     for (int spins = 0; inside_.load() != 0;) pause(spins);
   }
 
-  // Returns when member 0 is through, and with it every phase, at most `num_phases`. `work` must live
-  // until `settle` returns: somebody may still be on the way through phases that are over.
+  // Runs at most `num_phases` phases; returns when all items are done. `work` must live until `settle`
+  // returns: a late thread may still be walking through finished phases.
   void run(int num_phases, const std::function<void(Member)>& work) {
     settle();
     if (num_phases > num_phases_) {
@@ -115,7 +115,7 @@ class Team {
       round_.wait(seen);
       seen = round_.load();
       if (stopping_) return;
-      // In this order: either the caller sees it inside, or it sees that the step is over.
+      // The order matters: either the caller sees this thread inside, or the thread sees the end.
       inside_.fetch_add(1);
       if (open_.load()) (*work_)(Member(index, size_, phases_.get()));
       inside_.fetch_sub(1);

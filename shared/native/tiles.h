@@ -1,6 +1,6 @@
-// Intel's matrix extension: 16 x 16 sums over 32 bfloat16 at a time, where a processor has it.
+// Intel's matrix extension (AMX): 16 x 16 sums over 32 bfloat16 products at a time.
 //
-// Panels are laid out as its tiles want them: 16 units in a row, one row after the other.
+// Panels have the layout of its tiles: rows of 16 units.
 #pragma once
 
 #include "units.h"
@@ -16,19 +16,19 @@
 namespace pagemill {
 
 constexpr int kTileSide = 16;
-// Below it a matrix multiplication waits for memory either way.
+// With fewer rows, a product is limited by memory bandwidth in any case.
 constexpr int kMinTileRows = 9;
 
 #if PAGEMILL_TILES
 
-// Asks the kernel for the process's permission, once; see Linux's Documentation/arch/x86/xstate.rst.
+// Requests permission from Linux, once per process; see its Documentation/arch/x86/xstate.rst.
 inline bool have_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
 }
 
-// Of the thread that makes it, as long as it lives: all eight tiles have 16 rows of 64 bytes.
+// Configures the tiles of the current thread while in scope: all eight have 16 rows of 64 bytes.
 class TileScope {
  public:
   TileScope() {
@@ -49,11 +49,11 @@ class TileScope {
   }
 };
 
-// Sums of 32 rows x 32 outputs; rows must be readable up to the 32nd, or the 16th with `short_rows`.
+// Computes sums of 32 rows x 32 outputs. The memory of 32 rows, or 16 with `short_rows`, must be readable.
 inline void multiply_tiles(const uint32_t* rows, size_t row_units, const uint32_t* panel, int units, bool short_rows,
                            float (*sums)[2][kTileSide]) {
   constexpr int kPanelBytes = 2 * kTileSide * sizeof(uint32_t), kSumBytes = 2 * kTileSide * sizeof(float);
-  // Far enough ahead for memory, near enough to stay in the first cache.
+  // Prefetch distance: far enough for the memory latency, near enough to stay in the L1 cache.
   constexpr int kAhead = 2 * kTileSide * 2 * kTileSide;
   const int row_bytes = int(row_units * sizeof(uint32_t));
   _tile_zero(0);

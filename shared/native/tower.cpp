@@ -1,5 +1,5 @@
-// What towers ask for, one operation a call, in bfloat16. The structs of the headers have their twins in
-// towerkernels.py.
+// C functions for vision towers, one operation per call, in bfloat16. The structs of the headers are
+// mirrored in tower_kernels.py.
 #include <mutex>
 
 #include "product.h"
@@ -7,7 +7,7 @@
 
 namespace pagemill {
 
-// A team for all towers of a process, whose calls may come from several threads.
+// The team of all towers of a process. Calls may come from several threads.
 struct Workshop {
   std::mutex mutex;
   Team team;

@@ -1,6 +1,6 @@
-// Numbers as the kernels read them: in units of four bytes, which are one float or two bfloat16
-// neighbours along the dimension that is summed over. A vector register holds 16 units, and one
-// instruction adds all their products. Everything above this file is the same for both.
+// Units of four bytes, in which the kernels read numbers: one float, or two bfloat16 that are adjacent
+// along the summed dimension. A vector register holds 16 units, and one instruction adds all their
+// products. The other files do not depend on the type.
 #pragma once
 
 #include <immintrin.h>
@@ -31,7 +31,7 @@ inline void from_float(float value, float& out) { out = value; }
 inline void from_float(float value, BF16& out) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
-  // To nearest, ties to even; a NaN stays one.
+  // Rounds to nearest, ties to even; NaN stays NaN.
   out.bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
@@ -47,7 +47,7 @@ struct Unit<float> {
   static __m512 dot(__m512 sum, __m512i a, __m512i b) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
   }
-  // 16 numbers into 16 units, at their place in each.
+  // Writes 16 numbers into 16 units, at the same position in each.
   static void place(uint32_t* units, const float* from, int) { _mm512_storeu_si512(units, _mm512_loadu_si512(from)); }
 };
 
@@ -74,8 +74,8 @@ inline void store16(BF16* to, __m512 values) {
 }
 #endif
 
-// The first `count` of 32 numbers. Not by way of the stack where it can be helped: to read what has just been
-// written by halves waits for both.
+// Stores the first `count` of 32 numbers. It avoids the stack where possible: a load that spans two
+// recent stores stalls until both have completed.
 template <class T>
 inline void store32(T* to, int count, __m512 low, __m512 high) {
   if (count >= 2 * kLanes) {
@@ -98,8 +98,8 @@ inline void convert(const float* from, int count, T* to) {
 
 inline __m512i load_units(const uint32_t* from) { return _mm512_loadu_si512(from); }
 
-// e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is no normal number. After Cephes' expf:
-// x = n ln 2 + r, and a polynomial of degree 5 for e^r.
+// e^x for x <= 0 within 2 ulp; 0 for x below -87, where e^x is subnormal. The method is that of Cephes'
+// expf: x = n ln 2 + r, and a polynomial of degree 5 for e^r.
 inline __m512 exp16(__m512 x) {
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
@@ -115,7 +115,7 @@ inline __m512 exp16(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
 }
 
-// 1 / (1 + e^-x). exp16 is for what is not positive: e^-|x| serves both signs.
+// 1 / (1 + e^-x). exp16 requires x <= 0, so e^-|x| is used for both signs.
 inline __m512 sigmoid16(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f);
   const __m512 small = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
