@@ -30,16 +30,16 @@ class ShakyDrafter:
         self._share = share
         self.learnt: list[tuple[int, int]] = []
 
-    def propose(self, token_ids: list[int], most: int) -> list[int]:
+    def propose(self, token_ids: list[int], max_drafts: int) -> list[int]:
         drafts: list[int] = []
         for _ in range(self._rng.randint(0, 6)):
             token_id = self._foretell(token_ids + drafts)
             if token_id is None or self._rng.random() > self._share:
                 token_id = self._rng.randrange(self._vocab_size)
             drafts.append(token_id)
-        return drafts[: max(0, most)]
+        return drafts[: max(0, max_drafts)]
 
-    def learn(self, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts
         self.learnt.append((num_drafts, num_accepted))
 
@@ -68,7 +68,7 @@ class FakeRunner:
         """Items that have embeddings, by request."""
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
-        self.scrubbed: list[int] = []
+        self.zeroed: list[int] = []
         self.copied: list[tuple[int, int]] = []
         self.batches: list[int] = []
         """Tokens of each batch."""
@@ -93,8 +93,8 @@ class FakeRunner:
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
 
-    def scrub(self, blocks: list[int]) -> None:
-        self.scrubbed += blocks
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self.zeroed += blocks
         for block in blocks:
             for slot in range(self._block_size):
                 self._slots.pop((block, slot), None)

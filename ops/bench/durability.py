@@ -55,6 +55,7 @@ from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster, default_workers
+from workers.engine import loader
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
@@ -256,7 +257,7 @@ async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
     prompts = Prompts(config, max_tokens)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    core = build_core(config.models[MODEL], config.engine)
+    core = build_core(loader.load(config.models[MODEL], config.engine), config.engine)
     runs: dict[tuple[int, str], list[Run]] = {}
     async with contextlib.AsyncExitStack() as stack:
         sites = {

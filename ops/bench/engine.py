@@ -28,6 +28,7 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
 from workers.engine.cpu.decoder import NativeModel
+from workers.engine.loader import load
 from workers.engine.main import build_core
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -53,7 +54,7 @@ class Subject:
             folder, dtype=torch.float32
         )
         text = reference.config.get_text_config()
-        core = build_core(ModelConfig(path=str(folder)), ENGINE)
+        core = build_core(load(ModelConfig(path=str(folder)), ENGINE), ENGINE)
         return cls(name, core, reference.eval(), text.max_position_embeddings, text.vocab_size // 2)
 
     @property

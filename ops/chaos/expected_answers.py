@@ -55,10 +55,12 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     if settings.engine == "fake":
         core = fake_model.build_core(fake_model.FakeRunner(), 4096, AT_ONCE)
     else:
+        from workers.engine.loader import load
         from workers.engine.main import build_core
 
         # Whoever makes the embeddings, the answer is to be the same.
-        core = build_core(replace(model, tower="engine"), config.engine)
+        loaded = load(replace(model, tower="engine"), config.engine)
+        core = build_core(loaded, config.engine)
     requests = (_rendered(one, processor, config, settings.engine) for one in planned)
     by_bus_id = run_alone(core, requests)
     found = {one.id: by_bus_id[one.bus_id] for one in planned}

@@ -83,7 +83,7 @@ class FakeRunner:
     def release(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
 
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         pass
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

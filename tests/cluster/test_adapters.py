@@ -109,7 +109,7 @@ def test_an_adapter_that_is_not_there_is_refused(tuned: Tuned) -> None:
     command = [*PAGEMILL, "ask", "--adapter", "other", "--nats", tuned.cluster.url, "hello"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    for part in ("unknown_adapter", "(adapter)", "there is: tuned"):
+    for part in ("unknown_adapter", "(adapter)", "available: tuned"):
         assert part in done.stderr
 
 

@@ -22,6 +22,7 @@ from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
+from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
 
@@ -35,9 +36,8 @@ def processor() -> Processor:
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return build_core(
-        MODEL, EngineConfig(num_blocks=128, prefix_caching=False, embedding_cache_mib=0)
-    )
+    engine = EngineConfig(num_blocks=128, prefix_caching=False, embedding_cache_mib=0)
+    return build_core(load(MODEL, engine), engine)
 
 
 def message(
@@ -243,7 +243,7 @@ def test_token_ids_out_of_range_are_refused_at_the_door(
 def test_the_first_id_out_of_range_is_the_vocabularys_size(
     core: EngineCore, good: EngineRequest
 ) -> None:
-    size = core._intake._vocab_size
+    size = core._factory._vocab_size
     with pytest.raises(InvalidRequest, match=f"from 0 to {size - 1}"):
         core.add(EngineRequest("r", [size], [], good.sampling))
     answers, errors = run(core, [EngineRequest("r", [size - 1], [], good.sampling)])

@@ -56,12 +56,12 @@ class Rig:
         outputs = self.core.step()
         self.now_s += STEP_S
         stats = self.core.stats()
-        begun = (self.timings[name] for name in stats.begun)
+        first_scheduled = (self.timings[name] for name in stats.first_scheduled)
         timed = [(self.timings[output.request_id], output) for output in outputs]
-        self.meters.step(begun, iter(timed), stats, began_s, self.now_s)
+        self.meters.on_step(first_scheduled, iter(timed), stats, began_s, self.now_s)
         for timing, output in timed:
             if output.usage is not None:
-                self.meters.finished(timing, 1000 * self.now_s)
+                self.meters.on_finished(timing, 1000 * self.now_s)
                 self.usages.append(output.usage.completion_tokens)
 
     @property
@@ -142,7 +142,7 @@ def test_preemptions_and_waste_are_told() -> None:
     # Fifteen tokens have been through the model, in two blocks for each of three sequences.
     assert stats.num_batched_tokens == 16
     assert 0 < stats.kv_waste < 1
-    assert stats.begun == ("0", "1", "2")
+    assert stats.first_scheduled == ("0", "1", "2")
     rig.run()
     assert total(rig.samples, "num_preemptions_total") > 0
     assert total(rig.samples, "kv_waste") == rig.core.stats().kv_waste
@@ -152,9 +152,9 @@ def test_a_cancellation_begins_nothing_again() -> None:
     rig = Rig()
     rig.add([1, 2, 3], max_tokens=4)
     rig.step()
-    assert rig.core.stats().begun == ("0",)
+    assert rig.core.stats().first_scheduled == ("0",)
     rig.core.cancel("0")
-    assert rig.core.stats().begun == ()
+    assert rig.core.stats().first_scheduled == ()
 
 
 def test_first_tokens_of_somebody_else_are_not_ours() -> None:
@@ -179,5 +179,5 @@ def test_an_ending_that_is_in_the_log_is_still_known() -> None:
         TokenChunk(0, 1, [ChoiceDelta(0, 0, [7], "x", "length")]),
         TokenChunk(1, 1, [ChoiceDelta(1, 0, [7], "x")]),
     ]
-    assert RequestTiming.of(task, 6.0, log) == RequestTiming(5.0, 6.0, 2, True, "length")
-    assert RequestTiming.of(task, 6.0, []) == RequestTiming(5.0, 6.0, 2, False)
+    assert RequestTiming.from_task(task, 6.0, log) == RequestTiming(5.0, 6.0, 2, True, "length")
+    assert RequestTiming.from_task(task, 6.0, []) == RequestTiming(5.0, 6.0, 2, False)

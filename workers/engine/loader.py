@@ -1,4 +1,4 @@
-"""A folder in Hugging Face format becomes a model that is ready to run, or a ConfigError."""
+"""Loads a model from a folder in Hugging Face format, or raises ConfigError."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from shared.models import registry
 from shared.models.language import LanguageAdapter
 from shared.models.tower import Tower, load_tower
 from shared.vision.weights import load_weights
-from workers.engine.cpu.decoder import NativeModel, why_not
+from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
@@ -22,9 +22,11 @@ from workers.engine.model.support import check_supported
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model that is ready to run, with its tokenizer and the size of its KV cache."""
+
     model: DecoderModel
     tower: Tower | None
-    """None for a model that does not see, and where encoders do it."""
+    """Vision tower; None for text models, and where encoder workers run the tower."""
     tokenizer: Any
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -38,7 +40,7 @@ class LoadedModel:
         return token_ids
 
     def encode_part(self, text: str) -> list[int]:
-        """Without special tokens at its ends."""
+        """Encode text without adding special tokens."""
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
@@ -48,10 +50,10 @@ class LoadedModel:
 
 
 def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
-    """`model.path` as it is given; whoever read the configuration has resolved it.
+    """Load the model of the folder `model.path`, which the configuration has already resolved.
 
-    Raises ConfigError, also for whatever transformers makes of a folder that it cannot use: its
-    errors are of every kind.
+    Raises ConfigError. Errors of transformers are wrapped in it, because unusable folders make
+    transformers raise exceptions of any type.
     """
     try:
         return _load(model, engine)
@@ -69,19 +71,19 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
-    max_model_len = _max_model_len(text_config, model)
+    max_model_len = _resolve_max_model_len(text_config, model)
     dtype = getattr(torch, model.dtype)
-    block_size = _block_size(engine)
+    block_size = _resolve_block_size(engine)
     family = _load_weights(folder, config, dtype, engine.device)
     adapters = load_adapters(family, model.adapters)
-    decoder = _make_model(family, engine, block_size, max_model_len, adapted=bool(adapters))
-    num_blocks = _num_blocks(decoder, block_size, max_model_len, engine)
+    decoder = _build_decoder(family, engine, block_size, max_model_len, adapted=bool(adapters))
+    num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
     warm_up(decoder, block_size)
     return LoadedModel(
         model=decoder,
         tower=load_tower(folder, dtype, engine.device) if _needs_tower(config, model) else None,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
-        eos_token_ids=_eos_token_ids(folder, text_config),
+        eos_token_ids=_read_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
         vocab_size=decoder.vocab_size,
         num_blocks=num_blocks,
@@ -92,7 +94,7 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
 
 @torch.inference_mode()
 def warm_up(model: DecoderModel, block_size: int) -> None:
-    """A prefill of three tokens and a decode; a model that our attention cannot serve raises."""
+    """Run a prefill of three tokens and a decode; raises if the paged attention lacks a feature."""
     num_blocks = -(-4 // block_size)
     kv_cache = model.new_cache(num_blocks, block_size)
     for num_tokens, seq_len in ((3, 3), (1, 4)):
@@ -118,41 +120,41 @@ def _check_files(folder: Path) -> None:
 def _load_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> LanguageAdapter:
-    """The language model alone."""
+    """Load the language model without its vision tower."""
     tower = registry.find_tower(config)
-    without = () if tower is None else tower.modules
+    excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
-    return registry.adapt(load_weights(model_class, folder, dtype, device, without))
+    return registry.adapt(load_weights(model_class, folder, dtype, device, excluded))
 
 
-def _make_model(
+def _build_decoder(
     family: LanguageAdapter,
     engine: EngineConfig,
     block_size: int,
     max_model_len: int,
     adapted: bool,
 ) -> DecoderModel:
-    """On the kernels of its device where there are any for it, else on torch."""
-    # Adapters hang on modules of transformers, which kernels go past.
+    """Return the model on the kernels of its device if they support it, else on torch."""
+    # Adapters wrap modules of transformers, which the kernels bypass.
     if torch.device(engine.device).type == "cuda":
-        return _make_gpu_model(family, engine, max_model_len, adapted)
+        return _build_gpu_model(family, engine, max_model_len, adapted)
     if not engine.native or adapted:
         return FlatModel(family)
-    reason = why_not(family, block_size)
+    reason = unsupported_reason(family, block_size)
     if reason is None:
         return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
 
 
-def _make_gpu_model(
+def _build_gpu_model(
     family: LanguageAdapter, engine: EngineConfig, max_model_len: int, adapted: bool
 ) -> DecoderModel:
     try:
         from workers.engine.cuda.model import GpuModel
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "engine.device: a GPU takes the extra `gpu`: pip install '.[gpu]' in a checkout",
+            "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
             field="engine.device",
         ) from error
     return GpuModel(
@@ -165,22 +167,25 @@ def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:
     return has_tower and (model.tower == "engine" or model.local_tokens > 0)
 
 
-def _max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:
+def _resolve_max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:
     longest: int = text_config.max_position_embeddings
     return min(longest, model.max_model_len or longest)
 
 
-def _block_size(engine: EngineConfig) -> int:
-    """The last block of a sequence is half empty: of 32 at once, with prompts of 64 to 256 tokens
-    and 64 more, 3.9 % of the slots in blocks of 16 and 1.8 % in blocks of 8, which are not slower
-    on a CPU; a GPU's kernels load 16 at a time."""
+def _resolve_block_size(engine: EngineConfig) -> int:
+    """Return the configured block size, by default 8 on a CPU and 16 on a GPU.
+
+    The last block of a sequence is half empty on average. With 32 sequences, prompts of 64 to 256
+    tokens and 64 output tokens, 3.9 % of the slots are unused with blocks of 16 and 1.8 % with
+    blocks of 8. Blocks of 8 are not slower on a CPU; the GPU kernels load 16 tokens at a time.
+    """
     return engine.block_size or (8 if torch.device(engine.device).type == "cpu" else 16)
 
 
-def _num_blocks(
+def _resolve_num_blocks(
     model: DecoderModel, block_size: int, max_model_len: int, engine: EngineConfig
 ) -> int:
-    # Of a cache as it is, for kernels round sizes up.
+    # Measured on a cache of one block, because kernels round sizes up.
     layers = model.new_cache(1, block_size)
     block_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
     num_blocks = engine.num_blocks or engine.kv_cache_mib * 2**20 // block_bytes
@@ -197,8 +202,11 @@ def _num_blocks(
     return num_blocks
 
 
-def _eos_token_ids(folder: Path, text_config: PreTrainedConfig) -> frozenset[int]:
-    """From generation_config.json, which knows all of them; else from the model's own config."""
+def _read_eos_token_ids(folder: Path, text_config: PreTrainedConfig) -> frozenset[int]:
+    """Read the end tokens from generation_config.json, or else from the model's config.
+
+    Only the former is sure to list all of them.
+    """
     if (folder / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:

@@ -1,4 +1,4 @@
-"""The engine's process: a model and everything around it, behind the worker that feeds it."""
+"""Entry point of the engine process: loads the model and starts the worker."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from shared.codec.tensors import to_torch
-from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
+from shared.config import EngineConfig, SpeculativeConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
@@ -20,7 +20,7 @@ from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.item_loader import ItemLoader
 from workers.engine.loader import LoadedModel, load
 from workers.engine.runner import ModelRunner
-from workers.engine.sampling.grammar import Grammars
+from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.worker import EngineWorker
 
 
@@ -37,37 +37,35 @@ async def main(context: Context) -> None:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "consumer")
     elif model.share_embeddings:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
-    opener = ItemLoader(blobs, embeddings, to_torch)
+    item_loader = ItemLoader(blobs, embeddings, to_torch)
     loaded = await asyncio.to_thread(load, model, config.engine)
-    core = await asyncio.to_thread(assemble, loaded, config.engine, opener.share)
-    # Before there is anybody to wait for it: it holds Python's lock, a second for 150 000 tokens.
-    grammars = new_grammars(loaded)
-    await EngineWorker(context, name, core, opener, grammars).serve()
+    core = await asyncio.to_thread(build_core, loaded, config.engine, item_loader.share)
+    # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
+    grammars = new_grammar_compiler(loaded)
+    await EngineWorker(context, name, core, item_loader, grammars).serve()
 
 
-def build_core(model: ModelConfig, engine: EngineConfig) -> EngineCore:
-    """Load a model and everything around it; raises ConfigError when it cannot be served."""
-    return assemble(load(model, engine), engine, lambda mm_hash, embedding: None)
-
-
-def new_grammars(loaded: LoadedModel) -> Grammars | None:
-    """None where answers cannot end, or llguidance does not know the kind of tokenizer."""
+def new_grammar_compiler(loaded: LoadedModel) -> GrammarCompiler | None:
+    """Return None if the model has no end token or llguidance does not support its tokenizer."""
     try:
         tokenizer = from_tokenizer(
             loaded.tokenizer,
-            # There may be more logits than tokens, and fewer.
+            # A model may have more logits than tokens, or fewer.
             max(loaded.vocab_size, len(loaded.tokenizer)),
             sorted(loaded.eos_token_ids),
         )
     except ValueError as error:
-        structlog.get_logger().info("takes_no_grammars", reason=str(error))
+        structlog.get_logger().info("grammars_unsupported", reason=str(error))
         return None
-    return Grammars(tokenizer)
+    return GrammarCompiler(tokenizer)
 
 
-def assemble(
-    loaded: LoadedModel, engine: EngineConfig, on_encoded: Callable[[str, Tensor], None]
+def build_core(
+    loaded: LoadedModel,
+    engine: EngineConfig,
+    on_encoded: Callable[[str, Tensor], None] | None = None,
 ) -> EngineCore:
+    """Return an engine core for the loaded model; `on_encoded` is that of `ModelRunner`."""
     return EngineCore(
         ModelRunner(
             loaded.model,

@@ -1,4 +1,4 @@
-"""What an engine counts: of each step what its tokens have in common, of each request its times."""
+"""Engine metrics: token counts and latencies per step, and the timing of each request."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,21 +11,23 @@ from workers.engine.core.sequence import RequestOutput
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Of a request in hand; `_ms` by the broker's clock, `_s` by the monotonic one."""
+    """Times of a running request: `_ms` by the broker's clock, `_s` by the monotonic clock."""
 
     accepted_ms: float
     arrived_ms: float
     num_prompt_tokens: int
     resumed: bool
-    """Its client has had its first tokens from somebody else."""
+    """Whether the client has got its first tokens from an earlier attempt."""
     finished_reason: str = ""
-    """Of the choice that has ended last."""
+    """Finish reason of the choice that ended last."""
     prefilled: bool = False
     last_token_s: dict[int, float] = field(default_factory=dict)
-    """By choice."""
+    """Time of the last token of each choice."""
 
     @classmethod
-    def of(cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]) -> "RequestTiming":
+    def from_task(
+        cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]
+    ) -> "RequestTiming":
         timing = cls(
             task.accepted.accepted_ms, arrived_ms, len(task.prompt_token_ids), bool(records)
         )
@@ -36,12 +38,12 @@ class RequestTiming:
 
 
 class EngineMetrics:
-    """At each step a few additions for all of it, and two dictionary look-ups for each token."""
+    """Records the metrics, at a cost of a few additions per step and two lookups per token."""
 
     def __init__(
         self, metrics: Metrics, stats: EngineStats, at_ms: Callable[[float], float]
     ) -> None:
-        """`at_ms` turns the monotonic clock's seconds into the broker's milliseconds."""
+        """`at_ms` converts seconds of the monotonic clock to milliseconds of the broker's clock."""
         self._metrics = metrics
         self._stats = stats
         self._at_ms = at_ms
@@ -56,9 +58,9 @@ class EngineMetrics:
         self._latency = metrics.histogram("e2e_request_latency_seconds")
         for reason in ("stop", "length"):
             metrics.counter("request_success_total", finished_reason=reason)
-        self._watch_stats()
+        self._register_gauges()
 
-    def _watch_stats(self) -> None:
+    def _register_gauges(self) -> None:
         for name, read in (
             ("num_requests_running", lambda: self._stats.num_running),
             ("num_requests_waiting", lambda: self._stats.num_waiting),
@@ -79,30 +81,30 @@ class EngineMetrics:
         ):
             self._metrics.set_function(name, read)
 
-    def step(
+    def on_step(
         self,
-        begun: Iterable[RequestTiming],
+        first_scheduled: Iterable[RequestTiming],
         outputs: Iterable[tuple[RequestTiming, RequestOutput]],
         stats: EngineStats,
         began_s: float,
         ended_s: float,
     ) -> None:
-        """What the step loop has told, in the order of its steps; not each is of a step."""
+        """Record a report of the step thread. Reports come in order; not each one is of a step."""
         if stats.num_steps > self._stats.num_steps:
             num_tokens = stats.num_batched_tokens - self._stats.num_batched_tokens
             self._iteration_tokens.observe(num_tokens)
         self._stats = stats
-        for timing in begun:
+        for timing in first_scheduled:
             began_ms = self._at_ms(began_s)
-            self._queue_time.observe(_seconds(timing.accepted_ms, began_ms))
-            self._engine_queue_time.observe(_seconds(timing.arrived_ms, began_ms))
+            self._queue_time.observe(_seconds_between(timing.accepted_ms, began_ms))
+            self._engine_queue_time.observe(_seconds_between(timing.arrived_ms, began_ms))
         self._count_tokens(outputs, ended_s)
 
     def _count_tokens(
         self, outputs: Iterable[tuple[RequestTiming, RequestOutput]], ended_s: float
     ) -> None:
         num_tokens = 0
-        # Tokens of one step have their predecessors in few others, mostly in the same.
+        # Grouped by gap, because most tokens of a step had their predecessor in the same step.
         gaps: dict[float, int] = {}
         for timing, output in outputs:
             for delta in output.choices:
@@ -115,27 +117,27 @@ class EngineMetrics:
                     gap_s = (ended_s - last_s) / num_new
                     gaps[gap_s] = gaps.get(gap_s, 0) + num_new
                 elif not timing.prefilled:
-                    self._note_first_token(timing, ended_s)
+                    self._record_first_token(timing, ended_s)
                 if delta.finish_reason is not None:
                     timing.finished_reason = delta.finish_reason
         self._generation_tokens.add(num_tokens)
         for gap_s, count in gaps.items():
             self._inter_token.observe(gap_s, count)
 
-    def _note_first_token(self, timing: RequestTiming, ended_s: float) -> None:
+    def _record_first_token(self, timing: RequestTiming, ended_s: float) -> None:
         timing.prefilled = True
         self._prompt_tokens.add(timing.num_prompt_tokens)
         if not timing.resumed:
             first_ms = self._at_ms(ended_s)
-            self._first_token.observe(_seconds(timing.accepted_ms, first_ms))
-            self._engine_first_token.observe(_seconds(timing.arrived_ms, first_ms))
+            self._first_token.observe(_seconds_between(timing.accepted_ms, first_ms))
+            self._engine_first_token.observe(_seconds_between(timing.arrived_ms, first_ms))
 
-    def finished(self, timing: RequestTiming, ended_ms: float) -> None:
-        """The last record of its log is stored, and says that it has ended well."""
+    def on_finished(self, timing: RequestTiming, ended_ms: float) -> None:
+        """Record a request whose final log record is stored and reports success."""
         self._metrics.counter("request_success_total", finished_reason=timing.finished_reason).add()
-        self._latency.observe(_seconds(timing.accepted_ms, ended_ms))
+        self._latency.observe(_seconds_between(timing.accepted_ms, ended_ms))
 
 
-def _seconds(since_ms: float, until_ms: float) -> float:
-    """Clocks that agree to a millisecond may tell an effect before its cause."""
+def _seconds_between(since_ms: float, until_ms: float) -> float:
+    """Return the time between, at least 0: clocks that differ by a millisecond may reverse it."""
     return max(0.0, until_ms - since_ms) / 1000

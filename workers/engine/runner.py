@@ -1,8 +1,8 @@
-"""A batch of sequences through the model: integers in, tokens for each sampling one out.
+"""Model runner: runs batches of sequences through the model and returns the sampled tokens.
 
-It owns the KV tensors, the positions of each prompt, and the embeddings of items: each request's
-own, as far as its batches need them, and beyond it those that may come again. It decides nothing
-about who runs when.
+The runner owns the KV cache, the rotary positions of prompts, and the embeddings of items: those
+that running requests need, and a cache of others that may be used again. Scheduling is the engine
+core's task.
 """
 
 import bisect
@@ -26,13 +26,18 @@ from workers.engine.sampling.verifier import sample_batch
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    prompt_positions: tuple[NDArray[np.int64], int]  # [num_position_rows, num_tokens]; delta behind
-    # Place in the prompt, [num_embeds, width]; only what a batch has needed.
+class _RequestInputs:
+    """Inputs of a request that has items."""
+
+    # Positions [num_position_rows, num_tokens], and the offset of the tokens behind them.
+    prompt_positions: tuple[NDArray[np.int64], int]
+    # Embeddings [num_embeds, width] of the items that batches have needed so far.
     embeddings: list[tuple[PlaceholderRange, Tensor]] = field(default_factory=list)
 
 
 class ModelRunner:
+    """Runs a decoder model; implements `workers.engine.core.step_runner.StepRunner`."""
+
     def __init__(
         self,
         model: DecoderModel,
@@ -40,11 +45,14 @@ class ModelRunner:
         block_size: int,
         tower: Tower | None = None,
         embedding_cache_bytes: int = 0,
-        on_encoded: Callable[[str, Tensor], None] = lambda mm_hash, embedding: None,
+        on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Without a tower all items must come with their embeddings. `on_encoded` is told of all
-        that it makes, and may keep them."""
+        """Without a tower, all items must come with embeddings.
+
+        `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
+        [num_embeds, width], which it may store.
+        """
         self.encoded_items = 0
         self._model = model
         self._tower = tower
@@ -52,8 +60,8 @@ class ModelRunner:
         self._adapters = adapters or Adapters()
         self._kv_cache = model.new_cache(num_blocks, block_size)
         model.capture(self._kv_cache)
-        self._prepared: dict[str, _Prepared] = {}
-        # By mm_hash, which differs between tenants.
+        self._prepared: dict[str, _RequestInputs] = {}
+        # Keyed by mm_hash, which differs between tenants.
         self._embeddings: ByteLRU[str, Tensor] = ByteLRU(embedding_cache_bytes)
         self._no_positions = np.empty((model.family.num_position_rows, 0), dtype=np.int64)
 
@@ -67,22 +75,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self, request: EngineRequest) -> None:
-        """Raises what is wrong with the request, here and not in a batch that it shares."""
+        """Validate the request before it shares a batch, and compute its positions.
+
+        Raises UnknownAdapter and InvalidRequest.
+        """
         family = self._model.family
         self._adapters.check(request.adapter)
         family.check(request)
         if self._tower is None and any(item.embedding is None for item in request.items):
-            raise InvalidRequest("an item has no embeddings, and no tower is here", field="items")
+            raise InvalidRequest(
+                "an item has no embedding, and the engine has no tower", field="items"
+            )
         if request.items:
             positions = family.locate(request)
-            self._prepared[request.request_id] = _Prepared(
+            self._prepared[request.request_id] = _RequestInputs(
                 (self._no_positions, 0)
                 if positions is None
                 else (positions.prompt.numpy(), positions.delta)
             )
 
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
-        """Of a request that is prepared; those that the cache has do not go through the tower."""
+        """Attach embeddings to a prepared request: given, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
         found, new = {}, {}
         for item in items:
@@ -100,24 +113,25 @@ class ModelRunner:
             self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """Embeddings of the items, by mm_hash: [num_embeds, width] each."""
+        """Return the embeddings of the items by mm_hash, each [num_embeds, width]."""
         assert self._tower is not None
         embeddings = self._tower.encode([item.fields for item in items])
         self.encoded_items += len(items)
-        made = {}
+        embeddings_of = {}
         for item, embedding in zip(items, embeddings, strict=True):
-            # A view of the tower's whole output would keep all of it for as long as one item.
-            made[item.mm_hash] = embedding.clone()
-            self._embeddings.put(item.mm_hash, made[item.mm_hash], embedding.nbytes)
-            self._on_encoded(item.mm_hash, made[item.mm_hash])
-        return made
+            # A view would keep the tower's whole output in memory for as long as one item.
+            embeddings_of[item.mm_hash] = embedding.clone()
+            self._embeddings.put(item.mm_hash, embeddings_of[item.mm_hash], embedding.nbytes)
+            if self._on_encoded is not None:
+                self._on_encoded(item.mm_hash, embeddings_of[item.mm_hash])
+        return embeddings_of
 
     def release(self, request_id: str) -> None:
         self._prepared.pop(request_id, None)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """(source, destination): all sources are read before anything is written."""
+        """Copy KV blocks, given as (source, destination). All reads come before the writes."""
         source, destination = (
             self._to_device(list(blocks)) for blocks in zip(*copies, strict=True)
         )
@@ -126,7 +140,7 @@ class ModelRunner:
                 cache.index_copy_(0, destination, cache.index_select(0, source))
 
     @torch.inference_mode()
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         index = self._to_device(blocks)
         for keys, values in self._kv_cache:
             keys.index_fill_(0, index, 0)
@@ -140,7 +154,7 @@ class ModelRunner:
         plan = self._model.plan(
             [s.sequence.block_table for s in scheduled],
             query_start_loc,
-            [_stop(s) for s in scheduled],
+            [_end_of(s) for s in scheduled],
             self._kv_cache,
         )
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
@@ -151,11 +165,11 @@ class ModelRunner:
             rows += range(stop - 1 - len(scheduled[i].draft_token_ids), stop)
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
-            rows += range(first_row, first_row + _num_prompt_rows(s))
+            rows += range(first_row, first_row + _num_prompt_logprob_rows(s))
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
         logits = self._model.forward(
             embeddings,
-            self._locate(scheduled),
+            self._make_positions(scheduled),
             plan,
             self._kv_cache,
             self._to_device(rows),
@@ -163,7 +177,7 @@ class ModelRunner:
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
         if len(rows) > num_sampled:
-            _note_prompt_logprobs(logits[num_sampled:], scheduled)
+            _record_prompt_logprobs(logits[num_sampled:], scheduled)
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
         for i, found in zip(sampling, sampled, strict=True):
             tokens[i] = found
@@ -172,14 +186,14 @@ class ModelRunner:
     def _embed(
         self, scheduled: list[ScheduledSequence], query_start_loc: list[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Embeddings of tokens, and over them those of the items: [num_tokens, hidden_size].
+        """Return the input embeddings [num_tokens, hidden_size], with items at their placeholders.
 
-        And what the items bring for the decoder's first layers, if any does:
-        [num_levels, num_tokens, hidden_size], zeros in all other rows.
+        The second tensor holds deepstack features for the decoder's first layers:
+        [num_levels, num_tokens, hidden_size], zero in all other rows; None if no item has any.
         """
         token_ids: list[int] = []
         for s in scheduled:
-            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _stop(s)]
+            token_ids += s.sequence.token_ids[s.sequence.num_computed_tokens : _end_of(s)]
             token_ids += s.draft_token_ids
         rows = self._model.embed(self._to_device(token_ids))
         num_tokens, width = rows.shape
@@ -187,81 +201,96 @@ class ModelRunner:
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             prepared = self._prepared.get(s.sequence.request_id)
             for placeholder, embedding in prepared.embeddings if prepared else []:
-                # Both hold tokens [offset, offset + length) and [num_computed_tokens, stop).
+                # The placeholder is [offset, offset + length); the step has tokens
+                # [num_computed_tokens, end of s).
                 offset = placeholder.offset
                 start = max(offset, s.sequence.num_computed_tokens)
-                stop = min(offset + placeholder.length, _stop(s))
+                stop = min(offset + placeholder.length, _end_of(s))
                 if start < stop:
                     row = first_row + start - s.sequence.num_computed_tokens
                     span = slice(row, row + stop - start)
-                    _place(rows[span], embedding[:, :width], placeholder, start - offset)
+                    _scatter_embeddings(
+                        rows[span], embedding[:, :width], placeholder, start - offset
+                    )
                     if embedding.shape[1] == width:
                         continue
                     if levels is None:
                         levels = rows.new_zeros(num_tokens, embedding.shape[1] - width)
-                    _place(levels[span], embedding[:, width:], placeholder, start - offset)
+                    _scatter_embeddings(
+                        levels[span], embedding[:, width:], placeholder, start - offset
+                    )
         if levels is None:
             return rows, None
         return rows, levels.view(num_tokens, -1, width).transpose(0, 1)
 
-    def _locate(self, scheduled: list[ScheduledSequence]) -> Tensor:
-        """Rotary positions: [num_position_rows, num_tokens]."""
-        return self._to_device(np.concatenate([self._locate_one(s) for s in scheduled], axis=1))
+    def _make_positions(self, scheduled: list[ScheduledSequence]) -> Tensor:
+        """Return the rotary positions of the step: int64 [num_position_rows, num_tokens]."""
+        return self._to_device(
+            np.concatenate([self._sequence_positions(s) for s in scheduled], axis=1)
+        )
 
-    def _locate_one(self, s: ScheduledSequence) -> NDArray[np.int64]:
-        start, stop = s.sequence.num_computed_tokens, _stop(s)
+    def _sequence_positions(self, s: ScheduledSequence) -> NDArray[np.int64]:
+        start, stop = s.sequence.num_computed_tokens, _end_of(s)
         prepared = self._prepared.get(s.sequence.request_id)
         prompt, delta = prepared.prompt_positions if prepared else (self._no_positions, 0)
-        # [start, num_known) are looked up, the tokens behind them are counted on.
-        num_known = prompt.shape[1]
-        known = prompt[:, start:stop]
-        counted = np.arange(max(start, num_known), max(stop, num_known)) + delta
-        return np.concatenate([known, np.tile(counted, (len(prompt), 1))], axis=1)
+        # Prompt tokens have positions of their own; those of later tokens are consecutive.
+        num_prompt = prompt.shape[1]
+        from_prompt = prompt[:, start:stop]
+        consecutive = np.arange(max(start, num_prompt), max(stop, num_prompt)) + delta
+        return np.concatenate([from_prompt, np.tile(consecutive, (len(prompt), 1))], axis=1)
 
     def _to_device(self, values: list[int] | list[list[int]] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self._model.device)
 
 
-def _place(rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start: int) -> None:
-    """Put embeddings over the rows of the placeholder's tokens [start, start + len(rows))."""
+def _scatter_embeddings(
+    rows: Tensor, embedding: Tensor, placeholder: PlaceholderRange, start: int
+) -> None:
+    """Write the embeddings of the placeholder's tokens [start, start + len(rows)) into `rows`.
+
+    `rows` are [num_tokens, width] and `embedding` is [num_embeds, width].
+    """
     if placeholder.is_embed is None:
         rows[:] = embedding[start : start + len(rows)]
         return
     indexes = placeholder.embed_indexes()
     first = bisect.bisect_left(indexes, start)
     last = bisect.bisect_left(indexes, start + len(rows))
-    places = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
-    rows[places] = embedding[first:last]
+    positions = torch.tensor(indexes[first:last], dtype=torch.int64, device=rows.device) - start
+    rows[positions] = embedding[first:last]
 
 
-def _num_prompt_rows(s: ScheduledSequence) -> int:
-    """Of its tokens, from the first on: those before a token of the prompt of which the log
-    probability is asked for."""
+def _num_prompt_logprob_rows(s: ScheduledSequence) -> int:
+    """Return the number of leading rows whose logits predict a requested prompt token."""
     if s.sequence.prompt_logprobs is None:
         return 0
-    stop = min(_stop(s), s.sequence.num_prompt_tokens - 1)
+    stop = min(_end_of(s), s.sequence.num_prompt_tokens - 1)
     return max(0, stop - s.sequence.num_computed_tokens)
 
 
-def _note_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) -> None:
-    """A run that is repeated, or a prompt computed again after a preemption, notes the same."""
+def _record_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) -> None:
+    """Store prompt log probabilities in the sequences.
+
+    Repeating it is harmless: a repeated run, or a prompt recomputed after a preemption, stores the
+    same values.
+    """
     for s in scheduled:
-        num_rows, sequence = _num_prompt_rows(s), s.sequence
+        num_rows, sequence = _num_prompt_logprob_rows(s), s.sequence
         if num_rows == 0 or sequence.prompt_logprobs is None:
             continue
-        places = range(
+        positions = range(
             sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
         )
         found = logprobs_of(
             logits[:num_rows],
             list(range(num_rows)),
-            [sequence.token_ids[place] for place in places],
+            [sequence.token_ids[place] for place in positions],
             [sequence.request.sampling.prompt_logprobs or 0] * num_rows,
         )
-        sequence.prompt_logprobs.update(zip(places, found, strict=True))
+        sequence.prompt_logprobs.update(zip(positions, found, strict=True))
         logits = logits[num_rows:]
 
 
-def _stop(s: ScheduledSequence) -> int:
-    """Tokens [num_computed_tokens, this) go through the model."""
+def _end_of(s: ScheduledSequence) -> int:
+    """Return the end of the tokens [num_computed_tokens, end) that go through the model."""
     return s.sequence.num_computed_tokens + s.num_new_tokens

@@ -1,6 +1,6 @@
-"""The thread that computes: requests and cancellations go in, the outputs of each step come out.
+"""Thread that runs the engine core: takes requests and cancellations, returns step outputs.
 
-Between it and asyncio there are only queues of plain objects; neither side waits for the other.
+The thread and asyncio exchange plain objects through queues, and neither side waits for the other.
 """
 
 import queue
@@ -14,15 +14,16 @@ from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 
 LAST_STEP_S = 1.0
+"""Time that `stop` waits for the current step."""
 
 Owner = TypeVar("Owner")
 
 
 class StepThread(Generic[Owner]):
-    """Owns the core: nobody else touches it after the start.
+    """Runs the steps of an engine core, which no other thread may use after the start.
 
-    Every output goes to the owner that its request came with. The name of the request would not do:
-    outputs of an earlier owner of that name may still be on their way when a later one begins.
+    Every output is returned with the owner that was added with its request. The request id would
+    not identify it: outputs of an earlier attempt may still be queued when the next one starts.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class StepThread(Generic[Owner]):
         self._commands = queue.SimpleQueue()
         self._step_began_s: float | None = None
         self.began_s = 0.0
-        """When the last step began, on the monotonic clock; for `on_step`."""
+        """Start of the last step on the monotonic clock, for use by `on_step`."""
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
@@ -49,17 +50,17 @@ class StepThread(Generic[Owner]):
         self._commands.put((request, owner))
 
     def cancel(self, request_id: str) -> None:
-        """Its blocks are free before the next step begins."""
+        """Cancel a request; its blocks are free before the next step starts."""
         self._commands.put(request_id)
 
     def stop(self) -> None:
-        """The thread ends after the step that it is in; one that hangs is left behind."""
+        """End the thread after its current step; a thread that hangs is abandoned."""
         self._commands.put(None)
         self._thread.join(LAST_STEP_S)
 
     @property
     def step_s(self) -> float:
-        """For how long the step has been going on; 0 between steps."""
+        """Duration of the current step so far; 0 between steps."""
         began_s = self._step_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -71,9 +72,9 @@ class StepThread(Generic[Owner]):
 
     def _step_until_stopped(self) -> None:
         while True:
-            told: list[tuple[Owner, RequestOutput]] = []
-            # An idle loop sleeps on the queue; a busy one looks into it between steps.
-            while not self._commands.empty() or not (self._core.has_work or told):
+            outputs: list[tuple[Owner, RequestOutput]] = []
+            # An idle loop blocks on the queue; a busy loop polls it between steps.
+            while not self._commands.empty() or not (self._core.has_work or outputs):
                 command = self._commands.get()
                 if command is None:
                     return
@@ -83,15 +84,15 @@ class StepThread(Generic[Owner]):
                     if not self._core.has_work:
                         self._on_step([], self._core.stats())
                 else:
-                    told += self._add(*command)
+                    outputs += self._add(*command)
             self._step_began_s = self.began_s = time.monotonic()
-            outputs = self._core.step()
+            step_outputs = self._core.step()
             self._step_began_s = None
-            told += [(self._owners[output.request_id], output) for output in outputs]
-            self._on_step(told, self._core.stats())
+            outputs += [(self._owners[output.request_id], output) for output in step_outputs]
+            self._on_step(outputs, self._core.stats())
 
     def _add(self, request: EngineRequest, owner: Owner) -> list[tuple[Owner, RequestOutput]]:
-        """What there is to tell at once: that the core refuses it."""
+        """Add a request to the core; return the error output if the core rejects it."""
         try:
             self._core.add(request)
         except PagemillError as error:

@@ -27,7 +27,7 @@ from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
 from workers.engine.item_loader import ItemLoader
 from workers.engine.log_records import logged_choices, merge_deltas, num_for_record
 from workers.engine.metrics import EngineMetrics, RequestTiming
-from workers.engine.sampling.grammar import Grammar, Grammars
+from workers.engine.sampling.grammar import Grammar, GrammarCompiler
 from workers.engine.step_thread import StepThread
 
 # A text that grows so often is seen to flow. An append is a synced write, and work for four
@@ -70,7 +70,7 @@ class EngineWorker:
         model: str,
         core: EngineCore,
         opener: ItemLoader,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Without `grammars`, requests that have one are refused."""
         self._context = context
@@ -231,7 +231,9 @@ class EngineWorker:
             adapter=task.adapter,
             new_token_mask=None if grammar is None else grammar.new_mask,
         )
-        flow = OpenRequest(job, task, log, RequestTiming.of(task, job.received_ms, log.records))
+        flow = OpenRequest(
+            job, task, log, RequestTiming.from_task(task, job.received_ms, log.records)
+        )
         self._flows[task.request_id] = flow
         flow.writer = asyncio.create_task(self._write(flow))
         self._steps.add(request, flow)
@@ -301,9 +303,9 @@ class EngineWorker:
         ended_s: float,
     ) -> None:
         self._stats = stats
-        begun = (self._flows[name].timing for name in stats.begun if name in self._flows)
+        begun = (self._flows[name].timing for name in stats.first_scheduled if name in self._flows)
         timed = ((flow.timing, output) for flow, output in outputs)
-        self._meters.step(begun, timed, stats, began_s, ended_s)
+        self._meters.on_step(begun, timed, stats, began_s, ended_s)
         self._tell_kv_events()
         for flow, output in outputs:
             flow.pending.append(output)
@@ -384,7 +386,7 @@ class EngineWorker:
             return False
         hop = self._stage.span(flow.job)
         await flow.log.finish(last.usage, last.kv_blocks, [*flow.job.path, hop])
-        self._meters.finished(flow.timing, self._context.bus.now_ms())
+        self._meters.on_finished(flow.timing, self._context.bus.now_ms())
         return True
 
     # -- ends from outside ------------------------------------------------------------------

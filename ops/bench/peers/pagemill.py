@@ -19,6 +19,7 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine import runner
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
+from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor, Rendered
@@ -28,7 +29,8 @@ class Pagemill:
     def load(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
         model = model_config(setup)
-        self._core = build_core(model, engine_config(setup))
+        engine = engine_config(setup)
+        self._core = build_core(load(model, engine), engine)
         self._processor = Processor(model)
         self._stopwatch = Stopwatch()
         if setup.profile:
@@ -109,10 +111,10 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
     for owner, name, phase in (
         (inside, "step", "rest of the step"),
         (inside._scheduler, "schedule", "schedule"),
-        (inside, "_prepare", "prepare"),
-        (inside, "_settle", "settle"),
-        (inside, "_tell", "settle"),
-        (inside._intake, "_decode", "detokenize"),
+        (inside, "_prepare_batch", "prepare"),
+        (inside, "_process_sampled", "process sampled"),
+        (inside, "_take_outputs", "process sampled"),
+        (inside._factory, "_decode", "detokenize"),
         (inside._runner, "encode", "encode pictures"),
         (inside._runner, "run", "rest of the run"),
         (inside._runner, "_embed", "embed"),

@@ -36,8 +36,8 @@ def block_lost_on_cancel() -> None:
     cancel = EngineCore.cancel
 
     def leaky(self: EngineCore, request_id: str) -> None:
-        entry = self._entries.get(request_id)
-        for choice in entry.choices if entry else []:
+        state = self._requests.get(request_id)
+        for choice in state.choices if state else []:
             if choice.sequence.block_table:
                 choice.sequence.block_table.pop()
         cancel(self, request_id)
@@ -53,9 +53,9 @@ def batch_fails_together() -> None:
 
     def fail_all(self: EngineCore, batch: Batch, error: Exception) -> list[RequestOutput]:
         failure = WorkerFailure("the batch failed")
-        return [self._fail(entry, failure) for entry in self._entries_of(batch)]
+        return [self._fail(state, failure) for state in self._requests_of(batch)]
 
-    replace_attribute(EngineCore, "_run_apart", fail_all)
+    replace_attribute(EngineCore, "_bisect_batch", fail_all)
 
 
 @bug("engine", "calm", "I8")

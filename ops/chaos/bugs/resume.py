@@ -32,9 +32,9 @@ def resume_from_scratch() -> None:
 def other_seed_on_resume() -> None:
     from workers.engine.core import request_state
 
-    seed_of = request_state._seed
+    seed_of = request_state._derive_seed
     replace_attribute(
-        request_state, "_seed", lambda request: seed_of(request) + bool(request.logged)
+        request_state, "_derive_seed", lambda request: seed_of(request) + bool(request.logged)
     )
 
 

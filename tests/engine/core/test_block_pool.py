@@ -14,7 +14,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, 4, order=reversed(range(NUM_BLOCKS)))
+        self.pool = BlockPool(NUM_BLOCKS, 4, initial_order=reversed(range(NUM_BLOCKS)))
         self.held: list[list[int]] = []
         self.written: dict[int, str] = {}
         """What is in blocks that nobody writes any more."""
@@ -44,8 +44,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(found) == len(chain) or not self.pool.find(chain[len(found) :][:1])
         num_free = self.pool.num_free
         at_rest = [block for block in found if self.pool.ref_count(block) == 0]
-        assert self.pool.can_allocate(num_free - len(at_rest), beside=found)
-        assert not self.pool.can_allocate(num_free - len(at_rest) + 1, beside=found)
+        assert self.pool.can_allocate(num_free - len(at_rest), also_held=found)
+        assert not self.pool.can_allocate(num_free - len(at_rest) + 1, also_held=found)
         self.pool.share(found)
         assert self.pool.num_free == num_free - len(at_rest)
         self.held.append(found)
@@ -58,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, NUM_BLOCKS - 1)))
     def forget(self, blocks: set[int]) -> None:
-        self.pool.forget(blocks)
+        self.pool.unregister(blocks)
         for content in CONTENTS:
             assert not blocks.intersection(self.pool.find([content]))
 
@@ -70,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = [block for blocks in self.held for block in blocks]
         assert self.pool.num_free == NUM_BLOCKS - len(set(held))
         assert all(self.pool.ref_count(b) == held.count(b) for b in range(NUM_BLOCKS))
-        self.pool.check()
+        self.pool.check_integrity()
 
     @invariant()
     def nothing_is_found_that_is_being_written(self) -> None:
@@ -83,7 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_BLOCKS
         assert sorted(self.pool.allocate(NUM_BLOCKS)) == list(range(NUM_BLOCKS))
         assert not any(self.pool.find([content]) for content in CONTENTS)
-        self.pool.check()
+        self.pool.check_integrity()
 
 
 TestPool = PoolMachine.TestCase
@@ -142,4 +142,4 @@ def test_only_what_is_held_can_be_registered_and_only_once() -> None:
 @pytest.mark.parametrize("order", [[0, 0], [0], [0, 2]])
 def test_an_order_must_name_every_block_once(order: list[int]) -> None:
     with pytest.raises(AssertionError, match="disagree"):
-        BlockPool(2, 1, order=order)
+        BlockPool(2, 1, initial_order=order)

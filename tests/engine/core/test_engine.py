@@ -43,7 +43,7 @@ def make_core(
         runner or FakeRunner(BLOCK_SIZE, VOCAB_SIZE),
         decode,
         frozenset([EOS]),
-        pool=BlockPool(num_blocks, BLOCK_SIZE, order=[i ^ 1 for i in range(num_blocks)]),
+        pool=BlockPool(num_blocks, BLOCK_SIZE, initial_order=[i ^ 1 for i in range(num_blocks)]),
         max_num_seqs=limits.get("max_num_seqs", 8),
         max_num_batched_tokens=limits.get("max_num_batched_tokens", 64),
         max_model_len=MAX_MODEL_LEN,
@@ -239,7 +239,7 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     assert isinstance(error, WorkerFailure)
     for request in good:
         assert answers_of(outputs, request) == answers_of(run_alone(request), request)
-    assert runner.scrubbed
+    assert runner.zeroed
     assert runner.holds_nothing
 
 
@@ -253,10 +253,10 @@ def test_what_nothing_was_sampled_behind_is_overwritten_for_the_next() -> None:
     good = make_request("good", prompt=[2] * 3, max_tokens=2)
     core.add(good)
     core.step()
-    assert set(runner.scrubbed) == held
+    assert set(runner.zeroed) == held
     # Behind what is left now, tokens have been sampled.
     finish_all(core)
-    assert set(runner.scrubbed) == held
+    assert set(runner.zeroed) == held
 
 
 def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
@@ -264,7 +264,7 @@ def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
         raise RuntimeError("no text for these")
 
     core = make_core()
-    core._intake._decode = fails
+    core._factory._decode = fails
     bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
     with pytest.raises(RuntimeError):
         core.add(bad)
@@ -340,7 +340,7 @@ def test_placeholders_must_lie_apart_and_in_the_prompt(ranges: list[tuple[int, i
 def test_a_request_in_hand_is_not_taken_twice() -> None:
     core = make_core()
     core.add(make_request())
-    with pytest.raises(InvalidRequest, match="in hand"):
+    with pytest.raises(InvalidRequest, match="already running"):
         core.add(make_request())
 
 
@@ -469,7 +469,7 @@ def test_a_failure_leaves_others_the_blocks_that_they_share_with_it() -> None:
     outputs = core.step()
     core.add(pictured("bad"))
     outputs += finish_all(core)  # the runner verifies what the blocks hold
-    assert runner.scrubbed
+    assert runner.zeroed
     assert [output.request_id for output in outputs if output.error] == ["bad"]
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
 

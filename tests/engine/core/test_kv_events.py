@@ -99,7 +99,7 @@ def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = T
 
 
 def registered(core: EngineCore) -> set[int]:
-    return {event_hash(block_hash) for block_hash in core._pool.registered}
+    return {event_hash(block_hash) for block_hash in core._pool._block_by_hash}
 
 
 def test_the_bytes_are_those_of_vllm() -> None:
@@ -189,7 +189,7 @@ def test_a_long_prompt_is_told_in_parts_that_join_on() -> None:
     num_blocks = 6 * MAX_EVENT_TOKENS // BLOCK_SIZE
     hashes = [f"{2**63 + i:064x}" for i in range(num_blocks)]
     token_ids = list(range(100_000, 100_000 + num_blocks * BLOCK_SIZE))
-    events.stored(hashes, None, token_ids, [None] * num_blocks, None)
+    events.add_stored(hashes, None, token_ids, [None] * num_blocks, None)
     batches = encode_batches(events.take(), 0.0)
     assert max(map(len, batches)) < 2**19
     assert len(batches) > 1

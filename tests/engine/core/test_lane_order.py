@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner, ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
-from workers.engine.core.scheduler import PATIENCE, Scheduler
+from workers.engine.core.scheduler import LANE_DELAY_STEPS, Scheduler
 from workers.engine.core.sequence import EngineRequest, Sequence, Status
 
 MAX_MODEL_LEN = 16
@@ -61,7 +61,7 @@ class TurnsMachine(RuleBasedStateMachine):
         ),
         max_tokens=st.integers(1, 6),
         n=st.sampled_from([1, 1, 2, 3]),
-        lane=st.sampled_from(list(PATIENCE)),
+        lane=st.sampled_from(list(LANE_DELAY_STEPS)),
     )
     def arrive(self, prompt: list[int], max_tokens: int, n: int, lane: str) -> None:
         self.num_requests += 1
@@ -108,7 +108,7 @@ class TurnsMachine(RuleBasedStateMachine):
         tokens = self.runner.run(batch)
         for s, sampled in zip(batch.scheduled, tokens, strict=True):
             s.sequence.token_ids += [token.token_id for token in sampled]
-        self.scheduler.settle(batch)
+        self.scheduler.update_after_step(batch)
         for sequence in self.alive:
             num_held = len(sequence.block_table)
             assert num_held == -(-sequence.num_computed_tokens // BLOCK_SIZE)
@@ -119,7 +119,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     def crown(self) -> None:
         """Who is before all others ends in time, unless somebody comes in before it."""
-        first = min(self.alive, key=lambda sequence: sequence.turn)
+        first = min(self.alive, key=lambda sequence: sequence.priority)
         if first is not self.first:
             running = [s for s in self.alive if s.status is Status.RUNNING and s is not first]
             self.first = first
@@ -132,7 +132,7 @@ class TurnsMachine(RuleBasedStateMachine):
         assert len(set(tables)) == self.pool.num_blocks - self.pool.num_free
         for block in set(tables):
             assert self.pool.ref_count(block) == tables.count(block)
-        self.pool.check()
+        self.pool.check_integrity()
         for s in scheduled:
             start, table = s.sequence.num_computed_tokens, s.sequence.block_table
             assert len(table) == -(-(start + s.num_new_tokens) // BLOCK_SIZE)
@@ -172,9 +172,9 @@ def test_the_faster_lane_goes_first_but_not_for_ever() -> None:
         (s,) = scheduler.schedule().scheduled
         scheduler.remove(s.sequence)
         num_steps += 1
-        assert (s.sequence is batch) == (num_steps > 2 * PATIENCE["batch"])
+        assert (s.sequence is batch) == (num_steps > 2 * LANE_DELAY_STEPS["batch"])
     # Those that came within its patience were before it, and nobody else.
-    assert num_steps == 2 * PATIENCE["batch"] + 1
+    assert num_steps == 2 * LANE_DELAY_STEPS["batch"] + 1
 
 
 def test_the_last_of_the_slower_lane_is_preempted() -> None:
@@ -191,7 +191,7 @@ def test_the_last_of_the_slower_lane_is_preempted() -> None:
         for s in batch.scheduled:
             if s.samples:
                 s.sequence.token_ids.append(0)
-        scheduler.settle(batch)
+        scheduler.update_after_step(batch)
     # The fifth token of each would have needed a ninth block.
     assert [s.status for s in sequences] == [Status.RUNNING, Status.WAITING, Status.RUNNING]
     assert scheduler.num_preemptions == 1

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.core.ngram_drafter import REGAIN, DraftBudget, NgramDrafter, NgramIndex
+from workers.engine.core.ngram_drafter import CREDIT_PER_STEP, DraftBudget, NgramDrafter, NgramIndex
 
 # Few different tokens, so that much comes again.
 tokens = st.lists(st.integers(0, 3), max_size=40)
@@ -54,7 +54,7 @@ def test_credit_stays_within_its_bounds(most: int, shares: list[float]) -> None:
         assert 0 <= granted <= most
         num_accepted = round(granted * share)
         if granted:
-            credit.learn(granted, num_accepted)
+            credit.record_result(granted, num_accepted)
             if 3 * num_accepted >= granted:
                 assert credit.grant() >= granted, "a third is enough to keep it"
 
@@ -66,10 +66,10 @@ def test_drafts_that_keep_failing_become_few_and_are_tried_again(most: int) -> N
     for _ in range(num_steps):
         granted.append(credit.grant())
         if granted[-1]:
-            credit.learn(granted[-1], 0)
-    assert sum(granted) <= 2 * most + 1 + 2 * REGAIN * num_steps
+            credit.record_result(granted[-1], 0)
+    assert sum(granted) <= 2 * most + 1 + 2 * CREDIT_PER_STEP * num_steps
     assert sum(granted[-8:]) > 0
     for _ in range(8 + most.bit_length()):
         if held := credit.grant():
-            credit.learn(held, held)
+            credit.record_result(held, held)
     assert credit.grant() == most, "it grows as fast as it fell"

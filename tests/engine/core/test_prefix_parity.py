@@ -95,7 +95,7 @@ class Engine:
                 self._take(self._core.step(), answers)
         while self._core.has_work:
             self._take(self._core.step(), answers)
-        self._pool.check()
+        self._pool.check_integrity()
         assert self._pool.num_free == self._pool.num_blocks
         return answers
 

@@ -25,7 +25,7 @@ def advance(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
     sampled = [s.sequence for s in batch.scheduled if s.samples]
     for sequence in sampled:
         sequence.token_ids.append(0)
-    scheduler.settle(batch)
+    scheduler.update_after_step(batch)
     finished = [s for s in sampled if s.num_output_tokens == s.max_tokens]
     for sequence in finished:
         scheduler.remove(sequence)
@@ -101,8 +101,8 @@ def test_all_full_blocks_but_the_one_of_the_last_token_are_taken(
     scheduler.add(second)
     assert new_tokens(scheduler) == {second: prompt_len - num_cached}
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, num_cached)
-    assert scheduler.sharing.query_tokens == 2 * prompt_len
-    assert scheduler.sharing.hit_tokens == num_cached
+    assert scheduler.prefix_cache.query_tokens == 2 * prompt_len
+    assert scheduler.prefix_cache.hit_tokens == num_cached
 
 
 def test_blocks_are_shared_while_both_run_and_the_answer_is_found_too() -> None:
@@ -127,7 +127,7 @@ def test_without_the_cache_nothing_is_found() -> None:
         assert new_tokens(scheduler) == {sequence: 7}
         assert sequence.num_cached_tokens == 0
         assert sequence.block_hashes == [], "nothing is hashed either"
-    assert scheduler.sharing.query_tokens == 0
+    assert scheduler.prefix_cache.query_tokens == 0
 
 
 def test_nothing_is_found_before_a_token_has_been_sampled_behind_it() -> None:
@@ -338,10 +338,10 @@ class Eager:
     def __init__(self) -> None:
         self.learnt: list[tuple[int, int]] = []
 
-    def propose(self, token_ids: list[int], most: int) -> list[int]:
-        return [1] * most
+    def propose(self, token_ids: list[int], max_drafts: int) -> list[int]:
+        return [1] * max_drafts
 
-    def learn(self, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, num_drafts: int, num_accepted: int) -> None:
         self.learnt.append((num_drafts, num_accepted))
 
 

@@ -42,7 +42,7 @@ from tests.engine.model.test_parity import (
     widen,
 )
 from workers.engine.cpu import decoder
-from workers.engine.cpu.decoder import NativeModel, why_not
+from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.loader import load
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 
@@ -71,7 +71,7 @@ def one_thread() -> Iterator[None]:
 
 def make_native(model: PreTrainedModel, block_size: int = 8, num_threads: int = 2) -> NativeModel:
     family = adapt(copy.deepcopy(model))
-    assert why_not(family, block_size) is None
+    assert unsupported_reason(family, block_size) is None
     return NativeModel(family, num_threads)
 
 
@@ -352,14 +352,14 @@ def _with(**changes: Any) -> PreTrainedModel:
         (
             lambda: _with(rope_parameters=PART_OF_A_HEAD),
             8,
-            "its rotary positions turn a part of each head",
+            "its rotary embedding rotates only a part of each head",
         ),
         (lambda: _with(), 4, "blocks of 4 tokens are not multiples of 8"),
         (lambda: _with().half(), 8, "its weights are torch.float16"),
     ],
 )
 def test_what_stays_with_torch(make: Callable[[], PreTrainedModel], block_size: int, reason: str):
-    assert why_not(adapt(make()), block_size) == reason
+    assert unsupported_reason(adapt(make()), block_size) == reason
 
 
 def test_without_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch):

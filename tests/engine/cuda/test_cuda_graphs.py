@@ -8,12 +8,12 @@ from torch import Tensor
 
 from workers.engine.cuda.cuda_graphs import (
     LARGEST_BUCKET,
-    Buffers,
     CudaRecorder,
     DecodeGraphs,
+    GraphBuffers,
     Replay,
-    bucket_of,
-    buckets_for,
+    bucket_sizes,
+    find_bucket,
 )
 from workers.engine.cuda.kernels.plan import KernelPlan, plan_for_kernels
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @given(st.integers(1, 600))
 def test_the_smallest_bucket_that_holds_a_batch(num_seqs: int) -> None:
-    bucket = bucket_of(num_seqs, buckets_for(600))
+    bucket = find_bucket(num_seqs, bucket_sizes(600))
     if num_seqs > LARGEST_BUCKET:
         assert bucket is None
     else:
@@ -31,14 +31,14 @@ def test_the_smallest_bucket_that_holds_a_batch(num_seqs: int) -> None:
 
 
 def test_buckets_hold_every_batch_of_an_engine() -> None:
-    assert buckets_for(1) == [1]
-    assert buckets_for(5) == [1, 2, 4, 8]
-    assert buckets_for(64)[-1] == 64
-    assert buckets_for(1000) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(5) == [1, 2, 4, 8]
+    assert bucket_sizes(64)[-1] == 64
+    assert bucket_sizes(1000) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
-def make_buffers(max_num_seqs: int) -> Buffers:
-    return Buffers.allocate(max_num_seqs, 4, 1, 2, torch.float32, CPU)
+def make_buffers(max_num_seqs: int) -> GraphBuffers:
+    return GraphBuffers.allocate(max_num_seqs, 4, 1, 2, torch.float32, CPU)
 
 
 def decode_plan(num_seqs: int) -> KernelPlan:
@@ -58,9 +58,9 @@ def test_a_smaller_step_leaves_nothing_of_the_larger_one_before() -> None:
     for num_seqs in (4, 3):
         plan = decode_plan(num_seqs)
         positions = torch.full((1, num_seqs), 7)
-        buffers.fill(torch.full((num_seqs, 2), float(num_seqs)), positions, plan, 4)
+        buffers.load(torch.full((num_seqs, 2), float(num_seqs)), positions, plan, 4)
     padded = buffers.plan(4, 1)
-    assert padded.slots.tolist() == [*decode_plan(3).slots.tolist(), -1]
+    assert padded.slot_mapping.tolist() == [*decode_plan(3).slot_mapping.tolist(), -1]
     assert padded.decodes[:3].equal(decode_plan(3).decodes)
     assert padded.decodes[3].tolist() == [3, 1, 0, 3]
     assert padded.block_table[:3, :2].equal(decode_plan(3).block_table)
@@ -86,7 +86,9 @@ class Recorder:
 @pytest.fixture
 def graphs() -> DecodeGraphs:
     def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
-        return torch.stack([embeddings[:, 0], positions[0], plan.slots, plan.decodes[:, 1]], dim=1)
+        return torch.stack(
+            [embeddings[:, 0], positions[0], plan.slot_mapping, plan.decodes[:, 1]], dim=1
+        )
 
     recorder = Recorder()
     graphs = DecodeGraphs(forward, make_buffers(4), 1, recorder)
@@ -100,7 +102,7 @@ def test_a_step_gets_its_own_rows(graphs: DecodeGraphs, num_seqs: int) -> None:
     embeddings, positions = torch.rand(num_seqs, 2), torch.arange(num_seqs)[None]
     rows = graphs.run(embeddings, positions, plan)
     assert rows is not None
-    expected = [embeddings[:, 0], positions[0], plan.slots, torch.ones(num_seqs)]
+    expected = [embeddings[:, 0], positions[0], plan.slot_mapping, torch.ones(num_seqs)]
     assert rows.equal(torch.stack(expected, dim=1))
 
 

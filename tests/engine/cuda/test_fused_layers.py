@@ -52,7 +52,7 @@ NUM_TOKENS = 4
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs them one after the other."""
-    monkeypatch.setattr(plan, "PROGRAMS_WANTED", 16)
+    monkeypatch.setattr(plan, "TARGET_PROGRAMS", 16)
 
 
 def build(name: str) -> PreTrainedModel:

@@ -37,7 +37,7 @@ def make_plan(
 
 def test_a_mixed_step() -> None:
     plan = make_plan([[5, 1], [2, 7], [3]], [1, 5, 1], [6, 8, 1])
-    assert plan.slots.tolist() == [5, 11, 28, 29, 30, 31, 12]
+    assert plan.slot_mapping.tolist() == [5, 11, 28, 29, 30, 31, 12]
     assert plan.decodes.tolist() == [[0, 1, 5, 0], [6, 1, 0, 2]]
     assert plan.chunks.tolist() == [[1, 3, 3, 1], [4, 2, 6, 1]]
     assert plan.block_table[0].tolist() == [5, 1]
@@ -46,8 +46,8 @@ def test_a_mixed_step() -> None:
 
 def test_every_part_begins_where_triton_takes_it_for_aligned() -> None:
     plan = make_plan([[5, 1], [2, 7], [3]], [1, 5, 1], [6, 8, 1])
-    parts = (plan.slots, plan.decodes, plan.chunks, plan.block_table)
-    assert {part.data_ptr() % 16 for part in parts} == {plan.slots.data_ptr() % 16}
+    parts = (plan.slot_mapping, plan.decodes, plan.chunks, plan.block_table)
+    assert {part.data_ptr() % 16 for part in parts} == {plan.slot_mapping.data_ptr() % 16}
 
 
 @given(
@@ -67,7 +67,7 @@ def test_tiles_hold_every_token_once(spans: list[tuple[int, int]], queries_per_t
     expected = [(i, past + j) for i, (past, new) in enumerate(spans) for j in range(new)]
     assert [found[row] for row in range(len(expected))] == expected
     slots = [tables[i][t // 4] * 4 + t % 4 for i, t in expected]
-    assert plan.slots.tolist() == slots
+    assert plan.slot_mapping.tolist() == slots
 
 
 tables = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=5)

@@ -86,7 +86,7 @@ def run_paged(case: Case) -> tuple[Tensor, Tensor]:
                 cache[tables[i][t // case.block_size], t % case.block_size] = source[t]
     plan = make_plan(tables, starts, seq_lens, case.block_size, case.window)
     for cache, new_rows in zip(caches, fresh, strict=True):
-        write_cache(cache, plan.slots, new_rows)
+        write_cache(cache, plan.slot_mapping, new_rows)
     return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap), expected
 
 
@@ -192,7 +192,7 @@ def test_blocks_allocated_ahead_are_not_read():
 def test_a_write_touches_its_slots_only():
     cache = torch.zeros(4, 2, 1, HEAD_DIM)
     plan = make_plan([[3, 0]], [0, 2], [3], 2)
-    write_cache(cache, plan.slots, torch.ones(2, 1, HEAD_DIM))
+    write_cache(cache, plan.slot_mapping, torch.ones(2, 1, HEAD_DIM))
     assert cache[..., 0].nonzero()[:, :2].tolist() == [[0, 0], [3, 1]]
 
 

@@ -30,8 +30,14 @@ from tests.engine.model.test_parity import (
 )
 from workers.engine.core.sequence import LoggedChoice
 from workers.engine.model.flat_model import FlatModel
-from workers.engine.model.lora import AdaptedLinear, Adapters, Run, Step, load_adapters
-from workers.engine.model.peft_format import LowRank
+from workers.engine.model.lora import (
+    AdaptedLinear,
+    AdapterRun,
+    AdapterRuns,
+    Adapters,
+    load_adapters,
+)
+from workers.engine.model.peft_format import LoraWeights
 from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,13 +198,13 @@ def test_rows_without_an_adapter_are_not_touched(mixed: Mixed) -> None:
 
 
 def test_what_has_no_adapter_is_multiplied_with_nothing() -> None:
-    base, step = nn.Linear(6, 5), Step(num_rows=4)
+    base, step = nn.Linear(6, 5), AdapterRuns(num_rows=4)
     layer = AdaptedLinear(
-        base, {2: LowRank(torch.full((3, 6), torch.nan), torch.ones(5, 3))}, 2, step
+        base, {2: LoraWeights(torch.full((3, 6), torch.nan), torch.ones(5, 3))}, 2, step
     )
     hidden = torch.ones(1, 4, 6)
     assert torch.equal(layer(hidden), base(hidden))
-    step.runs = [Run(adapter=1, start=0, stop=2), Run(adapter=2, start=2, stop=3)]
+    step.runs = [AdapterRun(adapter=1, start=0, stop=2), AdapterRun(adapter=2, start=2, stop=3)]
     is_touched = layer(hidden).isnan().all(dim=-1)
     assert is_touched.tolist() == [[False, False, True, False]]
 

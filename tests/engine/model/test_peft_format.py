@@ -17,7 +17,7 @@ from tests.adapters import write_adapter
 from tests.engine.model.test_parity import build, folder
 from workers.engine.loader import load
 from workers.engine.model.lora import load_adapters
-from workers.engine.model.peft_format import LowRank, read_adapter
+from workers.engine.model.peft_format import LoraWeights, read_adapter
 
 __all__ = ["folder"]  # a fixture
 
@@ -35,7 +35,7 @@ def adapter(model: PreTrainedModel, tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "adapter", model, ["q_proj"], 4, 6, 1)
 
 
-def read(model: PreTrainedModel, adapter: Path) -> dict[str, LowRank]:
+def read(model: PreTrainedModel, adapter: Path) -> dict[str, LoraWeights]:
     return read_adapter("mine", adapter, model, ("model.visual",))
 
 

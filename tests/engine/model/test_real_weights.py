@@ -16,6 +16,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
+from workers.engine.loader import load
 from workers.engine.main import build_core
 
 FOLDER = os.environ.get("PAGEMILL_SMOLLM2")
@@ -57,10 +58,9 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 def test_the_answers_are_those_of_transformers(reference: PreTrainedModel, native: bool):
     folder = Path(str(FOLDER))
-    core = build_core(
-        ModelConfig(path=str(folder), dtype="float32", max_model_len=512),
-        EngineConfig(native=native, max_num_batched_tokens=48),
-    )
+    engine = EngineConfig(native=native, max_num_batched_tokens=48)
+    model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)
+    core = build_core(load(model, engine), engine)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompts = [
         tokenizer.apply_chat_template(

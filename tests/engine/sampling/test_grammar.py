@@ -29,9 +29,9 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, LoggedChoice, RequestOutput
 from workers.engine.loader import LoadedModel, load
 from workers.engine.log_records import merge_deltas
-from workers.engine.main import assemble, new_grammars
+from workers.engine.main import build_core, new_grammar_compiler
 from workers.engine.sampling import grammar as grammars_module
-from workers.engine.sampling.grammar import Grammar, Grammars, define
+from workers.engine.sampling.grammar import Grammar, GrammarCompiler, to_llguidance
 
 PERSON = {
     "type": "object",
@@ -53,11 +53,11 @@ class Rig:
 
     def core(self, **changes: Any) -> EngineCore:
         engine = EngineConfig(num_blocks=256, **changes)
-        return assemble(self.loaded, engine, lambda mm_hash, embedding: None)
+        return build_core(self.loaded, engine)
 
     def grammar(self, wanted: StructuredOutputs) -> Grammar:
         async def compile_it() -> Grammar:
-            grammars = new_grammars(self.loaded)
+            grammars = new_grammar_compiler(self.loaded)
             assert grammars is not None
             return await grammars.compile(wanted, no_progress)
 
@@ -270,7 +270,7 @@ def test_fewer_logits_than_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_end_takes_no_grammars(rig: Rig) -> None:
-    assert new_grammars(replace(rig.loaded, eos_token_ids=frozenset())) is None
+    assert new_grammar_compiler(replace(rig.loaded, eos_token_ids=frozenset())) is None
 
 
 def test_an_answer_that_is_cut_off_says_so(rig: Rig) -> None:
@@ -416,9 +416,9 @@ class Counting:
         return self._outcome
 
 
-def grammars_with(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> Grammars:
-    monkeypatch.setattr(grammars_module, "try_out", trial)
-    grammars = new_grammars(rig.loaded)
+def grammars_with(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    monkeypatch.setattr(grammars_module, "check_grammar", trial)
+    grammars = new_grammar_compiler(rig.loaded)
     assert grammars is not None
     return grammars
 
@@ -466,7 +466,7 @@ async def leave() -> None:
     raise Left
 
 
-def held_up(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> Grammars:
+def held_up(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     """The trial lasts until it is let go on; meanwhile it is often asked who still waits."""
     trial.go_on.clear()
     monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
@@ -498,7 +498,7 @@ async def test_what_nobody_waits_for_takes_no_slot(
     wanted = StructuredOutputs(json_object=True)
     other = asyncio.create_task(grammars.compile(wanted, no_progress))
     await asyncio.sleep(0.05)
-    assert trial.tried[-1] == define(wanted)
+    assert trial.tried[-1] == to_llguidance(wanted)
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     again = StructuredOutputs(choice=["left 0"])

@@ -21,7 +21,7 @@ from transformers import (
 from shared.protocol.sampling import SamplingParams
 from tests.engine.sampling.test_sampler import VOCAB_SIZE, random_logits, sequence_of
 from workers.engine.core.sequence import Sequence
-from workers.engine.sampling.logits_processors import adjust, is_adjusted
+from workers.engine.sampling.logits_processors import needs_processing, process_logits
 from workers.engine.sampling.sampler import sample
 
 token_lists = st.lists(st.integers(0, 12), max_size=8)
@@ -31,7 +31,7 @@ logit_rows = st.lists(st.floats(-30, 30, width=32), min_size=13, max_size=13).ma
 def adjusted(logits: Tensor, *sequences: Sequence) -> Tensor:
     """[vocab_size] for one sequence, else [num_sequences, vocab_size]."""
     rows = logits.expand(len(sequences), -1).clone()
-    adjust(rows, list(sequences))
+    process_logits(rows, list(sequences))
     return rows[0] if len(sequences) == 1 else rows
 
 
@@ -88,7 +88,7 @@ def test_min_tokens_is_transformers_min_new_tokens(
     sequence.end_token_ids = tuple(ends)
     processor = MinNewTokensLengthLogitsProcessor(2, min_tokens, ends or [13])
     torch.testing.assert_close(adjusted(logits, sequence), processed(processor, logits, sequence))
-    assert is_adjusted(sequence) == (len(output) < min_tokens)
+    assert needs_processing(sequence) == (len(output) < min_tokens)
 
 
 @settings(deadline=None, max_examples=60)
@@ -164,8 +164,8 @@ def test_neighbours_that_ask_for_nothing_are_left_alone(change: dict[str, Any]):
     logits = random_logits(2)[0]
     plain, asking = sequence_of(SamplingParams()), sequence_of(SamplingParams(**change))
     asking.end_token_ids = plain.end_token_ids = (9,)
-    assert not is_adjusted(plain)
-    assert is_adjusted(asking)
+    assert not needs_processing(plain)
+    assert needs_processing(asking)
     rows = adjusted(logits, plain, asking, plain)
     assert torch.equal(rows[0], logits)
     assert torch.equal(rows[2], logits)

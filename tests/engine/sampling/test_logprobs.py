@@ -34,7 +34,7 @@ def twins(request: pytest.FixtureRequest) -> Twins:
 
 
 def test_each_row_gets_what_it_asks_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_chunks, "CPU_PIECE", 80)
+    monkeypatch.setattr(row_chunks, "CPU_CHUNK_LOGITS", 80)
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = logits.float().log_softmax(-1)
     found = logprobs_of(logits, [2, 0, 0], [7, 3, 39], [0, 3, 50])

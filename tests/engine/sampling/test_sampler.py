@@ -21,7 +21,7 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, Sequence
 from workers.engine.sampling import row_chunks
 from workers.engine.sampling.sampler import sample, uniform
-from workers.engine.sampling.truncation import chunk_size, draw, keep_probable, weigh
+from workers.engine.sampling.truncation import chunk_size, draw, truncate, unnormalized_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,8 +50,8 @@ def column(value: float) -> Tensor:
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """What is left after the filters, as a distribution over the vocabulary."""
-    weights = keep_probable(
-        weigh(logits[None].clone(), column(params.temperature).float()),
+    weights = truncate(
+        unnormalized_probs(logits[None].clone(), column(params.temperature).float()),
         column(params.min_p),
         column(params.top_k or len(logits)).long(),
         column(params.top_p),
@@ -219,7 +219,7 @@ def test_a_token_is_the_same_whatever_the_batch(
     alone = [sample(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
     order = data.draw(st.permutations(range(len(kinds))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_chunks, "CPU_PIECE", piece * vocab_size)
+        patch.setattr(row_chunks, "CPU_CHUNK_LOGITS", piece * vocab_size)
         together = sample(logits[order], [sequences[i] for i in order])
     assert together == [alone[i] for i in order]
     assert torch.equal(logits, before), "they are not ours to change"

@@ -89,7 +89,7 @@ def finish(core: EngineCore) -> list[RequestOutput]:
     outputs = []
     while core.has_work:
         outputs += core.step()
-        core._pool.check()
+        core._pool.check_integrity()
     assert core.stats().num_free_blocks == core.stats().num_blocks
     return outputs
 
@@ -152,7 +152,7 @@ def test_right_drafts_take_fewer_steps_and_are_found_in_the_cache() -> None:
     assert stats.num_steps < 12
     assert stats.num_accepted_tokens == stats.num_draft_tokens == 12 - stats.num_steps
     # Fifteen tokens, of which the last was never computed: seven blocks.
-    assert len(core._pool.registered) == 7
+    assert len(core._pool._block_by_hash) == 7
 
 
 def test_what_fails_to_run_fails_alone_with_drafts_beside_it() -> None:
@@ -184,7 +184,7 @@ def test_what_was_drafted_is_told() -> None:
     finish(core)
     stats = core.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    meters.step([], [], stats, 1.0, 2.0)
+    meters.on_step([], [], stats, 1.0, 2.0)
     samples = samples_of(metrics.snapshot())
     name = "spec_decode_num_{}_tokens_total"
     assert total(samples, name.format("draft")) == stats.num_draft_tokens

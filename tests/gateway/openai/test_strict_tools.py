@@ -21,7 +21,7 @@ from shared.protocol.sampling import StructuredOutputs
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, start_gateway
 from tests.gateway.openai.test_chat import ROOT
-from workers.engine.sampling.grammar import define
+from workers.engine.sampling.grammar import to_llguidance
 from workers.engine.sampling.grammar_sandbox import compile_grammar
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
@@ -56,7 +56,7 @@ CARD = ModelCard("m", 1024, 768, False, True, "hermes", call_signs=[None, None])
 @pytest.fixture(scope="module")
 def matcher() -> LLMatcher:
     """A matcher whose tokens are bytes."""
-    definition = define(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
+    definition = to_llguidance(StructuredOutputs(grammar=strict_grammar(TOOLS, [None, None])))
     matcher = compile_grammar(LLTokenizer("byte"), definition)
     assert not matcher.is_error(), matcher.get_error()
     return matcher

@@ -20,6 +20,7 @@ from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
+from workers.engine.loader import load
 from workers.engine.main import build_core
 from workers.renderer.media.image_decoder import MAX_SCANS, decode_image
 from workers.renderer.processing.processor import Processor
@@ -252,7 +253,7 @@ def test_no_other_reader_of_pillow_is_asked(asked: list[str], fmt: str) -> None:
 @pytest.fixture(scope="module")
 def demo() -> tuple[Processor, EngineCore]:
     model = ModelConfig(str(DEMO_MODEL))
-    return Processor(model), build_core(model, EngineConfig())
+    return Processor(model), build_core(load(model, EngineConfig()), EngineConfig())
 
 
 SIZES = [(1, 1), (27, 27), (28, 28), (29, 29), (28, 27), (2, 3)]

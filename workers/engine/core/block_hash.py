@@ -1,13 +1,13 @@
-"""What a full KV block is called: a hash of everything that its keys and values depend on.
+"""Hashes of full KV blocks, over everything that the block's keys and values depend on.
 
-A block's hash covers the hash of the block before it, and so all tokens from the beginning on, and
-with them the block's place. Pictures are covered by their content and by where they lie: all of
-them are filled with the same placeholder token. Sampling parameters have no part in it.
+A block's hash covers the hash of its parent block, as in vLLM: hence all tokens from the start of
+the prompt, and the block's position. Images are covered by content hash and position, because all
+image tokens have the same id. Sampling parameters do not matter.
 
-The chain begins with the tenant, so that nobody finds what another tenant has computed, and cannot
-even learn from how soon an answer comes that there was something to find; and with the adapter,
-which makes other keys and values of the same tokens. Hashes are SHA-256 in full: whoever found two
-prompts with the same one could read answers to the other.
+The chain starts with the tenant and the adapter. No tenant can find the blocks of another one, or
+learn of them from response times; an adapter computes different keys and values from the same
+tokens. Hashes are full SHA-256: a collision between two prompts would expose the outputs of one to
+the sender of the other.
 """
 
 import struct
@@ -17,13 +17,13 @@ from workers.engine.core.sequence import EngineRequest, Sequence
 
 
 def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
-    """Of its first `num_blocks` blocks, all of which must be full of known tokens.
+    """Return the hashes of the first `num_blocks` blocks, all of which must be full.
 
-    The sequence keeps them: its tokens do not change, there are only more of them.
+    The sequence stores them, because its tokens are only ever appended to.
     """
     hashes = sequence.block_hashes
     for index in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else _root(sequence.request)
+        parent = hashes[-1] if hashes else _root_hash(sequence.request)
         hashes.append(_block_hash(parent, sequence, index * block_size, block_size))
     return hashes[:num_blocks]
 
@@ -31,8 +31,11 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
 def extra_keys(
     sequence: Sequence, index: int, block_size: int
 ) -> tuple[str | tuple[str, int], ...] | None:
-    """What the hash of block `index` covers beside its parent and its tokens, as it is told to
-    others: the adapter, pictures with their place in the block, and first of all the tenant."""
+    """Return what the hash of block `index` covers beside its parent and tokens, for KV events.
+
+    These are the adapter, the images as (mm_hash, position in the block) and, in the first block,
+    the tenant.
+    """
     request, start = sequence.request, index * block_size
     keys: list[str | tuple[str, int]] = [] if request.adapter is None else [request.adapter]
     for i in request.items_within(start, start + block_size):
@@ -43,8 +46,8 @@ def extra_keys(
     return tuple(keys) or None
 
 
-def _root(request: EngineRequest) -> str:
-    # No adapter has an empty name.
+def _root_hash(request: EngineRequest) -> str:
+    # An adapter's name is never empty, so "" stands for no adapter.
     return content_hash(request.tenant, request.adapter or "")
 
 
@@ -55,7 +58,7 @@ def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) ->
     items = [request.items[i] for i in request.items_within(start, start + block_size)]
     return content_hash(
         parent,
-        # Whatever the machine's own byte order, for hashes may be compared between machines.
+        # Fixed byte order, because hashes may be compared between machines.
         struct.pack(f"<{block_size}q", *token_ids),
         [
             [item.mm_hash, item.placeholder.offset - start, item.placeholder.is_embed or b""]

@@ -1,14 +1,16 @@
-"""Which KV blocks are free, held, or free and still worth finding; not whose they are.
+"""Pool of KV blocks with reference counts, and a map from content hashes to blocks.
 
-Every block is in one of three places:
+Every block is in one of three states:
 
-held      it has a reference count above 0, one for each sequence whose table it is in
-empty     free, and nothing in it is of use
-findable  free, but registered: it is found by the hash of its content until it is given out again
+held      its reference count is above 0: one for each sequence that has it in its block table
+empty     it is free and its content is not registered
+findable  it is free but registered: it can be found by its hash until it is allocated again
 
-Held blocks may be registered too. Whoever registers one must be done with writing it, for from then
-on others read it: the pool gives a block out for writing only when nobody holds it, and without its
-hash.
+Held blocks may be registered too. A sequence must register a block only after writing it for the
+last time, because other sequences read it from then on. The pool allocates a block for writing only
+when its count is 0, and removes its hash.
+
+Eviction in least recently used order and the free list follow vLLM's block pool.
 """
 
 from collections import OrderedDict, deque
@@ -18,55 +20,56 @@ from workers.engine.core.kv_events import KVEvents
 
 
 class BlockPool:
+    """Allocates, shares and frees KV blocks."""
+
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        order: Iterable[int] | None = None,
+        initial_order: Iterable[int] | None = None,
         events: KVEvents | None = None,
     ) -> None:
-        """`order` is the order in which blocks are given out at first; by number by default.
-        `events` is told what cannot be found any more, and by whoever registers what can."""
+        """`initial_order` is the order of the first allocations: ascending by default."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.events = events
         self.num_evictions = 0
-        """Findable blocks that were given out for something else."""
-        # Both least recently used first: what was released last stays untouched longest.
-        self._empty = deque(range(num_blocks) if order is None else order)
+        """Findable blocks that were allocated for other content."""
+        # Both are in order of release: the block released last is allocated last.
+        self._empty = deque(range(num_blocks) if initial_order is None else initial_order)
         self._findable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
-        self._hash_of: dict[int, str] = {}
-        self._block_of: dict[str, int] = {}
-        self.check()
+        self._hash_by_block: dict[int, str] = {}
+        self._block_by_hash: dict[str, int] = {}
+        self.check_integrity()
 
     @property
     def num_free(self) -> int:
         return len(self._empty) + len(self._findable)
 
-    def can_allocate(self, num_blocks: int, beside: Collection[int] = ()) -> bool:
-        """Whether so many could be given out if those of `beside` were held."""
-        return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in beside)
+    def can_allocate(self, num_blocks: int, also_held: Collection[int] = ()) -> bool:
+        """Whether `num_blocks` would be free if the blocks of `also_held` were held."""
+        return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in also_held)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks to be written, each with one reference; empty ones first."""
+        """Return blocks to be written, each with one reference; empty blocks are used first."""
         assert self.can_allocate(num_blocks)
-        blocks = [self._give_out() for _ in range(num_blocks)]
+        blocks = [self._pop_free() for _ in range(num_blocks)]
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each; a block without any is free again.
+        """Drop one reference to each block; blocks without references become free.
 
-        The first of them is the first to be evicted, so a chain goes in from its end: without its
-        beginning the rest could not be found.
+        The first block is the first to be evicted. Callers therefore pass a chain from its end:
+        without its first blocks the rest could not be found.
         """
         for block in blocks:
             assert self._ref_counts[block] > 0, f"block {block} is not held"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                if block in self._hash_of:
+                if block in self._hash_by_block:
                     self._findable[block] = None
                 else:
                     self._empty.append(block)
@@ -77,68 +80,65 @@ class BlockPool:
     # -- shared content -------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: str) -> bool:
-        """The block is held, written, and will not be written again: it may be found.
+        """Make a held block findable by its hash; it must not be written again.
 
-        Of two blocks with the same content only the first is; returns whether this one is.
+        Returns False, and does nothing, if another block with that content is registered.
         """
         assert self._ref_counts[block] > 0, f"block {block} is not held"
-        assert block not in self._hash_of, f"block {block} is registered"
-        if block_hash in self._block_of:
+        assert block not in self._hash_by_block, f"block {block} is registered"
+        if block_hash in self._block_by_hash:
             return False
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
+        self._block_by_hash[block_hash] = block
+        self._hash_by_block[block] = block_hash
         return True
 
     def find(self, hashes: Sequence[str]) -> list[int]:
-        """Blocks of the longest beginning of the chain that is registered; still to be shared."""
+        """Return the blocks of the longest registered prefix of the chain, without references."""
         found = []
         for block_hash in hashes:
-            if (block := self._block_of.get(block_hash)) is None:
+            if (block := self._block_by_hash.get(block_hash)) is None:
                 break
             found.append(block)
         return found
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these, which have just been found or are held."""
+        """Add a reference to each block; blocks must be held, or just have been found."""
         for block in blocks:
             if self._ref_counts[block] == 0:
-                assert block in self._hash_of, f"block {block} is free and not registered"
+                assert block in self._hash_by_block, f"block {block} is free and not registered"
                 del self._findable[block]
             self._ref_counts[block] += 1
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody is to find these any more; who holds them keeps them."""
+    def unregister(self, blocks: Iterable[int]) -> None:
+        """Remove the hashes of these blocks; references to them stay valid."""
         for block in blocks:
-            if block in self._hash_of:
-                self._unregister(block)
+            if block in self._hash_by_block:
+                self._remove_hash(block)
                 if self._ref_counts[block] == 0:
                     del self._findable[block]
                     self._empty.append(block)
 
-    @property
-    def registered(self) -> set[str]:
-        """Hashes of all blocks that can be found."""
-        return set(self._block_of)
-
-    def check(self) -> None:
-        """Every block is in one place, once, and hashes agree from both sides."""
+    def check_integrity(self) -> None:
+        """Assert that each block is in one state and that both hash maps agree."""
         unreferenced = [block for block, count in enumerate(self._ref_counts) if count == 0]
         free = sorted([*self._empty, *self._findable])
-        assert free == unreferenced, "the free lists and the counts disagree"
-        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
-        assert all(block in self._hash_of for block in self._findable)
-        assert not any(block in self._hash_of for block in self._empty)
+        assert free == unreferenced, "the free lists and the reference counts disagree"
+        assert {
+            block: block_hash for block_hash, block in self._block_by_hash.items()
+        } == self._hash_by_block
+        assert all(block in self._hash_by_block for block in self._findable)
+        assert not any(block in self._hash_by_block for block in self._empty)
 
-    def _give_out(self) -> int:
+    def _pop_free(self) -> int:
         if self._empty:
             return self._empty.popleft()
         block, _ = self._findable.popitem(last=False)
-        self._unregister(block)
+        self._remove_hash(block)
         self.num_evictions += 1
         return block
 
-    def _unregister(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
+    def _remove_hash(self, block: int) -> None:
+        block_hash = self._hash_by_block.pop(block)
+        del self._block_by_hash[block_hash]
         if self.events is not None:
-            self.events.removed(block_hash)
+            self.events.add_removed(block_hash)

@@ -1,9 +1,9 @@
-"""What becomes of blocks that can be found, told to whoever routes requests to engines.
+"""KV cache events: which blocks can be found in the prefix cache, for routers of requests.
 
-The payload is that of vLLM's KV events, so that what reads those reads ours: msgpack, an array
-`[ts, [event, …], data_parallel_rank]`, with events as maps that have their `type`. Hashes are sent
-as vLLM does by default, as the last 64 bits of the whole: enough to route by, and nothing is looked
-up by them here.
+The payload is that of vLLM's KV events, so vLLM's consumers can read it: msgpack, an array
+`[ts, [event, …], data_parallel_rank]`, with events as maps that have a `type`. Hashes are sent as
+vLLM does by default, as the last 64 bits of the full hash. That is enough for routing; the engine
+itself never looks blocks up by them.
 """
 
 from collections import deque
@@ -11,9 +11,9 @@ from collections import deque
 import msgspec
 from msgspec import Struct
 
-# The memory that the model computes in; vLLM says so on a CPU too.
+# The memory that the model computes in. vLLM reports this value on a CPU too.
 MEDIUM = "GPU"
-# An event of more would be told as several: a message has its limit.
+# Longer runs of blocks become several events, because message sizes are limited.
 MAX_EVENT_TOKENS = 8192
 MAX_BATCH_BYTES = 256 * 1024
 
@@ -25,43 +25,46 @@ class BlockStored(Struct, frozen=True, tag=True, omit_defaults=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first of them; None at the beginning of a chain."""
+    """Hash of the block before the first of them; None at the start of a chain."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
-    """What a block's hash covers beside its parent and its tokens, for each block: the adapter,
-    pictures as (mm_hash, place in the block), and in the first block the tenant."""
+    """What each block's hash covers beside its parent and tokens; see `block_hash.extra_keys`."""
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Blocks that can no longer be found."""
+
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True):
-    """Nothing can be found: what an engine tells first."""
+    """No block can be found. This is the first event of an engine."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(Struct, frozen=True, array_like=True):
+    """Payload of one message."""
+
     ts: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     events: list[msgspec.Raw]
     data_parallel_rank: int = 0
 
 
 class KVEvents:
-    """Events that nobody has been told yet: one thread adds, another may take."""
+    """Queue of unpublished events. One thread may add events while another takes them."""
 
     def __init__(self) -> None:
         self._events: deque[KVEvent] = deque([AllBlocksCleared()])
 
-    def stored(
+    def add_stored(
         self,
         block_hashes: list[str],
         parent: str | None,
@@ -69,7 +72,7 @@ class KVEvents:
         extra_keys: list[tuple[ExtraKey, ...] | None],
         lora_name: str | None,
     ) -> None:
-        """Consecutive blocks of a chain, and what is in them."""
+        """Add events for consecutive blocks of a chain, which hold `token_ids`."""
         block_size = len(token_ids) // len(block_hashes)
         num_blocks = max(1, MAX_EVENT_TOKENS // block_size)
         for first in range(0, len(block_hashes), num_blocks):
@@ -88,21 +91,21 @@ class KVEvents:
             )
             parent = block_hashes[part][-1]
 
-    def removed(self, block_hash: str) -> None:
+    def add_removed(self, block_hash: str) -> None:
         self._events.append(BlockRemoved([event_hash(block_hash)], MEDIUM))
 
     def take(self) -> list[KVEvent]:
-        """All so far, oldest first; they are given once."""
+        """Remove and return all events, oldest first."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
 
 def event_hash(block_hash: str) -> int:
-    """Of a hash in hexadecimal."""
+    """Return the last 64 bits of a hexadecimal hash."""
     return int(block_hash[-16:], 16)
 
 
 def encode_batches(events: list[KVEvent], ts: float) -> list[bytes]:
-    """In as few payloads as their size allows."""
+    """Encode events as payloads of at most `MAX_BATCH_BYTES`, unless one event is larger."""
     batches: list[list[msgspec.Raw]] = []
     num_bytes = MAX_BATCH_BYTES
     for event in events:

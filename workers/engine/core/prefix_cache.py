@@ -1,12 +1,13 @@
-"""What a sequence that begins need not compute, because others have, or are about to.
+"""Automatic prefix caching: KV blocks that a new sequence can share instead of computing them.
 
-There are two ways to it. Full blocks are found by the hash of their content, whoever has computed
-them (`prefix_caching`). Choices of one request share their prompt in any case: its full blocks by
-reference, and of the block in which it ends each has a copy, for each goes on writing there.
+Two kinds of sharing exist. Full blocks are found by the hash of their content, whichever sequence
+computed them (`prefix_caching`), as in vLLM. Choices of one request always share their prompt: its
+full blocks by reference, and the partly filled last block as a copy, because each choice continues
+to write there.
 
-Nothing is shared before a token has been sampled behind it: the token was chosen from numbers, and
-a single key or value that is none would have left none. So whatever else may fail, nothing that
-spoils others is ever found.
+Tokens are shared only once they are verified, that is, after a token has been sampled behind them.
+Sampling requires finite logits, and a single key or value that is NaN or infinite would have
+spoiled them. Sharing therefore never spreads the result of a failed computation.
 """
 
 from collections.abc import Iterator
@@ -21,126 +22,133 @@ from workers.engine.core.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Of a sequence that is to begin: its first `num_tokens` tokens are computed."""
+    """Cached prefix of a new sequence: its first `num_tokens` tokens are computed."""
 
     blocks: list[int]
-    """Full ones, to be held together with others."""
+    """Full blocks, to be shared by reference."""
     num_tokens: int
     tail: int | None = None
-    """The block of those tokens that are not in `blocks`; to be copied."""
+    """Block to be copied, with the tokens behind `blocks`; None if there are none."""
 
 
 class PrefixCache:
+    """Finds and shares prefixes, and assigns and frees the blocks of sequences."""
+
     def __init__(self, pool: BlockPool, prefix_caching: bool) -> None:
         self.query_tokens = 0
-        """Known tokens of all sequences when they first began."""
+        """Tokens of all sequences when they were first admitted."""
         self.hit_tokens = 0
-        """Those of them that were found."""
+        """Those of them that were cached."""
         self._pool = pool
         self._prefix_caching = prefix_caching
-        self._underway: dict[str, Sequence] = {}
-        """Who computes the block of this hash just now."""
-        self._unsound: list[int] = []
+        self._computed_by: dict[str, Sequence] = {}
+        """Sequence that is computing the block with this hash."""
+        self._unverified: list[int] = []
         self._choices: dict[str, list[Sequence]] = {}
-        """Those that run, by request; of requests with several."""
+        """Running choices by request id, for requests with several choices."""
 
-    # -- before it begins ----------------------------------------------------------------------
+    # -- before a sequence starts ---------------------------------------------------------------
 
-    def find(self, sequence: Sequence) -> PrefixMatch:
-        """All but its last token may be shared: that one has to yield logits."""
-        found = PrefixMatch([], 0)
-        if self._looks_up(sequence):
+    def match_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """Return the longest cached prefix, without the last token, which has to yield logits."""
+        match = PrefixMatch([], 0)
+        if self._is_lookup_enabled(sequence):
             block_size = self._pool.block_size
             hashes = block_hashes(sequence, (sequence.num_tokens - 1) // block_size, block_size)
             blocks = self._pool.find(hashes)
-            found = PrefixMatch(blocks, len(blocks) * block_size)
-        forked = self._find_forked(sequence)
-        return forked if forked.num_tokens > found.num_tokens else found
+            match = PrefixMatch(blocks, len(blocks) * block_size)
+        sibling_match = self._match_sibling(sequence)
+        return sibling_match if sibling_match.num_tokens > match.num_tokens else match
 
-    def is_underway(self, sequence: Sequence, found: PrefixMatch) -> bool:
-        """Whether one that comes before it is computing at least one more full block of its.
+    def is_being_computed(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Whether a sequence scheduled before this one is computing the next full block it needs.
 
-        That one has its share of each step's budget first, so whoever waits for it loses the rest
-        of a step at most.
+        That sequence gets its share of each step's budget first, so waiting for it costs at most
+        the rest of a step.
         """
-        other = self._computing(sequence, len(found.blocks))
-        return other is not None and other.turn < sequence.turn
+        computing = self._find_computing(sequence, len(match.blocks))
+        return computing is not None and computing.priority < sequence.priority
 
-    def _find_forked(self, sequence: Sequence) -> PrefixMatch:
-        """Of the prompt, what one of the request's other choices holds."""
+    def _match_sibling(self, sequence: Sequence) -> PrefixMatch:
+        """Return the prompt prefix that a running choice of the same request holds."""
         if sequence.prompt_logprobs is not None:
             return PrefixMatch([], 0)
-        other = max(self._others(sequence), key=lambda s: s.num_sound_tokens, default=None)
-        if other is None:
+        sibling = max(self._siblings(sequence), key=lambda s: s.num_verified_tokens, default=None)
+        if sibling is None:
             return PrefixMatch([], 0)
-        num_tokens = min(other.num_sound_tokens, _num_common(sequence))
-        num_full, rest = divmod(num_tokens, self._pool.block_size)
-        tail = other.block_table[num_full] if rest else None
-        return PrefixMatch(other.block_table[:num_full], num_tokens, tail)
+        num_tokens = min(sibling.num_verified_tokens, _num_shareable_tokens(sequence))
+        num_full, remainder = divmod(num_tokens, self._pool.block_size)
+        tail = sibling.block_table[num_full] if remainder else None
+        return PrefixMatch(sibling.block_table[:num_full], num_tokens, tail)
 
-    def _computing(self, sequence: Sequence, index: int) -> Sequence | None:
-        """Who computes its block `index`, if it is one that it could share."""
+    def _find_computing(self, sequence: Sequence, index: int) -> Sequence | None:
+        """Return the sequence that is computing block `index`, if the block can be shared."""
         block_size = self._pool.block_size
-        if self._looks_up(sequence) and index < (sequence.num_tokens - 1) // block_size:
-            return self._underway.get(sequence.block_hashes[index])
-        if sequence.prompt_logprobs is None and index < _num_common(sequence) // block_size:
-            return next(iter(self._others(sequence)), None)
+        if self._is_lookup_enabled(sequence) and index < (sequence.num_tokens - 1) // block_size:
+            return self._computed_by.get(sequence.block_hashes[index])
+        if (
+            sequence.prompt_logprobs is None
+            and index < _num_shareable_tokens(sequence) // block_size
+        ):
+            return next(iter(self._siblings(sequence)), None)
         return None
 
-    def _looks_up(self, sequence: Sequence) -> bool:
-        return self._prefix_caching and sequence.reads_prefix_cache
+    def _is_lookup_enabled(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and sequence.can_read_prefix_cache
 
-    def _others(self, sequence: Sequence) -> list[Sequence]:
+    def _siblings(self, sequence: Sequence) -> list[Sequence]:
         return self._choices.get(sequence.request_id, [])
 
-    # -- while it runs -------------------------------------------------------------------------
+    # -- while it runs ------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, found: PrefixMatch) -> tuple[int, int] | None:
-        """It holds what was found; returns which block has to be copied into which, if any."""
-        self._pool.share(found.blocks)
-        sequence.block_table += found.blocks
-        sequence.num_registered_blocks = len(found.blocks)
-        sequence.num_computed_tokens = sequence.num_sound_tokens = found.num_tokens
-        self._count(sequence)
-        self._announce(sequence)
-        if found.tail is None:
+    def start(self, sequence: Sequence, match: PrefixMatch) -> tuple[int, int] | None:
+        """Assign the matched blocks to the sequence; return (source, destination) of a copy."""
+        self._pool.share(match.blocks)
+        sequence.block_table += match.blocks
+        sequence.num_registered_blocks = len(match.blocks)
+        sequence.num_computed_tokens = sequence.num_verified_tokens = match.num_tokens
+        self._count_hits(sequence)
+        self._mark_computing(sequence)
+        if match.tail is None:
             return None
-        (own,) = self._pool.allocate(1)
-        sequence.block_table.append(own)
-        return found.tail, own
+        (copy_target,) = self._pool.allocate(1)
+        sequence.block_table.append(copy_target)
+        return match.tail, copy_target
 
-    def sampled(self, sequence: Sequence) -> None:
-        """A token has been sampled behind all that it has computed."""
-        sequence.num_sound_tokens = sequence.num_computed_tokens
+    def on_sampled(self, sequence: Sequence) -> None:
+        """Mark all computed tokens as verified and register the blocks that are now full."""
+        sequence.num_verified_tokens = sequence.num_computed_tokens
         if self._prefix_caching:
             num_full = sequence.num_computed_tokens // self._pool.block_size
             if num_full > sequence.num_registered_blocks:
-                self._register(sequence, num_full)
+                self._register_blocks(sequence, num_full)
 
-    def end(self, sequence: Sequence) -> None:
-        """It runs no more, and holds nothing."""
+    def free(self, sequence: Sequence) -> None:
+        """Release the blocks of a sequence that has ended or is preempted."""
         for block_hash in sequence.block_hashes[sequence.num_registered_blocks :]:
-            self._withdraw(block_hash, sequence)
+            self._unmark_computing(block_hash, sequence)
         if sequence.request.sampling.n > 1:
             choices = self._choices[sequence.request_id]
             choices.remove(sequence)
             if not choices:
                 del self._choices[sequence.request_id]
-        if sequence.num_sound_tokens < sequence.num_computed_tokens:
-            first = sequence.num_sound_tokens // self._pool.block_size
-            self._unsound += sequence.block_table[first:]
+        if sequence.num_verified_tokens < sequence.num_computed_tokens:
+            first = sequence.num_verified_tokens // self._pool.block_size
+            self._unverified += sequence.block_table[first:]
         self._pool.release(reversed(sequence.block_table))
         sequence.block_table.clear()
-        sequence.num_computed_tokens = sequence.num_sound_tokens = 0
+        sequence.num_computed_tokens = sequence.num_verified_tokens = 0
 
-    def take_unsound(self) -> list[int]:
-        """Blocks of sequences that ended, or lost them, before a token was sampled behind what they
-        hold: to be overwritten before the next run, for whoever gets them masks it, and a number
-        that is none would come through."""
-        unsound, self._unsound = self._unsound, []
-        return unsound
+    def take_unverified_blocks(self) -> list[int]:
+        """Return the freed blocks that hold unverified tokens.
 
-    def _count(self, sequence: Sequence) -> None:
+        They have to be overwritten before the next run: their next owner masks the old content, but
+        a NaN would pass the mask.
+        """
+        unverified, self._unverified = self._unverified, []
+        return unverified
+
+    def _count_hits(self, sequence: Sequence) -> None:
         if sequence.num_cached_tokens is not None:
             return
         num_found = sequence.num_computed_tokens if self._prefix_caching else 0
@@ -149,35 +157,35 @@ class PrefixCache:
             self.query_tokens += sequence.num_tokens
             self.hit_tokens += num_found
 
-    def _announce(self, sequence: Sequence) -> None:
-        """Tell what it computes from now on until it samples."""
+    def _mark_computing(self, sequence: Sequence) -> None:
+        """Record the blocks that the sequence computes until its next sample."""
         if sequence.request.sampling.n > 1:
             self._choices.setdefault(sequence.request_id, []).append(sequence)
         if self._prefix_caching:
             block_size = self._pool.block_size
             hashes = block_hashes(sequence, sequence.num_tokens // block_size, block_size)
             for block_hash in hashes[sequence.num_registered_blocks :]:
-                self._underway.setdefault(block_hash, sequence)
+                self._computed_by.setdefault(block_hash, sequence)
 
-    def _withdraw(self, block_hash: str, sequence: Sequence) -> None:
-        if self._underway.get(block_hash) is sequence:
-            del self._underway[block_hash]
+    def _unmark_computing(self, block_hash: str, sequence: Sequence) -> None:
+        if self._computed_by.get(block_hash) is sequence:
+            del self._computed_by[block_hash]
 
-    def _register(self, sequence: Sequence, num_full: int) -> None:
+    def _register_blocks(self, sequence: Sequence, num_full: int) -> None:
         hashes = block_hashes(sequence, num_full, self._pool.block_size)
-        new = []
+        registered = []
         for index in range(sequence.num_registered_blocks, num_full):
-            self._withdraw(hashes[index], sequence)
+            self._unmark_computing(hashes[index], sequence)
             if self._pool.register(sequence.block_table[index], hashes[index]):
-                new.append(index)
+                registered.append(index)
         sequence.num_registered_blocks = num_full
         if self._pool.events is not None:
-            for first, stop in _runs(new):
-                self._tell(self._pool.events, sequence, first, stop)
+            for first, stop in _consecutive_runs(registered):
+                self._publish_stored(self._pool.events, sequence, first, stop)
 
-    def _tell(self, events: KVEvents, sequence: Sequence, first: int, stop: int) -> None:
+    def _publish_stored(self, events: KVEvents, sequence: Sequence, first: int, stop: int) -> None:
         block_size, hashes = self._pool.block_size, sequence.block_hashes
-        events.stored(
+        events.add_stored(
             hashes[first:stop],
             hashes[first - 1] if first else None,
             sequence.token_ids[first * block_size : stop * block_size],
@@ -186,13 +194,13 @@ class PrefixCache:
         )
 
 
-def _num_common(sequence: Sequence) -> int:
-    """Tokens that all choices of its request begin with, but for its last one."""
+def _num_shareable_tokens(sequence: Sequence) -> int:
+    """Return the number of prompt tokens that its sibling choices share, without its last one."""
     return min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
 
 
-def _runs(indexes: list[int]) -> Iterator[tuple[int, int]]:
-    """[first, stop) of each run of consecutive ones."""
+def _consecutive_runs(indexes: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield [first, stop) of each run of consecutive indexes."""
     for _, run in groupby(enumerate(indexes), lambda pair: pair[1] - pair[0]):
         members = [index for _, index in run]
         yield members[0], members[-1] + 1

@@ -1,4 +1,4 @@
-"""A request in hand: its choices, and what becomes of each with every token. Pure."""
+"""State of a running request and of its choices, updated token by token. Pure."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,73 +20,80 @@ from workers.engine.core.validation import (
 
 
 class Decode(Protocol):
+    """Converts token ids to text."""
+
     def __call__(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StopEvent:
+    """Reason for which a choice has ended."""
+
     reason: Literal["stop", "length"]
     stop_reason: str | int | None = None
+    """Stop string or stop token id; None for the model's end token and for `length`."""
 
 
 @dataclass(slots=True)
 class ChoiceState:
+    """One choice of a request: its tokens, its text and whether it has ended."""
+
     sequence: Sequence
     detokenizer: Detokenizer
     eos_token_ids: frozenset[int]
     finished: bool = False
 
-    def push(self, token_id: int) -> tuple[str, StopEvent | None]:
-        """Append a token; the text that it yields, and how the choice ends by it, if it does."""
+    def append_token(self, token_id: int) -> tuple[str, StopEvent | None]:
+        """Append a token; return the new text, and the stop event if the choice ends with it."""
         sequence, sampling = self.sequence, self.sequence.request.sampling
         sequence.token_ids.append(token_id)
         if sequence.token_mask is not None:
             sequence.token_mask.advance(token_id)
-        ending = self._ending_by(token_id, sampling)
-        if ending is not None and not sampling.include_stop_str_in_output:
-            return "", ending
+        stop_event = self._stop_event_of(token_id, sampling)
+        if stop_event is not None and not sampling.include_stop_str_in_output:
+            return "", stop_event
         may_stop = sequence.num_output_tokens > sampling.min_tokens
         text, matched = self.detokenizer.push(token_id, may_stop)
-        if ending is not None:
-            return text, ending
+        if stop_event is not None:
+            return text, stop_event
         if matched is not None:
             return text, StopEvent("stop", matched)
         if sequence.num_output_tokens == sequence.max_tokens:
             return text, StopEvent("length")
         return text, None
 
-    def _ending_by(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
+    def _stop_event_of(self, token_id: int, sampling: SamplingParams) -> StopEvent | None:
         if token_id in self.eos_token_ids and not sampling.ignore_eos:
             return StopEvent("stop")
         return StopEvent("stop", token_id) if token_id in sampling.stop_token_ids else None
 
     def replay(self, token_ids: list[int]) -> StopEvent | None:
-        """What is in the log, and how the choice has ended by it, if it has."""
-        ending = None
+        """Append logged tokens; return the stop event if the choice ends with the last of them."""
+        stop_event = None
         for token_id in token_ids:
-            _, ending = self.push(token_id)
-        return ending
+            _, stop_event = self.append_token(token_id)
+        return stop_event
 
-    def extend(self, tokens: list[SampledToken]) -> ChoiceDelta:
-        """What follows the token that ends the choice is dropped."""
+    def append_sampled(self, tokens: list[SampledToken]) -> ChoiceDelta:
+        """Append sampled tokens and return their delta; tokens after a stop event are dropped."""
         position = self.sequence.num_output_tokens
-        taken, text, ending = [], "", None
+        kept_tokens, text, stop_event = [], "", None
         for token in tokens:
-            taken.append(token)
-            piece, ending = self.push(token.token_id)
-            text += piece
-            if ending is not None:
+            kept_tokens.append(token)
+            new_text, stop_event = self.append_token(token.token_id)
+            text += new_text
+            if stop_event is not None:
                 break
-        return self._delta(position, taken, text, ending)
+        return self._delta(position, kept_tokens, text, stop_event)
 
-    def end(self, ending: StopEvent) -> ChoiceDelta:
-        """By what has been replayed."""
-        return self._delta(self.sequence.num_output_tokens, [], "", ending)
+    def finish_replayed(self, stop_event: StopEvent) -> ChoiceDelta:
+        """End the choice by the event that `replay` returned; the delta has no tokens."""
+        return self._delta(self.sequence.num_output_tokens, [], "", stop_event)
 
     def _delta(
-        self, position: int, tokens: list[SampledToken], text: str, ending: StopEvent | None
+        self, position: int, tokens: list[SampledToken], text: str, stop_event: StopEvent | None
     ) -> ChoiceDelta:
-        if ending is not None:
+        if stop_event is not None:
             self.finished = True
             text += self.detokenizer.finish()
         return ChoiceDelta(
@@ -94,25 +101,25 @@ class ChoiceState:
             position=position,
             token_ids=[token.token_id for token in tokens],
             text=text,
-            finish_reason=ending.reason if ending else None,
-            stop_reason=ending.stop_reason if ending else None,
+            finish_reason=stop_event.reason if stop_event else None,
+            stop_reason=stop_event.stop_reason if stop_event else None,
             logprobs=[t.logprobs for t in tokens if t.logprobs is not None] or None,
         )
 
 
 @dataclass(slots=True)
 class RequestState:
-    """A request in hand."""
+    """A request that the engine has accepted and not finished."""
 
     request: EngineRequest
     choices: list[ChoiceState]
     prepared: bool = False
     encoded: set[int] = field(default_factory=set)
-    """Indexes of the items that have embeddings; one that the prefix cache covers needs none."""
+    """Indexes of the items that have embeddings. Items in cached prefixes need none."""
     kv_blocks: int = 0
-    """The most blocks held at one time so far."""
+    """Peak number of KV blocks held."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Complete, and still to be told."""
+    """Log probabilities of the prompt's tokens, from when they are complete until returned."""
 
     @property
     def finished(self) -> bool:
@@ -128,17 +135,18 @@ class RequestState:
 
     @property
     def _cached_tokens(self) -> int:
-        """Of the choice that was admitted first; the others find the prompt that it computed."""
-        found = (choice.sequence.num_cached_tokens for choice in self.choices)
-        return next((num_tokens for num_tokens in found if num_tokens is not None), 0)
+        """Cached tokens of the choice admitted first; the other choices find its prompt."""
+        counts = (choice.sequence.num_cached_tokens for choice in self.choices)
+        return next((num_tokens for num_tokens in counts if num_tokens is not None), 0)
 
     @property
     def blocks(self) -> set[int]:
+        """Ids of all KV blocks that the choices hold."""
         return {block for choice in self.choices for block in choice.sequence.block_table}
 
 
 class RequestFactory:
-    """Makes an entry of a request, or refuses it."""
+    """Validates requests and creates their state."""
 
     def __init__(
         self,
@@ -149,8 +157,11 @@ class RequestFactory:
         max_model_len: int,
         new_drafter: Callable[[], Drafter | None],
     ) -> None:
-        """`encode` adds no special tokens. `new_drafter` is called for each choice without a mask,
-        for a mask knows only what may follow the tokens that are certain."""
+        """`encode` adds no special tokens.
+
+        `new_drafter` is called for each choice without a token mask: a mask is defined only after
+        accepted tokens, and so cannot be applied to drafts.
+        """
         self._decode = decode
         self._encode = encode
         self._eos_token_ids = eos_token_ids
@@ -158,8 +169,8 @@ class RequestFactory:
         self._max_model_len = max_model_len
         self._new_drafter = new_drafter
 
-    def entry(self, request: EngineRequest) -> RequestState:
-        """Raises a RequestError for what could never run."""
+    def create(self, request: EngineRequest) -> RequestState:
+        """Return the state of a new request. Raises a RequestError if it could never run."""
         check_prompt(request, self._vocab_size)
         check_placeholders(request)
         max_tokens = resolve_max_tokens(request, self._max_model_len)
@@ -169,19 +180,19 @@ class RequestFactory:
     def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[ChoiceState]:
         params, new_token_mask = request.sampling, request.new_token_mask
         bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
-        # Whoever has logged something has told them with it.
-        tells_prompt = params.prompt_logprobs is not None and not request.logged
+        # The first log record holds them, so a resumed request has already returned them.
+        wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
         sequences = [
             Sequence(
                 request=request,
                 choice=index,
-                seed=_seed(request),
+                seed=_derive_seed(request),
                 token_ids=list(request.prompt_token_ids),
                 max_tokens=max_tokens,
                 end_token_ids=(*self._eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
                 token_mask=None if new_token_mask is None else new_token_mask(),
-                prompt_logprobs={} if tells_prompt and index == 0 else None,
+                prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
             )
             for index in range(params.n)
         ]
@@ -196,17 +207,17 @@ class RequestFactory:
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         decode: Callable[[list[int]], str] = self._decode
         if not params.detokenize:
-            decode = _no_text
+            decode = _decode_nothing
         elif not params.skip_special_tokens:
             decode = partial(self._decode, skip_special_tokens=False)
         return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
 
 
-def _no_text(token_ids: list[int]) -> str:
+def _decode_nothing(token_ids: list[int]) -> str:
     return ""
 
 
-def _seed(request: EngineRequest) -> int:
+def _derive_seed(request: EngineRequest) -> int:
     if request.sampling.seed is not None:
         return request.sampling.seed
     digest = hashlib.sha256(request.request_id.encode()).digest()

@@ -1,16 +1,16 @@
-"""Who runs in the next step, with how many tokens and in which blocks; integers only.
+"""Scheduler: selects the sequences of each step, their numbers of tokens and their KV blocks.
 
-Sequences have an order, which is settled when they arrive: by the step at which they do, and for
-one of a lane with PATIENCE as if it had arrived so many steps later. So those of the faster lane go
-first, but only if they come within these steps; and what has waited for longer is before all that
-comes. The order decides who is admitted, who has the budget first, and who is preempted: the last
-of those that run.
+It works on integers only. A sequence gets its priority when it arrives: the number of the current
+step, plus the delay of its lane. Interactive sequences thus overtake batch sequences that arrived
+up to `LANE_DELAY_STEPS` steps earlier, and no others. The priority decides who is admitted, who
+gets the token budget first and who is preempted: the last of the running sequences.
 
-Nobody starves. Before any sequence there are only finitely many, for turns come from the count of
-steps and not from what others ask. The first of all makes progress at every step, or waits while
-nobody else is admitted and the first of those that run makes progress, one after another until it
-fits. Two things keep the first going: the pool holds one of `max_model_len`, and no more run than
-the budget has tokens, so that decodes leave it one.
+No sequence starves. Only finitely many sequences can ever have a better priority, because it
+derives from the step count and not from other requests. The first sequence of all makes progress at
+every step; or it waits for blocks while nothing else is admitted and the first running sequence
+makes progress, until enough of them have finished. Two bounds keep the first one going: the pool
+can hold a sequence of `max_model_len` tokens, and no more sequences run than the budget has tokens,
+so that decodes leave at least one token for it.
 """
 
 from bisect import insort
@@ -20,43 +20,46 @@ from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
 from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Status
 
-PATIENCE = {"interactive": 0, "batch": 1000}
-"""Steps, by lane: half a minute on a CPU that is busy, a few seconds on a GPU."""
+LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
+"""Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
 MAX_PROMPT_LOGITS = 256
-"""Tokens of a step whose logits are asked for beside those that are sampled; a row of 152,000 in
-float32 has 0.6 MB, and takes a millisecond to look at."""
+"""Prompt tokens of a step that may need logits, beside the sampled ones: a row of 152,000 logits
+in float32 has 0.6 MB and takes a millisecond to process."""
 
 
 @dataclass(slots=True)
-class _Step:
-    """What has been decided of a step so far."""
+class _StepBudget:
+    """Sequences scheduled in the current step, and the tokens left of its budget."""
 
     budget: int
-    taken: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
 
-    def room_for(self, sequence: Sequence) -> int:
+    def max_new_tokens(self, sequence: Sequence) -> int:
+        """Return the budget, limited to `MAX_PROMPT_LOGITS` for prompt log probabilities."""
         if sequence.prompt_logprobs is None:
             return self.budget
-        others = (s for s in self.taken.values() if s.sequence.prompt_logprobs is not None)
+        others = (s for s in self.scheduled.values() if s.sequence.prompt_logprobs is not None)
         return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in others))
 
-    def take(self, s: ScheduledSequence) -> None:
-        self.taken[s.sequence] = s
+    def add(self, s: ScheduledSequence) -> None:
+        self.scheduled[s.sequence] = s
         self.budget -= s.num_new_tokens
 
-    def give_back(self, sequence: Sequence) -> None:
-        if (s := self.taken.pop(sequence, None)) is not None:
+    def remove_sequence(self, sequence: Sequence) -> None:
+        if (s := self.scheduled.pop(sequence, None)) is not None:
             self.budget += s.num_new_tokens
 
     def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
-        s = self.taken[sequence]
+        s = self.scheduled[sequence]
         num_new_tokens = s.num_new_tokens + len(draft_token_ids)
         drafts = tuple(draft_token_ids)
-        self.taken[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
+        self.scheduled[sequence] = replace(s, num_new_tokens=num_new_tokens, draft_token_ids=drafts)
         self.budget -= len(drafts)
 
 
 class Scheduler:
+    """Assigns tokens and blocks to sequences, with chunked prefill and preemption."""
+
     def __init__(
         self,
         pool: BlockPool,
@@ -66,24 +69,24 @@ class Scheduler:
         prefix_caching: bool = True,
         max_drafting_tokens: int = 0,
     ) -> None:
-        """Drafts fill a step up to `max_drafting_tokens`."""
+        """Draft tokens are added to a step only up to `max_drafting_tokens` tokens in all."""
         assert min(max_num_seqs, max_num_batched_tokens) >= 1
         assert pool.num_blocks * pool.block_size >= max_model_len
-        self.sharing = PrefixCache(pool, prefix_caching)
+        self.prefix_cache = PrefixCache(pool, prefix_caching)
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_slots = 0
-        """In the blocks held, at each step so far."""
+        """KV slots in held blocks, summed over all steps."""
         self.num_unused_slots = 0
-        """Those of them without a token."""
+        """Those of them that held no token."""
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_drafting_tokens = max_drafting_tokens
         self._num_steps = 0
         self._num_added = 0
-        # Both in order.
+        # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
 
@@ -104,105 +107,119 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence with the priority of its lane."""
         self._num_added += 1
-        patience = PATIENCE[sequence.request.lane]
-        sequence.turn = (self._num_steps + patience, self._num_added)
-        insort(self._waiting, sequence, key=_turn)
+        delay_steps = LANE_DELAY_STEPS[sequence.request.lane]
+        sequence.priority = (self._num_steps + delay_steps, self._num_added)
+        insort(self._waiting, sequence, key=_priority)
 
     def remove(self, sequence: Sequence) -> None:
+        """Remove a running or waiting sequence and release its blocks."""
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
-            self.sharing.end(sequence)
+            self.prefix_cache.free(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
 
     def schedule(self) -> Batch:
-        """Decodes come first: a prefill takes in chunks what they leave of the budget."""
+        """Return the batch of the next step.
+
+        Decodes are scheduled first. Prefills use the rest of the budget, in chunks.
+        """
         self._num_steps += 1
-        step = _Step(self._max_num_batched_tokens)
+        step = _StepBudget(self._max_num_batched_tokens)
         num_running = len(self._running)
         prefills = []
-        # A copy, for whoever is preempted leaves the list.
+        # Iterates over a copy, because preemption removes sequences from the list.
         for sequence in self._running[:]:
             if sequence.num_uncomputed_tokens > 1:
                 prefills.append(sequence)
             elif sequence.status is Status.RUNNING:
-                self._take(sequence, step)
+                self._schedule_tokens(sequence, step)
         for sequence in prefills:
             if sequence.status is Status.RUNNING:
-                self._take(sequence, step)
-        # Blocks are short after a preemption: whoever came in now would be the next to go.
+                self._schedule_tokens(sequence, step)
+        # After a preemption blocks are short: a sequence admitted now would be preempted next.
         if self._waiting and len(self._running) == num_running:
-            self._admit(step)
+            self._admit_waiting(step)
         self._add_drafts(step)
-        return Batch(list(step.taken.values()))
+        return Batch(list(step.scheduled.values()))
 
-    def settle(self, batch: Batch) -> None:
-        """The batch has been through the model, and what was sampled is in `token_ids`."""
+    def update_after_step(self, batch: Batch) -> None:
+        """Update computed tokens and blocks after the model has run.
+
+        The sampled tokens must already be in the sequences' `token_ids`.
+        """
         for s in batch.scheduled:
             if s.draft_token_ids:
-                self._settle_drafts(s)
-            # What has been through it and holds; the last token has only come out of it.
+                self._resolve_drafts(s)
+            # Rejected drafts do not count, nor does the last token: it was only sampled.
             stop = s.sequence.num_computed_tokens + s.num_new_tokens
             s.sequence.num_computed_tokens = min(stop, s.sequence.num_tokens - 1)
             if s.samples:
-                self.sharing.sampled(s.sequence)
-        self._count_slots()
+                self.prefix_cache.on_sampled(s.sequence)
+        self._count_kv_slots()
 
-    def _settle_drafts(self, s: ScheduledSequence) -> None:
-        """Blocks that only rejected ones have needed go back: they are to cost others none."""
+    def _resolve_drafts(self, s: ScheduledSequence) -> None:
+        """Count accepted drafts and release the blocks that only rejected drafts needed."""
         num_drafts, sequence = len(s.draft_token_ids), s.sequence
-        # Of what is uncomputed, one token was known before and one is sampled behind the drafts.
+        # Two of the uncomputed tokens are no drafts: the last known one and the sampled one.
         num_accepted = sequence.num_uncomputed_tokens - 2
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         if sequence.drafter is not None:
-            sequence.drafter.learn(num_drafts, num_accepted)
+            sequence.drafter.record_result(num_drafts, num_accepted)
         num_blocks = self._num_blocks(sequence.num_tokens - 1)
         self._pool.release(sequence.block_table[num_blocks:])
         del sequence.block_table[num_blocks:]
 
-    def _count_slots(self) -> None:
-        """What is shared is full and counts once; the rest of a table is its sequence's own."""
+    def _count_kv_slots(self) -> None:
+        """Count held and unused KV slots; only a block with one owner has unused ones."""
         self.num_slots += self._pool.block_size * (self._pool.num_blocks - self._pool.num_free)
         for sequence in self._running:
             num_slots = len(sequence.block_table) * self._pool.block_size
             self.num_unused_slots += num_slots - sequence.num_computed_tokens
 
-    def _admit(self, step: _Step) -> None:
-        """In their order. One that waits for room lets nobody pass.
+    def _admit_waiting(self, step: _StepBudget) -> None:
+        """Admit waiting sequences in order of priority.
 
-        One that waits for what another is computing does, but whoever passes leaves it a slot and
-        the blocks that it needs: else two requests that begin alike would keep all others out of a
-        step. It waits only for sequences before it, so nothing is passed for ever.
+        A sequence that lacks blocks blocks all behind it. A sequence whose prefix is being computed
+        is skipped, or two requests with the same prefix would keep all others out of a step; its
+        slot and blocks stay reserved. It waits only for sequences with a better priority, so it is
+        not skipped for ever.
         """
-        num_passed = kept_blocks = 0
+        num_skipped = reserved_blocks = 0
         for sequence in self._waiting[: self._max_num_seqs]:
-            if step.budget == 0 or len(self._running) + num_passed == self._max_num_seqs:
+            if step.budget == 0 or len(self._running) + num_skipped == self._max_num_seqs:
                 return
-            found = self.sharing.find(sequence)
-            # Room for all known tokens is asked for, not for a chunk that might be thrown away.
-            num_missing = self._num_blocks(sequence.num_tokens) - len(found.blocks)
-            if not self._pool.can_allocate(kept_blocks + num_missing, beside=found.blocks):
+            match = self.prefix_cache.match_prefix(sequence)
+            # All known tokens must fit: a first chunk alone might be preempted and lost.
+            num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)
+            if not self._pool.can_allocate(reserved_blocks + num_missing, also_held=match.blocks):
                 return
-            if self.sharing.is_underway(sequence, found):
-                num_passed += 1
-                kept_blocks += num_missing
+            if self.prefix_cache.is_being_computed(sequence, match):
+                num_skipped += 1
+                reserved_blocks += num_missing
             else:
-                self._begin(sequence, found, step)
+                self._start(sequence, match, step)
 
-    def _begin(self, sequence: Sequence, found: PrefixMatch, step: _Step) -> None:
+    def _start(self, sequence: Sequence, match: PrefixMatch, step: _StepBudget) -> None:
         self._waiting.remove(sequence)
         sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=_turn)
-        copy = self.sharing.begin(sequence, found)
-        self._take(sequence, step, copy)
+        insort(self._running, sequence, key=_priority)
+        copy = self.prefix_cache.start(sequence, match)
+        self._schedule_tokens(sequence, step, copy)
 
-    def _take(self, sequence: Sequence, step: _Step, copy: tuple[int, int] | None = None) -> None:
-        """Blocks for its next tokens, at the cost of the last in order, which may be itself."""
+    def _schedule_tokens(
+        self, sequence: Sequence, step: _StepBudget, copy: tuple[int, int] | None = None
+    ) -> None:
+        """Allocate blocks for the next tokens, preempting the last sequence while they lack.
+
+        The preempted sequence may be this one, which is then not scheduled.
+        """
         num_uncomputed = sequence.num_uncomputed_tokens
-        num_new_tokens = min(num_uncomputed, step.room_for(sequence))
+        num_new_tokens = min(num_uncomputed, step.max_new_tokens(sequence))
         if num_new_tokens == 0:
             return
         num_blocks = self._num_blocks(sequence.num_computed_tokens + num_new_tokens)
@@ -213,46 +230,49 @@ class Scheduler:
                 if last is sequence:
                     return
             sequence.block_table += self._pool.allocate(num_missing)
-        step.take(
+        step.add(
             ScheduledSequence(sequence, num_new_tokens, num_new_tokens == num_uncomputed, copy)
         )
 
-    def _add_drafts(self, step: _Step) -> None:
-        """For decodes, from what is left of the step's budget and of the pool, in equal shares:
-        the further a draft is ahead, the less likely it holds."""
-        decodes = [s for s in step.taken.values() if s.samples and s.num_new_tokens == 1]
-        num_taken = self._max_num_batched_tokens - step.budget
-        room = min(step.budget, self._max_drafting_tokens - num_taken)
+    def _add_drafts(self, step: _StepBudget) -> None:
+        """Add drafts to decodes from the remaining budget and the free blocks, in equal shares.
+
+        Shares are equal because later drafts of a sequence are less likely to be accepted.
+        """
+        decodes = [s for s in step.scheduled.values() if s.samples and s.num_new_tokens == 1]
+        num_scheduled = self._max_num_batched_tokens - step.budget
+        budget = min(step.budget, self._max_drafting_tokens - num_scheduled)
         for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
             sequence = s.sequence
             num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
-            most = min(
-                -(-room // num_left),
+            max_drafts = min(
+                -(-budget // num_left),
                 num_slots - sequence.num_tokens,
-                # Behind the drafts one more token is sampled.
+                # One more token is sampled behind the drafts.
                 sequence.max_tokens - sequence.num_output_tokens - 1,
             )
-            if sequence.drafter is None or most <= 0:
+            if sequence.drafter is None or max_drafts <= 0:
                 continue
-            draft_token_ids = sequence.drafter.propose(sequence.token_ids, most)
+            draft_token_ids = sequence.drafter.propose(sequence.token_ids, max_drafts)
             num_tokens = sequence.num_tokens + len(draft_token_ids)
             num_missing = self._num_blocks(num_tokens) - len(sequence.block_table)
             sequence.block_table += self._pool.allocate(num_missing)
             step.add_drafts(sequence, draft_token_ids)
-            room -= len(draft_token_ids)
+            budget -= len(draft_token_ids)
 
-    def _preempt_last(self, step: _Step) -> Sequence:
+    def _preempt_last(self, step: _StepBudget) -> Sequence:
+        """Return the last running sequence to the queue; its tokens are computed again later."""
         self.num_preemptions += 1
         sequence = self._running.pop()
-        step.give_back(sequence)
-        self.sharing.end(sequence)
+        step.remove_sequence(sequence)
+        self.prefix_cache.free(sequence)
         sequence.status = Status.WAITING
-        insort(self._waiting, sequence, key=_turn)
+        insort(self._waiting, sequence, key=_priority)
         return sequence
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _turn(sequence: Sequence) -> tuple[int, int]:
-    return sequence.turn
+def _priority(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority

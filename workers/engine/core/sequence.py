@@ -1,6 +1,6 @@
-"""The nouns of the engine: a request, its sequences (one for each choice), and a batch of a step.
+"""Data types of the engine: requests, their sequences (one per choice) and the batch of a step.
 
-This module knows neither torch nor blocks' contents: token ids and counts only.
+They hold token ids, block ids and counts, and do not depend on torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,19 @@ from shared.protocol.sampling import SamplingParams
 
 
 class Status(Enum):
+    """Scheduling status of a sequence."""
+
     WAITING = "waiting"
-    """Holds no blocks: new, or preempted and to be computed again."""
+    """The sequence holds no blocks: it is new, or was preempted and will be recomputed."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Item:
-    """A multimodal item as the runner encodes it; `fields` are torch tensors, or a fake's own.
+    """A multimodal item as the runner encodes it; `fields` are torch tensors, except in tests.
 
-    They may be views of somebody else's memory, which is given back when the item is collected.
+    The tensors may be views of borrowed memory, which is returned when the item is collected.
     """
 
     modality: str
@@ -36,13 +38,13 @@ class Item:
     placeholder: PlaceholderRange
     fields: Mapping[str, Any]
     embedding: Any = None
-    """What a tower elsewhere has made of it, [placeholder length, hidden_size]; `fields` are then
-    its metadata only."""
+    """Embedding computed by an encoder, [placeholder length, hidden_size] or wider; `fields` then
+    hold only metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedChoice:
-    """What the token log already holds of one choice when a request is resumed."""
+    """Tokens of one choice that the token log already holds when a request is resumed."""
 
     token_ids: list[int]
     finished: bool
@@ -50,6 +52,8 @@ class LoggedChoice:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
+    """A rendered request, ready to be scheduled."""
+
     request_id: str
     prompt_token_ids: list[int]
     items: list[Item]
@@ -58,44 +62,49 @@ class EngineRequest:
     """One entry per choice on a resume, none on a first attempt."""
     lane: str = "interactive"
     tenant: str = ""
-    """Nothing that was computed for one tenant is used for another."""
+    """Cached blocks and embeddings are never shared between tenants."""
     adapter: str | None = None
-    """Its keys and values are its own, too."""
+    """Name of the LoRA adapter. Cached blocks are not shared between adapters either."""
     new_token_mask: "Callable[[], TokenMask] | None" = None
-    """Of its grammar, if it has one; each choice has its own."""
+    """Creates the token mask of each choice; None if the request has no grammar."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
-        """Indexes of the items that fill some of the tokens [start, stop)."""
+        """Return the indexes of the items whose placeholders overlap the tokens [start, stop)."""
         ranges = [item.placeholder for item in self.items]
         return [i for i, r in enumerate(ranges) if r.offset < stop and start < r.offset + r.length]
 
 
 class TokenMask(Protocol):
-    """Which tokens may follow in a choice, as a grammar has it; a function of its tokens so far."""
+    """Tokens that a grammar allows next in a choice; a function of the choice's tokens so far."""
 
     def allowed(self) -> NDArray[np.int32] | None:
-        """Token 32 * i + j may follow if bit j, from the lowest, of word i is set:
-        [ceil(vocab_size / 32)]. None where all may. It is not changed before the next `advance`."""
+        """Return a bitmask of the allowed tokens, [ceil(vocab_size / 32)] int32; None allows all.
+
+        Token 32 * i + j is allowed if bit j of word i is set, counted from the lowest bit. The
+        array does not change before the next `advance`.
+        """
 
     def advance(self, token_id: int) -> None:
-        """The choice goes on with this token, sampled now or found in its log. Raises nothing:
-        whatever is wrong shows in `allowed`, where only the one request fails by it."""
+        """Append a token that was sampled, or logged by an earlier attempt.
+
+        Never raises: errors are raised by `allowed`, where they fail only this request.
+        """
 
 
 class Drafter(Protocol):
-    """Drafts how one sequence goes on. What it says never changes an answer, only its speed."""
+    """Proposes draft tokens for one sequence. They change the speed of an output, not its text."""
 
-    def propose(self, token_ids: list[int], most: int) -> list[int]:
-        """Up to so many tokens that may follow these; `token_ids` only grow from call to call."""
+    def propose(self, token_ids: list[int], max_drafts: int) -> list[int]:
+        """Return at most `max_drafts` drafts behind `token_ids`, which only grow between calls."""
 
-    def learn(self, num_drafts: int, num_accepted: int) -> None:
-        """What has become of those that went through the model."""
+    def record_result(self, num_drafts: int, num_accepted: int) -> None:
+        """Record how many of the drafts that went through the model were accepted."""
 
 
 class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """If the request asks for them."""
+    """Log probabilities, if the request asks for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,30 +115,30 @@ class Sequence:
     choice: int
     seed: int
     token_ids: list[int]
-    """Prompt and answer so far."""
+    """Prompt and output so far."""
     max_tokens: int
     end_token_ids: tuple[int, ...] = ()
-    """What may not be chosen before `min_tokens`: the model's own ends and the stop tokens."""
+    """Tokens banned before `min_tokens`: the model's end tokens and the request's stop tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """As token ids."""
+    """Token ids of each bad word."""
     token_mask: TokenMask | None = None
     drafter: Drafter | None = None
     prompt_logprobs: dict[int, TokenLogprobs] | None = None
-    """By place in the prompt, as far as runs have come; None where nobody wants to know."""
+    """Prompt log probabilities computed so far, by position; None if not requested."""
     num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Tokens whose keys and values are in the KV cache."""
     block_table: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
-    turn: tuple[int, int] = (0, 0)
-    """Its place in the scheduler's order."""
-    num_sound_tokens: int = 0
-    """Computed tokens behind which a token has been sampled since they were."""
+    priority: tuple[int, int] = (0, 0)
+    """Scheduling priority; lower values are scheduled first."""
+    num_verified_tokens: int = 0
+    """Computed tokens verified by a later sample; see `prefix_cache`."""
     block_hashes: list[str] = field(default_factory=list)
-    """Of its first blocks, as far as anybody has asked for them."""
+    """Hashes of the first blocks, computed on demand."""
     num_registered_blocks: int = 0
-    """Blocks of its table, from the first on, that have been registered for others to find."""
+    """Leading blocks of the block table that are registered in the prefix cache."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that were found in the cache when it was first admitted; None before."""
+    """Prompt tokens found in the cache on first admission; None before it."""
 
     @property
     def request_id(self) -> str:
@@ -152,32 +161,32 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """What is found is not computed, and yields no log probabilities of the prompt."""
+    def can_read_prefix_cache(self) -> bool:
+        """Whether cached blocks may be used. They yield no prompt log probabilities."""
         skips = self.request.sampling.skip_reading_prefix_cache
         return not skips and self.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) go through the model.
+    """Tokens [num_computed_tokens, num_computed_tokens + num_new_tokens) of a sequence in a step.
 
-    `samples` is true when they reach the last known token, so that a new one follows; a chunk of a
-    prefill that stops short of it yields none. The last of them may be drafts behind that token:
-    those that hold are part of the answer, as if each had been sampled in a step of its own.
+    `samples` is true if they include the last known token, so that a new token is sampled; an
+    earlier chunk of a prefill samples none. The last tokens may be drafts behind that token.
+    Accepted drafts become part of the output, as if each had been sampled in a step of its own.
     """
 
     sequence: Sequence
     num_new_tokens: int
     samples: bool
     copy: tuple[int, int] | None = None
-    """A block, and one of its table that must hold the same before it is written."""
+    """(source, destination) of a block to be copied before the destination is written."""
     draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work; every block that its tokens need is in the sequences' block tables."""
+    """The work of one step; all blocks that it needs are in the sequences' block tables."""
 
     scheduled: list[ScheduledSequence]
 
@@ -187,19 +196,19 @@ class Batch:
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """Blocks to be copied before anything is written, and which ones to."""
+        """(source, destination) of all blocks to be copied before the step writes."""
         return [s.copy for s in self.scheduled if s.copy is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """News of one request after a step. The last one carries `usage` or `error`."""
+    """Output of one request after a step. The last one has `usage` or `error`."""
 
     request_id: str
     choices: list[ChoiceDelta]
     usage: Usage | None = None
     kv_blocks: int = 0
-    """The most blocks that the request held at one time; with `usage`."""
+    """Peak number of KV blocks held; set together with `usage`."""
     error: PagemillError | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Once, with the first tokens."""
+    """Prompt log probabilities; set once, with the first tokens."""

@@ -1,4 +1,4 @@
-"""What can be refused of a request before it enters a batch. Pure; each raises a RequestError."""
+"""Validation of requests before they are scheduled. Pure; each check raises a RequestError."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from shared.errors import ContextTooLong, InvalidRequest
 from workers.engine.core.sequence import EngineRequest
 
 MAX_PROMPT_LOGPROBS = 1 << 15
-"""Of all tokens of a prompt together: they have to fit into one record, at some 20 bytes each."""
+"""Limit for all tokens of a prompt: one log record has to hold them, at some 20 bytes each."""
 
 
 def check_prompt(request: EngineRequest, vocab_size: int) -> None:
@@ -21,7 +21,7 @@ def check_prompt(request: EngineRequest, vocab_size: int) -> None:
 
 def check_placeholders(request: EngineRequest) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
-    free_from = 0
+    previous_stop = 0
     for placeholder in sorted((i.placeholder for i in request.items), key=lambda p: p.offset):
         stop = placeholder.offset + placeholder.length
         if placeholder.offset < 0 or placeholder.length < 1 or stop > num_prompt_tokens:
@@ -30,16 +30,16 @@ def check_placeholders(request: EngineRequest) -> None:
                 f" {num_prompt_tokens} tokens",
                 field="messages",
             )
-        if placeholder.offset < free_from:
+        if placeholder.offset < previous_stop:
             raise InvalidRequest(
                 f"placeholder [{placeholder.offset}, {stop}) overlaps another", field="messages"
             )
         if placeholder.is_embed is not None:
-            _check_mask(placeholder.is_embed, placeholder.length)
-        free_from = stop
+            _check_embed_mask(placeholder.is_embed, placeholder.length)
+        previous_stop = stop
 
 
-def _check_mask(is_embed: bytes, length: int) -> None:
+def _check_embed_mask(is_embed: bytes, length: int) -> None:
     bits = int.from_bytes(is_embed, "little")
     if len(is_embed) != -(-length // 8) or bits >> length or not bits:
         raise InvalidRequest(
@@ -49,7 +49,7 @@ def _check_mask(is_embed: bytes, length: int) -> None:
 
 
 def check_sampling(request: EngineRequest, vocab_size: int, max_tokens: int) -> None:
-    """Of the parameters what depends on the model, or on each other."""
+    """Check the parameters that depend on the model or on each other."""
     params = request.sampling
     for name, token_ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -69,7 +69,7 @@ def check_sampling(request: EngineRequest, vocab_size: int, max_tokens: int) -> 
         )
     if params.stop and not params.detokenize:
         raise InvalidRequest(
-            "stop strings are looked for in text, which detokenize: false does not make",
+            "stop strings require text, which detokenize: false disables",
             field="sampling_params.stop",
         )
     num_values = len(request.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
@@ -84,8 +84,11 @@ def check_sampling(request: EngineRequest, vocab_size: int, max_tokens: int) -> 
 def tokenize_bad_words(
     words: list[str], encode: Callable[[str], list[int]], vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text and as it follows a space; `encode` adds no special tokens."""
-    found: dict[tuple[int, ...], None] = {}
+    """Return the token ids of each word, at the start of a text and after a space.
+
+    `encode` adds no special tokens.
+    """
+    tokenized: dict[tuple[int, ...], None] = {}
     for word in words:
         stripped = word.lstrip()
         for text in (stripped, " " + stripped):
@@ -95,24 +98,24 @@ def tokenize_bad_words(
                     f"the model has no tokens for the bad word {word!r}",
                     field="sampling_params.bad_words",
                 )
-            found[token_ids] = None
-    return tuple(found)
+            tokenized[token_ids] = None
+    return tuple(tokenized)
 
 
 def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:
-    """What is asked for, or all that fits behind the prompt."""
-    num_prompt_tokens, asked = len(request.prompt_token_ids), request.sampling.max_tokens
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
+    """Return the requested maximum, or all tokens that fit behind the prompt."""
+    num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    num_free = max_model_len - num_prompt_tokens
+    if num_free < 1:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer in the"
             f" model's context of {max_model_len}",
             field="messages",
         )
-    if asked is not None and asked > room:
+    if max_tokens is not None and max_tokens > num_free:
         raise ContextTooLong(
-            f"{num_prompt_tokens} prompt tokens and max_tokens {asked} exceed the model's context"
-            f" of {max_model_len}; at most {room} tokens can follow this prompt",
+            f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the model's"
+            f" context of {max_model_len}; at most {num_free} tokens can follow this prompt",
             field="sampling_params.max_tokens",
         )
-    return room if asked is None else asked
+    return num_free if max_tokens is None else max_tokens

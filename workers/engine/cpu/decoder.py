@@ -1,8 +1,8 @@
-"""A decoder of the Llama kind on the C++ kernels, behind the same methods as `FlatModel`.
+"""Llama-like decoders on the C++ kernels; implements `DecoderModel`.
 
-transformers loads the model and makes embeddings and rotary angles; the layers and the head are
-taken over: their weights are packed for the kernels, and those of torch are given up one by one. A
-step is one call, during which Python runs freely in other threads.
+transformers loads the model and computes embeddings and rotary angles. The kernels compute the
+layers and the head: their weights are packed, and torch's copies are freed layer by layer. A step
+is one call, which releases the GIL.
 """
 
 import ctypes
@@ -25,10 +25,10 @@ from workers.engine.model.attention import KVCache
 from workers.engine.model.support import layer_windows
 
 PANEL = 32
-"""Outputs that are packed together."""
+"""Output features per packed panel of a weight matrix."""
 MAX_HEAD_DIM = 512
 TOKEN_GROUP = 8
-"""Tokens that are kept next to one another in the cache."""
+"""Tokens that are adjacent in the key cache."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
@@ -62,15 +62,17 @@ class _Step(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NativePlan:
+    """Plan of a step: the batch as arrays."""
+
     query_start_loc: NDArray[np.int32]  # [num_sequences + 1]
     seq_lens: NDArray[np.int32]  # [num_sequences]
     block_tables: NDArray[np.int32]  # [num_sequences, max_num_blocks]
     block_size: int
 
 
-def why_not(family: LanguageAdapter, block_size: int) -> str | None:
-    """What keeps a model from these kernels; None if nothing does."""
+def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
+    """Return the reason for which the kernels cannot run a model; None if they can."""
     config: Any = family.decoder.config
     dtype = family.model.dtype
     if family.model.device.type != "cpu":
@@ -88,7 +90,7 @@ def why_not(family: LanguageAdapter, block_size: int) -> str | None:
     if layer.self_attn.head_dim % 8 or layer.self_attn.head_dim > MAX_HEAD_DIM:
         return f"its heads have {layer.self_attn.head_dim} dimensions"
     if 2 * len(decoder.rotary_emb.inv_freq) != layer.self_attn.head_dim:
-        return "its rotary positions turn a part of each head"
+        return "its rotary embedding rotates only a part of each head"
     if block_size % TOKEN_GROUP:
         return f"blocks of {block_size} tokens are not multiples of {TOKEN_GROUP}"
     loaded = library.load()
@@ -98,8 +100,10 @@ def why_not(family: LanguageAdapter, block_size: int) -> str | None:
 
 
 class NativeModel:
+    """A decoder whose layers and head run in C++."""
+
     def __init__(self, family: LanguageAdapter, num_threads: int) -> None:
-        """Takes the layers' weights away from the family's model. `why_not` must be None."""
+        """Move the layers' weights out of the family's model; `unsupported_reason` must be None."""
         loaded = library.load()
         assert loaded is not None
         self.family = family
@@ -110,15 +114,15 @@ class NativeModel:
         model: Any = family.model
         self._embed_tokens: Any = model.get_input_embeddings()
         self._rotary: Any = decoder.rotary_emb
-        self._kept: list[Tensor] = []
-        """Small weights that the kernels read where they are."""
+        self._pinned: list[Tensor] = []
+        """Small weights that the kernels read in place."""
         self._cache: KVCache | None = None
         self._addresses: tuple[Any, Any] = (None, None)
-        """Of the cache's tensors."""
+        """Pointer arrays of the cache's keys and values."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
         self.vocab_size = int(config.vocab_size)
-        self._shape = _Shape(
+        self._shape = _ModelShape(
             config.num_hidden_layers,
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -127,7 +131,7 @@ class NativeModel:
         layers = (_Layer * config.num_hidden_layers)()
         windows = layer_windows(config)
         for index in range(config.num_hidden_layers):
-            self._take_layer(decoder.layers[index], layers[index])
+            self._pack_layer(decoder.layers[index], layers[index])
             layers[index].window = windows[index] or 0
             decoder.layers[index] = torch.nn.Identity()
         self._layers = layers
@@ -147,15 +151,15 @@ class NativeModel:
             self.dtype == torch.bfloat16,
         )
         self._decoder = loaded.pagemill_decoder(
-            ctypes.byref(self._config), layers, self._keep(decoder.norm.weight), head, num_threads
+            ctypes.byref(self._config), layers, self._pin(decoder.norm.weight), head, num_threads
         )
         assert self._decoder
-        _finally(self, loaded.pagemill_delete, self._decoder)
+        _on_collect(self, loaded.pagemill_delete, self._decoder)
 
-    # -- what a runner asks for -------------------------------------------------------------------
+    # -- DecoderModel -----------------------------------------------------------------------------
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Laid out for the kernels, see attention.h; the first dimension is that of the blocks."""
+        """Return a cache in the layout of attention.h; the first dimension is the block."""
         assert block_size % TOKEN_GROUP == 0
         shape, unit = self._shape, 4 // self.dtype.itemsize
         groups, value_dim = block_size // TOKEN_GROUP, -(-shape.head_dim // PANEL) * PANEL
@@ -173,7 +177,7 @@ class NativeModel:
         query_start_loc: Sequence[int],
         seq_lens: Sequence[int],
         kv_cache: KVCache,
-    ) -> Plan:
+    ) -> NativePlan:
         block_size = kv_cache[0][0].shape[2] * TOKEN_GROUP
         tables = [
             table[: -(-seq_len // block_size)]
@@ -183,7 +187,7 @@ class NativeModel:
         padded = np.zeros((len(tables), int(lengths.max())), dtype=np.int32)
         filled = np.arange(padded.shape[1]) < lengths[:, None]
         padded[filled] = np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32)
-        return Plan(
+        return NativePlan(
             np.array(query_start_loc, dtype=np.int32),
             np.array(seq_lens, dtype=np.int32),
             padded,
@@ -198,7 +202,7 @@ class NativeModel:
         self,
         embeddings: Tensor,  # [num_tokens, hidden_size]
         positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: Plan,
+        plan: NativePlan,
         kv_cache: KVCache,
         sampled_rows: Tensor,  # [num_sampled]
         deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
@@ -234,28 +238,28 @@ class NativeModel:
         return logits
 
     def _addresses_of(self, kv_cache: KVCache) -> tuple[Any, Any]:
-        """Of keys and of values; a step is soon over, and a runner has one cache."""
+        """Return pointers to the keys and values of all layers; they are cached per KV cache."""
         if self._cache is not kv_cache:
             keys, values = zip(*kv_cache, strict=True)
-            self._cache, self._addresses = kv_cache, (_addresses(keys), _addresses(values))
+            self._cache, self._addresses = kv_cache, (_pointer_array(keys), _pointer_array(values))
         return self._addresses
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """In memory of its own, which is given back with the tensor."""
+        """Return a zeroed tensor in memory from `_allocate`, which is freed with the tensor."""
         num_bytes = math.prod(shape) * self.dtype.itemsize
         memory = (ctypes.c_byte * num_bytes).from_address(self._allocate(num_bytes))
-        _finally(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
+        _on_collect(memory, self._library.pagemill_free, ctypes.addressof(memory), num_bytes)
         return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def _allocate(self, num_bytes: int) -> int:
         memory: int | None = self._library.pagemill_allocate(num_bytes)
         if memory is None:
-            raise MemoryError(f"there are no {num_bytes} bytes for weights or cache")
+            raise MemoryError(f"cannot allocate {num_bytes} bytes for weights or cache")
         return memory
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def _take_layer(self, layer: Any, to: _Layer) -> None:
+    def _pack_layer(self, layer: Any, to: _Layer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         to.qkv = self._pack([projection.weight for projection in projections])
@@ -264,26 +268,29 @@ class NativeModel:
         to.down = self._pack([mlp.down_proj.weight])
         if attention.q_proj.bias is not None:
             bias = torch.cat([projection.bias for projection in projections])
-            to.qkv_bias = self._keep(torch.nn.functional.pad(bias, (0, -len(bias) % PANEL)))
+            to.qkv_bias = self._pin(torch.nn.functional.pad(bias, (0, -len(bias) % PANEL)))
         if attention.o_proj.bias is not None:
-            to.out_bias = self._keep(attention.o_proj.bias)
-        to.input_norm = self._keep(layer.input_layernorm.weight)
-        to.post_norm = self._keep(layer.post_attention_layernorm.weight)
+            to.out_bias = self._pin(attention.o_proj.bias)
+        to.input_norm = self._pin(layer.input_layernorm.weight)
+        to.post_norm = self._pin(layer.post_attention_layernorm.weight)
         if hasattr(attention, "q_norm"):
-            to.query_norm = self._keep(attention.q_norm.weight)
-            to.key_norm = self._keep(attention.k_norm.weight)
+            to.query_norm = self._pin(attention.q_norm.weight)
+            to.key_norm = self._pin(attention.k_norm.weight)
 
-    def _keep(self, weight: Tensor) -> int:
-        self._kept.append(weight.detach().float().contiguous())
-        return self._kept[-1].data_ptr()
+    def _pin(self, weight: Tensor) -> int:
+        self._pinned.append(weight.detach().float().contiguous())
+        return self._pinned[-1].data_ptr()
 
     def _pack(self, weights: Sequence[Tensor], stride: int = PANEL) -> int:
-        """Of several matrices behind one another or, with half a panel's stride, interleaved."""
+        """Pack matrices and return their address.
+
+        The matrices are concatenated or, with a stride of half a panel, interleaved.
+        """
         num_inputs = weights[0].shape[1]
         num_outputs = sum(len(weight) for weight in weights)
         num_bytes = -(-num_outputs // PANEL) * PANEL * num_inputs * self.dtype.itemsize
         memory = self._allocate(num_bytes)
-        _finally(self, self._library.pagemill_free, memory, num_bytes)
+        _on_collect(self, self._library.pagemill_free, memory, num_bytes)
         first = 0
         for weight in weights:
             source = weight.detach().contiguous()
@@ -301,18 +308,18 @@ class NativeModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
-def _finally(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
-    """When the owner is collected; not when the process ends, for a step may be under way then."""
+def _on_collect(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function` when the owner is collected, but not at exit: a step may be running then."""
     weakref.finalize(owner, function, *arguments).atexit = False
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Any:
+def _pointer_array(tensors: Sequence[Tensor]) -> Any:
     array = (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     return ctypes.cast(array, _POINTER)

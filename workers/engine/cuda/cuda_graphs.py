@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch in place of some hundreds.
+"""Decode steps as CUDA graphs: one launch instead of some hundreds.
 
-A graph replays the same kernels on the same memory, so a batch is copied into buffers that stay,
-and padded to the next of a few sizes. A row of padding looks at one token that was there before
-and writes nothing: it reaches neither the cache nor other rows.
+A graph replays the same kernels on the same memory. A batch is therefore copied into persistent
+buffers and padded to the next bucket size. A row of padding reads one existing token and writes
+nothing, so it affects neither the cache nor other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,29 +21,29 @@ NO_SLOT = -1
 Replay = Callable[[], Tensor]
 
 
-def buckets_for(max_num_seqs: int) -> list[int]:
-    """Powers of two, up to the first that holds every batch, or to the largest there is."""
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """Return powers of two up to the first that fits `max_num_seqs`, at most `LARGEST_BUCKET`."""
     buckets = [1]
     while buckets[-1] < min(max_num_seqs, LARGEST_BUCKET):
         buckets.append(2 * buckets[-1])
     return buckets
 
 
-def bucket_of(num_seqs: int, buckets: Sequence[int]) -> int | None:
-    """The smallest that holds so many; None when none does."""
+def find_bucket(num_seqs: int, buckets: Sequence[int]) -> int | None:
+    """Return the smallest bucket that fits `num_seqs`, or None."""
     return next((bucket for bucket in buckets if num_seqs <= bucket), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """A decode step's inputs, at addresses that do not change; all of it is padding at first."""
+class GraphBuffers:
+    """Inputs of a decode step at fixed addresses; initially all rows are padding."""
 
     embeddings: Tensor  # [max_num_seqs, hidden_size]
     positions: Tensor  # [num_position_rows, max_num_seqs] int64
-    slots: Tensor  # [max_num_seqs] int32
+    slot_mapping: Tensor  # [max_num_seqs] int32
     decodes: Tensor  # [max_num_seqs, 4] int32, as in the plan
     block_table: Tensor  # [max_num_seqs, max_num_blocks] int32
-    padding: Tensor  # what `decodes` are without a step: each one query, at position 0
+    padding: Tensor  # [max_num_seqs, 4] int32, tiles of padding: one query each, at position 0
 
     @classmethod
     def allocate(
@@ -54,7 +54,7 @@ class Buffers:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> "Buffers":
+    ) -> "GraphBuffers":
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -69,22 +69,22 @@ class Buffers:
             padding,
         )
 
-    def fill(self, embeddings: Tensor, positions: Tensor, plan: KernelPlan, bucket: int) -> None:
-        """The first rows with the step, the rest of the bucket with padding."""
+    def load(self, embeddings: Tensor, positions: Tensor, plan: KernelPlan, bucket: int) -> None:
+        """Copy a step into the first rows and fill the rest of the bucket with padding."""
         num_seqs, num_blocks = plan.block_table.shape
         self.embeddings[:num_seqs].copy_(embeddings)
         self.positions[:, :num_seqs].copy_(positions)
-        self.slots[:num_seqs].copy_(plan.slots)
+        self.slot_mapping[:num_seqs].copy_(plan.slot_mapping)
         self.decodes[:num_seqs].copy_(plan.decodes)
         self.block_table[:num_seqs, :num_blocks].copy_(plan.block_table)
         if num_seqs < bucket:
-            self.slots[num_seqs:bucket].fill_(NO_SLOT)
+            self.slot_mapping[num_seqs:bucket].fill_(NO_SLOT)
             self.decodes[num_seqs:bucket].copy_(self.padding[num_seqs:bucket])
 
     def plan(self, bucket: int, num_kv_heads: int) -> KernelPlan:
-        """Of the first rows."""
+        """Return the plan over the first `bucket` rows."""
         return KernelPlan(
-            slots=self.slots[:bucket],
+            slot_mapping=self.slot_mapping[:bucket],
             decodes=self.decodes[:bucket],
             chunks=self.decodes[:0],
             block_table=self.block_table[:bucket],
@@ -93,21 +93,23 @@ class Buffers:
 
 
 class DecodeGraphs:
+    """Recorded decode steps, one per bucket size."""
+
     def __init__(
         self,
         forward: Callable[[Tensor, Tensor, KernelPlan], Tensor],
-        buffers: Buffers,
+        buffers: GraphBuffers,
         num_kv_heads: int,
         record: Callable[[Replay], Replay],
     ) -> None:
-        """`forward` makes logits of embeddings, positions and a plan: [num_seqs, vocab_size].
+        """`forward` returns logits [num_seqs, vocab_size] for embeddings, positions and a plan.
 
-        `record` runs what it is given, and returns what does the same again.
+        `record` runs a function once or more, and returns a function that replays it.
         """
         self._buffers = buffers
         self._replays: dict[int, Replay] = {}
-        self._buckets = buckets_for(len(buffers.slots))
-        # The largest first, so that the others find room in its memory.
+        self._buckets = bucket_sizes(len(buffers.slot_mapping))
+        # The largest comes first, so that the others fit into its memory pool.
         for bucket in reversed(self._buckets):
             inputs = (
                 buffers.embeddings[:bucket],
@@ -117,22 +119,22 @@ class DecodeGraphs:
             self._replays[bucket] = record(partial(forward, *inputs))
 
     def run(self, embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor | None:
-        """Logits, [num_seqs, vocab_size], until the next run; None for a batch that has no graph.
+        """Return logits [num_seqs, vocab_size], which are valid until the next run.
 
-        There is none for prefills, nor for more sequences than any bucket holds.
+        Returns None if no graph fits: for prefills, and for more sequences than the largest bucket.
         """
-        bucket = bucket_of(len(plan.decodes), self._buckets)
+        bucket = find_bucket(len(plan.decodes), self._buckets)
         if len(plan.chunks) or bucket is None:
             return None
-        self._buffers.fill(embeddings, positions, plan, bucket)
+        self._buffers.load(embeddings, positions, plan, bucket)
         return self._replays[bucket]()[: len(plan.decodes)]
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share their memory: no two of them run at once."""
+    """Records CUDA graphs that share a memory pool, because no two of them run at once."""
 
     NUM_WARM_UPS = 2
-    """Before a graph is recorded: kernels are compiled, and libraries take their workspaces."""
+    """Runs before recording, which compile kernels and allocate the workspaces of libraries."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,10 +1,9 @@
-"""transformers' decoder layers with kernels for their many small operations.
+"""Fused forward passes for transformers' decoder layers, on Triton kernels.
 
-A layer keeps its modules, with their names and weights; forward passes are replaced: projections of
-one input are one product, heads are turned and written into the cache at once, the residual is
-added where it is normalised, and the gate is applied where it is computed. Only layers that are
-known to compute what Llama's do are touched. Any other model is served by the kernels through
-transformers' attention interface alone.
+A layer keeps its modules with their names and weights; only forward passes are replaced. The
+projections of one input become one product. Rotary embedding and KV cache write are fused, and so
+are residual addition and normalisation, and the gated activation. Only layers known to compute what
+Llama's do are replaced. Other models use the kernels through transformers' attention interface.
 """
 
 from types import MethodType
@@ -21,13 +20,18 @@ from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.attention import paged_attention
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
 from workers.engine.cuda.kernels.plan import KernelPlan
-from workers.engine.cuda.kernels.rotary import HeadNorm, rotary_of, rotate_and_write, write_cache
+from workers.engine.cuda.kernels.rotary import (
+    HeadNorm,
+    rotate_and_write,
+    tabulate_rotary,
+    write_cache,
+)
 from workers.engine.model.support import layer_windows
 
 ATTENTION = "pagemill_kernels"
 
 
-def fuse(decoder: PreTrainedModel, num_position_rows: int) -> bool:
+def fuse_layers(decoder: PreTrainedModel, num_position_rows: int) -> bool:
     """Replace the layers of a decoder whose family is `llama_like`.
 
     Returns False, with nothing changed, for any other decoder.
@@ -39,30 +43,30 @@ def fuse(decoder: PreTrainedModel, num_position_rows: int) -> bool:
         return False
     like = model.norm.weight
     max_positions = model.config.max_position_embeddings
-    rotary = rotary_of(model.rotary_emb, max_positions, num_position_rows, like)
-    model.rotary_emb = _Positions()
-    model.norm.forward = MethodType(_normalise, model.norm)
+    rotary = tabulate_rotary(model.rotary_emb, max_positions, num_position_rows, like)
+    model.rotary_emb = _PassPositions()
+    model.norm.forward = MethodType(_run_norm, model.norm)
     for layer, window in zip(model.layers, layer_windows(model.config), strict=True):
         layer.forward = MethodType(_run_layer, layer)
-        layer.input_layernorm.forward = MethodType(_normalise, layer.input_layernorm)
+        layer.input_layernorm.forward = MethodType(_run_norm, layer.input_layernorm)
         attention, mlp = layer.self_attn, layer.mlp
-        attention.qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.qkv = _concat_projections(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.rotary, attention.head_norm = rotary, _head_norm(attention)
         attention.window = window
         attention.forward = MethodType(_run_attention, attention)
-        mlp.gate_up = _join(mlp.gate_proj, mlp.up_proj)
+        mlp.gate_up = _concat_projections(mlp.gate_proj, mlp.up_proj)
         mlp.forward = MethodType(_run_mlp, mlp)
     return True
 
 
-class _Positions(nn.Module):
-    """In place of the rotary embedding: the kernel looks up the angles itself."""
+class _PassPositions(nn.Module):
+    """Replaces the rotary embedding and passes positions on: the kernel looks up the angles."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:  # [num_position_rows, num_tokens]
         return position_ids.reshape(-1, x.shape[1])
 
 
-def _normalise(self: Any, x: Tensor) -> Tensor:
+def _run_norm(self: Any, x: Tensor) -> Tensor:
     return rms_norm(x, self.weight, self.variance_epsilon)
 
 
@@ -78,7 +82,7 @@ def _run_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 def _run_attention(
     self: Any,
     hidden_states: Tensor,  # [1, num_tokens, hidden_size]
-    position_embeddings: Tensor,  # [num_position_rows, num_tokens]: the positions themselves
+    position_embeddings: Tensor,  # [num_position_rows, num_tokens], from `_PassPositions`
     plan: KernelPlan,
     kv_cache: list[tuple[Tensor, Tensor]],
     **kwargs: Any,
@@ -91,7 +95,7 @@ def _run_attention(
         self.rotary,
         key_cache,
         value_cache,
-        plan.slots,
+        plan.slot_mapping,
         self.head_norm,
     )
     attended = paged_attention(query, key_cache, value_cache, plan, self.scaling, self.window)
@@ -116,15 +120,15 @@ def attention_of_layer(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
-    """For the layers of a model that is not fused."""
+    """Attention function for transformers, for models that are not fused."""
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
     query, key, value = (rows[0].transpose(0, 1).contiguous() for rows in (query, key, value))
-    write_cache(key, value, key_cache, value_cache, plan.slots)
+    write_cache(key, value, key_cache, value_cache, plan.slot_mapping)
     output = paged_attention(query, key_cache, value_cache, plan, scaling, sliding_window, softcap)
     return output[None], None
 
 
-# Without a mask function, as in `attention`.
+# No mask function is registered, as in `workers.engine.model.attention`.
 AttentionInterface.register(ATTENTION, attention_of_layer)
 
 
@@ -132,8 +136,8 @@ def _is_silu(mlp: Any) -> bool:
     return hasattr(mlp, "gate_proj") and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
-def _join(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Their weights and biases one below the other; the modules' own become views of them."""
+def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Concatenate weights and biases along the outputs; the modules keep views of the result."""
 
     def join(name: str) -> Tensor:
         parts = [getattr(projection, name) for projection in projections]

@@ -1,4 +1,4 @@
-"""A flat model on a GPU: its steps are planned for the kernels, its decodes replayed as graphs."""
+"""Decoder on a GPU: transformers' modules with Triton kernels, and decodes as CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from shared.models.language import LanguageAdapter
-from workers.engine.cuda.cuda_graphs import Buffers, CudaRecorder, DecodeGraphs, Replay, buckets_for
-from workers.engine.cuda.fused_layers import ATTENTION, fuse
+from workers.engine.cuda.cuda_graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    GraphBuffers,
+    Replay,
+    bucket_sizes,
+)
+from workers.engine.cuda.fused_layers import ATTENTION, fuse_layers
 from workers.engine.cuda.kernels.plan import (
     BlockTables,
     KernelPlan,
@@ -18,7 +24,9 @@ from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import FlatModel, kv_shape
 
 
-class GpuModel(FlatModel):
+class GpuModel:
+    """A decoder that runs on a GPU; implements `DecoderModel`."""
+
     def __init__(
         self,
         family: LanguageAdapter,
@@ -28,16 +36,20 @@ class GpuModel(FlatModel):
         adapted: bool = False,
         record: Callable[[Replay], Replay] | None = None,
     ) -> None:
-        """`record` as of DecodeGraphs, by default CUDA graphs on CUDA and nothing elsewhere.
+        """`record` is that of `DecodeGraphs`: by default CUDA graphs on CUDA, and none elsewhere.
 
-        With adapters transformers' modules are run as they are, for adapters hang on them, and
-        change with the batch.
+        With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
+        modules and change with the batch.
         """
-        super().__init__(family)
+        self._flat = FlatModel(family)
+        self.family = family
+        self.dtype = self._flat.dtype
+        self.device = self._flat.device
+        self.vocab_size = self._flat.vocab_size
         family.decoder.set_attn_implementation(ATTENTION)
         self._adapted = adapted
-        self.is_fused = not adapted and fuse(family.decoder, family.num_position_rows)
-        self._num_rows = buckets_for(max_num_seqs)[-1]
+        self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
+        self._num_rows = bucket_sizes(max_num_seqs)[-1]
         self._max_model_len = max_model_len
         self._record = record
         self._tables = BlockTables()
@@ -47,8 +59,14 @@ class GpuModel(FlatModel):
         group = config.num_attention_heads // self._num_kv_heads
         self._queries_per_tile = count_queries(group, head_dim, self.dtype)
 
-    # A plan means nothing to whoever asks for it: it goes back into `forward`.
-    def plan(  # type: ignore[override]
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Return a cache as of `FlatModel`: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._flat.new_cache(num_blocks, block_size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
+        return self._flat.embed(token_ids)
+
+    def plan(
         self,
         block_tables: Sequence[Sequence[int]],
         query_start_loc: Sequence[int],
@@ -68,6 +86,7 @@ class GpuModel(FlatModel):
 
     @torch.inference_mode()
     def capture(self, kv_cache: KVCache) -> None:
+        """Record the graphs of decode steps over `kv_cache`, unless the model has adapters."""
         if self._adapted:
             return
         record = self._record
@@ -76,7 +95,7 @@ class GpuModel(FlatModel):
                 return
             record = CudaRecorder()
         config = self.family.decoder.config
-        buffers = Buffers.allocate(
+        buffers = GraphBuffers.allocate(
             self._num_rows,
             -(-self._max_model_len // kv_cache[0][0].shape[1]),
             self.family.num_position_rows,
@@ -91,16 +110,16 @@ class GpuModel(FlatModel):
 
         self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
-        embeddings: Tensor,
-        positions: Tensor,
+        embeddings: Tensor,  # [num_tokens, hidden_size]
+        positions: Tensor,  # [num_position_rows, num_tokens]
         plan: KernelPlan,
         kv_cache: KVCache,
-        sampled_rows: Tensor,
-        deepstack: Tensor | None = None,
-    ) -> Tensor:
-        """`kv_cache` is that of `capture`, once there has been one."""
+        sampled_rows: Tensor,  # [num_sampled]
+        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
+    ) -> Tensor:  # logits, [num_sampled, vocab_size]
+        """Run one step, as a graph if possible; after `capture`, `kv_cache` must be its cache."""
         logits = None
         if self._graphs is not None and deepstack is None:
             logits = self._graphs.run(embeddings, positions, plan)
@@ -117,11 +136,7 @@ class GpuModel(FlatModel):
         sampled_rows: Tensor,
         deepstack: Tensor | None = None,
     ) -> Tensor:
-        return super().forward(
-            embeddings,
-            positions,
-            plan,  # type: ignore[arg-type]
-            kv_cache,
-            sampled_rows,
-            deepstack,
+        logits = self.family.forward(
+            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
         )
+        return logits[0]

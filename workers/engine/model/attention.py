@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, for a flat batch of prefill chunks and decodes together.
+"""Paged attention in torch, for a flat batch of prefill chunks and decodes (vLLM's PagedAttention).
 
-It owns the layout of the cache; which of it a step reads, `plans` has laid down. transformers calls
-`paged_attention` for every layer through its attention interface; the plan and the cache travel
-down to it as keyword arguments of the model's forward pass.
+This module defines the layout of the KV cache; `step_plan` determines which parts a step reads.
+transformers calls `attention_of_layer` for every layer through its attention interface. The plan
+and the cache reach it as keyword arguments of the model's forward pass.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from workers.engine.model.step_plan import Chunk, Decodes, StepPlan, Window
+from workers.engine.model.step_plan import DecodeGroup, PrefillChunk, StepPlan, Window
 
 ATTENTION = "pagemill_paged"
 
 KVCache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer: [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-# What a model may ask of its attention that this one does not do.
+# Optional arguments of attention that this implementation does not support.
 UNSUPPORTED = ("s_aux", "position_bias")
 
 
@@ -30,7 +30,8 @@ def new_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    # Zeros and not empty memory: a masked NaN would still spoil the sum over the values.
+    """Return a zeroed cache; `shape` is [num_blocks, block_size, num_kv_heads, head_dim]."""
+    # Not empty memory: a masked NaN would still spoil the sum over the values.
     return [
         (
             torch.zeros(shape, dtype=dtype, device=device),
@@ -41,7 +42,7 @@ def new_cache(
 
 
 def write_cache(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """`rows` [num_tokens, num_kv_heads, head_dim] go to their slots of one layer's cache."""
+    """Write `rows` [num_tokens, num_kv_heads, head_dim] to their slots of one layer's cache."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
 
 
@@ -54,7 +55,10 @@ def paged_attention(
     window: Window = None,
     softcap: float | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """`window` is one of those that the plan was made for; `softcap` bounds the scores, by tanh."""
+    """Return the attention of each query over its sequence's cached keys.
+
+    `window` must be one of the plan's windows. `softcap` bounds the scores by tanh, as in Gemma 2.
+    """
     reads = plan.reads[window]
     cache = _LayerCache(key_cache, value_cache, scale, softcap)
     if len(reads.decodes) == 1 and reads.decodes[0].rows is None:
@@ -72,19 +76,22 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _LayerCache:
-    """One layer's keys and values, and how it weighs them."""
+    """Keys and values of one layer, with the parameters of its attention."""
 
     keys: Tensor
     values: Tensor
     scale: float
     softcap: float | None
 
-    def attend_decodes(self, query: Tensor, decodes: Decodes) -> Tensor:
-        """The query heads of one KV head stand where SDPA expects a sequence: they share the
-        keys."""
+    def attend_decodes(self, query: Tensor, decodes: DecodeGroup) -> Tensor:
+        """Return the attention of decodes, [num_decodes, num_heads, head_dim].
+
+        The query heads of a KV head take the place of SDPA's sequence dimension, so that they share
+        the keys (grouped-query attention without copies).
+        """
         num_kv_heads, head_dim = self.keys.shape[2:]
         shape = (decodes.num_decodes, -1, num_kv_heads, head_dim)
-        # index_select: advanced indexing of the cache took five times as long.
+        # index_select is five times as fast here as advanced indexing.
         key = self.keys.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
         value = self.values.index_select(0, decodes.blocks).view(shape)[:, : decodes.max_len]
         output = self._attend(
@@ -96,9 +103,12 @@ class _LayerCache:
         )
         return output.reshape(query.shape)
 
-    def attend_chunk(self, query: Tensor, chunk: Chunk) -> Tensor:
-        """KV heads stand where SDPA expects a batch, so that their query heads share them
-        uncopied."""
+    def attend_chunk(self, query: Tensor, chunk: PrefillChunk) -> Tensor:
+        """Return the attention of a chunk, [num_queries, num_heads, head_dim].
+
+        KV heads take the place of SDPA's batch dimension, so that their query heads share them
+        without copies.
+        """
         num_kv_heads, head_dim = self.keys.shape[2:]
         num_queries, num_heads = query.shape[:2]
         group = num_heads // num_kv_heads
@@ -146,20 +156,21 @@ def attention_of_layer(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
+    """Attention function for transformers; raises NotImplementedError for unsupported features."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{name} of {type(module).__name__} is not supported")
     if not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} looks ahead, which is not supported")
+        raise NotImplementedError(f"{type(module).__name__} is not causal, which is not supported")
     key_cache, value_cache = kv_cache[int(module.layer_idx)]  # type: ignore[arg-type]
-    write_cache(key_cache, plan.slots, key[0].transpose(0, 1))
-    write_cache(value_cache, plan.slots, value[0].transpose(0, 1))
+    write_cache(key_cache, plan.slot_mapping, key[0].transpose(0, 1))
+    write_cache(value_cache, plan.slot_mapping, value[0].transpose(0, 1))
     output = paged_attention(
         query[0].transpose(0, 1), key_cache, value_cache, plan, scaling, sliding_window, softcap
     )
     return output[None], None
 
 
-# No mask function goes with it: transformers makes no mask for a name it has none for, and so
-# does not look for packed sequences in the positions either.
+# No mask function is registered with it. transformers then creates no mask, and does not search the
+# positions for packed sequences either.
 AttentionInterface.register(ATTENTION, attention_of_layer)

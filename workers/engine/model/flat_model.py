@@ -1,6 +1,6 @@
-"""A transformers model on a flat batch: the tokens of all sequences in one row, without padding.
+"""Runs a transformers model on a flat batch: the tokens of all sequences in one row, no padding.
 
-It knows tensors only. Which tokens these are, and of whom, is the runner's business.
+The model sees tensors only; the runner maps them to requests.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from workers.engine.model.support import layer_windows
 
 
 class DecoderModel(Protocol):
-    """What a runner needs; plans and caches are the model's own."""
+    """Interface of a decoder to the runner. Plans and caches are opaque to the runner."""
 
     family: LanguageAdapter
     dtype: torch.dtype
@@ -25,10 +25,10 @@ class DecoderModel(Protocol):
     vocab_size: int
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Of each layer two tensors, whose first dimension is that of the blocks."""
+        """Return two tensors per layer, whose first dimension is the block."""
 
     def capture(self, kv_cache: KVCache) -> None:
-        """Before the first step: make ready what steps over this cache replay."""
+        """Prepare replayable steps over this cache, such as CUDA graphs, before the first step."""
 
     def plan(
         self,
@@ -37,10 +37,10 @@ class DecoderModel(Protocol):
         seq_lens: Sequence[int],
         kv_cache: KVCache,
     ) -> Any:
-        """Of a step, once for all layers; see `plan_step`."""
+        """Return the plan of a step for all layers; the arguments are those of `plan_step`."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]"""
+        """Return the input embeddings: [num_tokens] -> [num_tokens, hidden_size]."""
 
     def forward(
         self,
@@ -51,17 +51,22 @@ class DecoderModel(Protocol):
         sampled_rows: Tensor,
         deepstack: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] and positions [num_position_rows, num_tokens] to logits of the
-        sampled rows, [num_sampled, vocab_size]. What `deepstack` [num_levels, num_tokens,
-        hidden_size] holds is added behind the first layers."""
+        """Return the logits of the sampled rows, [num_sampled, vocab_size].
+
+        `embeddings` are [num_tokens, hidden_size], `positions` [num_position_rows, num_tokens] and
+        `sampled_rows` [num_sampled]. `deepstack` [num_levels, num_tokens, hidden_size] is added to
+        the outputs of the first layers.
+        """
 
 
 class FlatModel:
+    """A decoder that runs transformers' modules with the paged attention of `attention`."""
+
     def __init__(self, family: LanguageAdapter) -> None:
         self.family = family
         self._embed_tokens: Any = family.model.get_input_embeddings()
         family.decoder.set_attn_implementation(ATTENTION)
-        # transformers walks the parameters at each look; a step looks several times.
+        # Stored, because transformers iterates over all parameters to look them up.
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.vocab_size = int(family.decoder.config.vocab_size)
@@ -105,8 +110,11 @@ class FlatModel:
         sampled_rows: Tensor,  # [num_sampled]
         deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
     ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """`deepstack[i]` is added to the hidden states behind layer i: features of pictures in
-        their rows, zeros elsewhere; None for a batch that has no such rows."""
+        """Run one step; see `DecoderModel.forward`.
+
+        `deepstack[i]` is added to the hidden states behind layer i: image features in their rows
+        and zeros elsewhere, or None if the batch has no such rows.
+        """
         logits = self.family.forward(
             embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
         )
@@ -114,7 +122,7 @@ class FlatModel:
 
 
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Layers, KV heads and the size of a head."""
+    """Return (num_layers, num_kv_heads, head_dim)."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return config.num_hidden_layers, config.num_key_value_heads, head_dim

@@ -1,7 +1,7 @@
-"""LoRA adapters in a flat batch: each request's rows go through the adapter that it names, if any.
+"""LoRA adapters in a flat batch: each request's rows go through the adapter that it selects.
 
-An adapter adds b (a x) to what a linear layer makes of x. The rows of a sequence lie together in a
-batch, so a layer looks at runs of rows and not at rows: those of no adapter cost nothing.
+An adapter adds b (a x) to a linear layer's output for x (Hu et al., 2021). The rows of a sequence
+are adjacent in a batch, so layers process runs of rows; rows without an adapter cost nothing.
 """
 
 import itertools
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shared.errors import UnknownAdapter
 from shared.models.language import LanguageAdapter
-from workers.engine.model.peft_format import LowRank, read_adapter
+from workers.engine.model.peft_format import LoraWeights, read_adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows [start, stop) of a batch are of one adapter."""
+class AdapterRun:
+    """Rows [start, stop) of a batch that use one adapter."""
 
     adapter: int
     start: int
@@ -26,21 +26,23 @@ class Run:
 
 
 @dataclass(slots=True)
-class Step:
-    """What the layers of one model are to know of the batch that goes through them."""
+class AdapterRuns:
+    """Adapter runs of the current batch, shared by all layers of a model."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[AdapterRun] = field(default_factory=list)
     num_rows: int = 0
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer, and what each adapter adds to it."""
+    """A linear layer with the low-rank weights of all adapters."""
 
-    a: Tensor  # [num_adapters + 1, max_rank, in_features]; zeros where there is nothing
+    a: Tensor  # [num_adapters + 1, max_rank, in_features]; zeros where an adapter has no weights
     b: Tensor  # [num_adapters + 1, out_features, max_rank]
 
-    def __init__(self, base: nn.Linear, added: Mapping[int, LowRank], num: int, step: Step) -> None:
-        """`added` by the adapter's number, from 1 to `num`; 0 stands for none."""
+    def __init__(
+        self, base: nn.Linear, added: Mapping[int, LoraWeights], num: int, step: AdapterRuns
+    ) -> None:
+        """`added` has the weights by adapter number, from 1 to `num`; 0 stands for no adapter."""
         super().__init__()
         self.base = base
         self._adapters = frozenset(added)
@@ -59,7 +61,7 @@ class AdaptedLinear(nn.Module):
             return output
         rows = hidden.reshape(-1, hidden.shape[-1])
         changed = output.view(-1, output.shape[-1])
-        assert len(rows) == step.num_rows, "a layer that does not see the whole batch"
+        assert len(rows) == step.num_rows, "an adapted layer must process the whole batch"
         for run in step.runs:
             if run.adapter in self._adapters:
                 low = rows[run.start : run.stop] @ self.a[run.adapter].T
@@ -71,35 +73,37 @@ class Adapters:
     """The adapters of one model, by name."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        self.step = Step()
+        self.step = AdapterRuns()
         self._numbers = {name: number for number, name in enumerate(names, 1)}
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
 
     def check(self, name: str | None) -> None:
-        """Raises UnknownAdapter."""
+        """Raise UnknownAdapter if there is no adapter of this name."""
         if name is not None and name not in self._numbers:
-            there_is = ", ".join(sorted(self._numbers)) or "none"
-            raise UnknownAdapter(f"no adapter {name!r}; there is: {there_is}", field="adapter")
+            available = ", ".join(sorted(self._numbers)) or "none"
+            raise UnknownAdapter(f"no adapter {name!r}; available: {available}", field="adapter")
 
     def assign(self, names: Sequence[str | None], query_start_loc: Sequence[int]) -> None:
-        """Of the next batch: the adapter of each sequence, whose rows begin where `query_start_loc`
-        says, [num_sequences + 1]. It holds until the next call."""
+        """Set the adapter of each sequence of the next batch, until the next call.
+
+        The rows of sequence i are [query_start_loc[i], query_start_loc[i + 1]).
+        """
         places = zip(names, query_start_loc, query_start_loc[1:], strict=False)
         runs = []
         for name, group in itertools.groupby(places, key=lambda place: place[0]):
             if name is not None:
                 rows = list(group)
-                runs.append(Run(self._numbers[name], rows[0][1], rows[-1][2]))
+                runs.append(AdapterRun(self._numbers[name], rows[0][1], rows[-1][2]))
         self.step.runs, self.step.num_rows = runs, query_start_loc[-1]
 
 
 def load_adapters(family: LanguageAdapter, folders: Mapping[str, str]) -> Adapters:
-    """Put the adapters into the family's model. Raises ConfigError."""
+    """Load adapters from folders by name and insert them into the model. Raises ConfigError."""
     adapters = Adapters(list(folders))
     tower = () if family.tower is None else family.tower.modules
-    added: dict[str, dict[int, LowRank]] = {}
+    added: dict[str, dict[int, LoraWeights]] = {}
     for number, (name, folder) in enumerate(folders.items(), 1):
         for module, low_rank in read_adapter(name, Path(folder), family.model, tower).items():
             added.setdefault(module, {})[number] = low_rank

@@ -1,7 +1,7 @@
-"""A LoRA adapter from a folder in peft's format: `adapter_config.json` and safetensors.
+"""Reads LoRA adapters from folders in peft's format: `adapter_config.json` and safetensors.
 
-Whatever would make the adapter answer differently here than in peft is refused, and that includes
-every setting that is not known: peft grows new kinds of adapters under the name of LoRA.
+Settings that would make the adapter's outputs differ from peft's are rejected, and so are unknown
+settings, because new versions of peft add variants of LoRA as settings.
 """
 
 import json
@@ -32,14 +32,16 @@ Value = TypeVar("Value", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to one linear layer: x -> b (a x)."""
+class LoraWeights:
+    """Low-rank weights of one linear layer, which add b (a x) to its output."""
 
     a: Tensor  # [rank, in_features]
-    b: Tensor  # [out_features, rank], the scale multiplied in
+    b: Tensor  # [out_features, rank], multiplied by the scale
 
 
 class _Config(Struct):
+    """Supported settings of `adapter_config.json`."""
+
     peft_type: Literal["LORA"]
     r: Positive
     lora_alpha: float
@@ -48,11 +50,11 @@ class _Config(Struct):
     alpha_pattern: dict[str, float] | None = None
     target_modules: str | list[str] | None = None
     bias: Literal["none"] = "none"
-    # The others begin with changed weights of the model, which the adapter's files do not hold.
+    # Other methods start from changed base weights, which the adapter's files do not contain.
     init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] | None = True
 
     def scale(self, module: str) -> float:
-        """Patterns match the end of a module's name; the first that does holds."""
+        """Return the factor of `b`. Patterns match ends of module names; the first match wins."""
         alpha = _look_up(self.alpha_pattern, module, self.lora_alpha)
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -70,7 +72,7 @@ class _Config(Struct):
                 return any(f".{module}".endswith(f".{name}") for name in names)
 
 
-# How it was trained, and what of the model was left out: the weights tell.
+# Settings of training, and the choice of layers, which the weights show themselves.
 _IRRELEVANT = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -93,10 +95,10 @@ _IRRELEVANT = {
 
 def read_adapter(
     name: str, folder: Path, model: PreTrainedModel, tower: Sequence[str]
-) -> dict[str, LowRank]:
-    """By the names of the model's linear layers, in its dtype and on its device.
+) -> dict[str, LoraWeights]:
+    """Return the adapter's weights by name of linear layer, in the model's dtype, on its device.
 
-    `tower` names submodules that belong to no language model. Raises ConfigError.
+    `tower` lists the submodules of the vision tower. Raises ConfigError.
     """
     try:
         return dict(_read(folder, model, tower))
@@ -107,20 +109,23 @@ def read_adapter(
 
 def _read(
     folder: Path, model: PreTrainedModel, tower: Sequence[str]
-) -> Iterator[tuple[str, LowRank]]:
+) -> Iterator[tuple[str, LoraWeights]]:
     config = _read_config(folder / CONFIG)
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
     for saved_name, pair in _read_pairs(folder / WEIGHTS).items():
         if not config.targets(saved_name):
-            _refuse(f"{WEIGHTS} has {saved_name}, which is none of {CONFIG}'s target_modules")
-        # Modules that have moved since the adapter was made, as transformers knows.
+            _refuse(f"{WEIGHTS} has {saved_name}, which is not in {CONFIG}'s target_modules")
+        # transformers maps names of modules that have changed since the adapter was trained.
         module = rename_source_key(f"{saved_name}.weight", renamings, [])[0].removesuffix(".weight")
-        linear = _linear(model, module, tower)
+        linear = _find_linear(model, module, tower)
         rank = config.rank(saved_name)
-        a = _weight(pair, f"{saved_name}.lora_A", (rank, linear.in_features))
-        b = _weight(pair, f"{saved_name}.lora_B", (linear.out_features, rank))
+        a = _check_weight(pair, f"{saved_name}.lora_A", (rank, linear.in_features))
+        b = _check_weight(pair, f"{saved_name}.lora_B", (linear.out_features, rank))
         scaled = b.double() * config.scale(saved_name)
-        yield module, LowRank(a.to(model.device, model.dtype), scaled.to(model.device, model.dtype))
+        yield (
+            module,
+            LoraWeights(a.to(model.device, model.dtype), scaled.to(model.device, model.dtype)),
+        )
 
 
 def _read_config(file: Path) -> _Config:
@@ -146,7 +151,7 @@ def _read_config(file: Path) -> _Config:
 
 
 def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
-    """By module, and by `lora_A` or `lora_B`."""
+    """Return the tensors by module, then by `<module>.lora_A` or `<module>.lora_B`."""
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -163,15 +168,15 @@ def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
     return pairs
 
 
-def _linear(model: PreTrainedModel, module: str, tower: Sequence[str]) -> nn.Linear:
+def _find_linear(model: PreTrainedModel, module: str, tower: Sequence[str]) -> nn.Linear:
     if module.startswith(tuple(f"{part}." for part in tower)):
-        _refuse(f"{module} is of the tower, whose embeddings all adapters share")
+        _refuse(f"{module} is in the vision tower, whose embeddings all adapters share")
     if ".experts." in module:
-        _refuse(f"{module} is an expert's, and only layers that see every token can be adapted")
+        _refuse(f"{module} is in an expert, and only layers that see every token can be adapted")
     try:
         linear = model.get_submodule(module)
     except AttributeError:
-        _refuse(f"the model has no {module}")
+        _refuse(f"the model has no module {module}")
     if linear is model.get_output_embeddings():  # type: ignore[no-untyped-call]
         _refuse(f"{module} is the model's head, which cannot be adapted here")
     if not isinstance(linear, nn.Linear):
@@ -179,7 +184,7 @@ def _linear(model: PreTrainedModel, module: str, tower: Sequence[str]) -> nn.Lin
     return linear
 
 
-def _weight(pair: Mapping[str, Tensor], key: str, shape: tuple[int, int]) -> Tensor:
+def _check_weight(pair: Mapping[str, Tensor], key: str, shape: tuple[int, int]) -> Tensor:
     tensor = pair.get(key)
     if tensor is None:
         _refuse(f"{WEIGHTS} has no {key}")

@@ -1,11 +1,11 @@
-"""What a step reads and writes of a paged KV cache: index arithmetic, apart from the reading.
+"""Step plan: the slots of a paged KV cache that a step writes, and the blocks that it reads.
 
-It knows neither requests nor models. Every tensor that depends on the step alone is made once, by
-`plan_step`; the layers of one window share it.
+The module knows neither requests nor models. `plan_step` computes every tensor that depends on the
+step alone, once for all layers with the same window.
 
-A window of w tokens: the token at t sees the tokens (t - w, t], itself among them. Of a sequence
-that brings the tokens [past, seq_len) nothing before past + 1 - w is needed, so the blocks that lie
-wholly before it are not read; `first` is the token at which the read ones begin.
+With a sliding window of w tokens, the token at t sees the tokens (t - w, t]. A sequence that brings
+the tokens [past, seq_len) needs nothing before past + 1 - w, so blocks that lie wholly before it
+are not read; `first` is the first token of the first block that is read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,47 +14,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Below this padding costs less than a call of its own.
+# Up to this length, padding costs less than a separate attention call.
 SHORT_LEN = 256
 
 Window = int | None
-"""How many tokens back a layer sees, itself included; None for all of them."""
+"""Number of tokens that a layer sees, the current one included; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decodes:
-    """Sequences of like length that bring one token, padded to the longest: one call for all."""
+class DecodeGroup:
+    """Decodes of similar length, padded to the longest: attention takes one call for all."""
 
-    rows: Tensor | None  # [num_decodes], in the flat batch; None when they are the whole batch
-    blocks: Tensor  # [num_decodes * max_num_blocks]
+    rows: Tensor | None  # [num_decodes] int64, in the flat batch; None if they are the whole batch
+    blocks: Tensor  # [num_decodes * max_num_blocks] int64
     num_decodes: int
-    max_len: int  # of what is read of a sequence
-    mask: Tensor | None  # [num_decodes, 1, 1, max_len], 0 or -inf; None when all see all of it
+    max_len: int  # keys read per sequence
+    mask: Tensor | None  # [num_decodes, 1, 1, max_len], 0 or -inf; None if all keys are seen
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Several tokens of one sequence; they see its cached past, themselves and what is between."""
+class PrefillChunk:
+    """Rows [start, stop) of the batch: several tokens of one sequence, attending causally."""
 
     start: int
     stop: int
-    blocks: Tensor  # [num_blocks that are read]
+    blocks: Tensor  # [num_blocks] int64, the blocks that are read
     num_keys: int  # tokens [first, seq_len)
-    mask: Tensor | None  # [stop - start, num_keys], 0 or -inf; None for causal, with no past
+    mask: Tensor | None  # [stop - start, num_keys], 0 or -inf; None for causal without a past
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """What the layers of one window read."""
+class CacheReads:
+    """KV cache reads of the layers with one window."""
 
-    decodes: list[Decodes]
-    chunks: list[Chunk]
+    decodes: list[DecodeGroup]
+    chunks: list[PrefillChunk]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    slots: Tensor  # [num_tokens]: block_id * block_size + offset, where each token's K and V go
-    reads: dict[Window, Reads]
+    """KV cache writes and reads of one step."""
+
+    slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset of each token
+    reads: dict[Window, CacheReads]
 
 
 def plan_step(
@@ -67,10 +69,11 @@ def plan_step(
     device: torch.device,
     windows: Iterable[Window] = (None,),
 ) -> StepPlan:
-    """Sequence i brings the batch's tokens [query_start_loc[i], query_start_loc[i + 1]).
+    """Return the plan of a batch with one block table per sequence.
 
-    They are the last ones of its `seq_lens[i]` tokens; token t of a sequence is kept in block
-    `block_table[t // block_size]`. `windows` are those of the model's layers.
+    Sequence i has the batch's tokens [query_start_loc[i], query_start_loc[i + 1]), which are the
+    last of its `seq_lens[i]` tokens. Token t of a sequence is stored in block
+    `block_table[t // block_size]`. `windows` are the windows of the model's layers.
     """
     slots: list[int] = []
     for i, (table, seq_len) in enumerate(zip(block_tables, seq_lens, strict=True)):
@@ -87,6 +90,8 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
+    """Arguments of `plan_step`."""
+
     block_tables: Sequence[Sequence[int]]
     query_start_loc: Sequence[int]
     seq_lens: Sequence[int]
@@ -95,18 +100,19 @@ class _Batch:
     device: torch.device
 
     def first(self, i: int, window: Window) -> int:
-        """The token of sequence i at which the blocks that are read begin."""
+        """Return the first token of the first block that is read of sequence i."""
         if window is None:
             return 0
         past = self.seq_lens[i] - (self.query_start_loc[i + 1] - self.query_start_loc[i])
         return max(0, past + 1 - window) // self.block_size * self.block_size
 
     def blocks(self, i: int, first: int) -> Sequence[int]:
+        """Return the blocks of sequence i from token `first` on."""
         stop = -(-self.seq_lens[i] // self.block_size)
         return self.block_tables[i][first // self.block_size : stop]
 
 
-def _plan_reads(batch: _Batch, window: Window) -> Reads:
+def _plan_reads(batch: _Batch, window: Window) -> CacheReads:
     decodes: dict[int, list[int]] = {}
     chunks = []
     for i, seq_len in enumerate(batch.seq_lens):
@@ -117,44 +123,46 @@ def _plan_reads(batch: _Batch, window: Window) -> Reads:
         else:
             blocks = torch.tensor(batch.blocks(i, first), device=batch.device)
             mask = _chunk_mask(stop - start, first, seq_len, window, batch)
-            chunks.append(Chunk(start, stop, blocks, seq_len - first, mask))
-    whole = not chunks and len(decodes) == 1
-    return Reads(
-        [_plan_decodes(batch, group, whole, window) for group in decodes.values()],
+            chunks.append(PrefillChunk(start, stop, blocks, seq_len - first, mask))
+    is_whole_batch = not chunks and len(decodes) == 1
+    return CacheReads(
+        [_plan_decodes(batch, members, is_whole_batch, window) for members in decodes.values()],
         chunks,
     )
 
 
 def _length_class(num_keys: int) -> int:
-    """Lengths of one class differ by less than a factor of two, or are all short.
+    """Return the class of a length; lengths of a class differ by less than a factor of two.
 
-    A group is padded to its longest, so that without classes one long context would have the cache
-    of every other decode gathered at its length.
+    All short lengths are one class. A group is padded to its longest member: without classes, one
+    long context would make the cache of all other decodes be gathered at its length.
     """
     return max(num_keys - 1, SHORT_LEN - 1).bit_length()
 
 
-def _plan_decodes(batch: _Batch, group: list[int], whole: bool, window: Window) -> Decodes:
-    firsts = [batch.first(i, window) for i in group]
-    lens = [batch.seq_lens[i] - first for i, first in zip(group, firsts, strict=True)]
-    # Of the first block some tokens may lie before the window.
+def _plan_decodes(
+    batch: _Batch, members: list[int], is_whole_batch: bool, window: Window
+) -> DecodeGroup:
+    firsts = [batch.first(i, window) for i in members]
+    lens = [batch.seq_lens[i] - first for i, first in zip(members, firsts, strict=True)]
+    # Some tokens of the first block may lie before the window.
     starts = [0 if window is None else max(0, length - window) for length in lens]
     longest = max(lens)
     num_blocks = -(-longest // batch.block_size)
-    tables = [batch.blocks(i, first) for i, first in zip(group, firsts, strict=True)]
-    # Short tables are padded with a block of their own: it is masked, and what spoils a request by
-    # not being a number even so is its own.
+    tables = [batch.blocks(i, first) for i, first in zip(members, firsts, strict=True)]
+    # Short tables are padded with their own last block. It is masked, but a NaN would pass the
+    # mask, and this way a NaN can only come from the request itself.
     padded = [[*table, *[table[-1]] * (num_blocks - len(table))] for table in tables]
     mask = None
     if min(lens) < longest or any(starts):
         key = torch.arange(longest)
         hidden = (key >= torch.tensor(lens)[:, None]) | (key < torch.tensor(starts)[:, None])
-        mask = _additive(hidden, batch.dtype, batch.device)[:, None, None, :]
-    rows = [batch.query_start_loc[i] for i in group]
-    return Decodes(
-        rows=None if whole else torch.tensor(rows, device=batch.device),
+        mask = _additive_mask(hidden, batch.dtype, batch.device)[:, None, None, :]
+    rows = [batch.query_start_loc[i] for i in members]
+    return DecodeGroup(
+        rows=None if is_whole_batch else torch.tensor(rows, device=batch.device),
         blocks=torch.tensor(padded, device=batch.device).flatten(),
-        num_decodes=len(group),
+        num_decodes=len(members),
         max_len=longest,
         mask=mask,
     )
@@ -163,9 +171,9 @@ def _plan_decodes(batch: _Batch, group: list[int], whole: bool, window: Window) 
 def _chunk_mask(
     num_queries: int, first: int, seq_len: int, window: Window, batch: _Batch
 ) -> Tensor | None:
-    """Query j stands at token seq_len - num_queries + j and sees none behind it.
+    """Return the mask [num_queries, seq_len - first] of a chunk; None if it is plainly causal.
 
-    Columns are the tokens [first, seq_len).
+    Query j is token seq_len - num_queries + j. Columns are the tokens [first, seq_len).
     """
     if num_queries == seq_len and (window is None or seq_len <= window):
         return None
@@ -175,9 +183,9 @@ def _chunk_mask(
         hidden.triu_(last + 1)
     else:
         hidden = hidden.triu(last + 1) | hidden.tril(last - window)
-    return _additive(hidden, batch.dtype, batch.device)
+    return _additive_mask(hidden, batch.dtype, batch.device)
 
 
-def _additive(hidden: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As numbers and not as bools, which SDPA would turn into numbers again in every layer."""
+def _additive_mask(hidden: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask as 0 and -inf: SDPA would convert a bool mask again in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)

@@ -1,9 +1,9 @@
-"""A grammar is compiled in a process of its own before the engine compiles it.
+"""Sandbox process that compiles a grammar before the engine compiles it.
 
-llguidance counts what it spends, but not all of it: rules that go some thousands deep overflow its
-stack, and an intersection of twenty expressions takes seconds and gigabytes. Of that only a process
-can be cured, and it had better not be the engine's. This file is what that process runs, and
-nothing else of ours is imported in it: it is there in some 50 ms.
+llguidance limits its own resources, but not all of them: rules nested some thousands deep overflow
+its stack, and an intersection of twenty expressions takes seconds and gigabytes. Only a process of
+its own contains such failures. The process runs this file, which imports nothing else of the
+product, so that it starts in some 50 ms.
 """
 
 import asyncio
@@ -19,36 +19,36 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 MAX_S = 5
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
-"""Some grammars show only when they are used that they are too much."""
+"""Tokens generated in the trial: some grammars exceed the limits only in use."""
 BLANKS = sum(1 << byte for byte in b" \t\r\n")
-"""JSON allows any number of them, and they lead nowhere."""
+"""Bitmask of white space, which JSON allows in any amount and which makes no progress."""
 MAX_REASON_LEN = 300
 TOO_COMPLEX = "it is too complex"
 
 LIMITS = LLParserLimits(
     step_max_items=20_000,
-    # What has been reached is kept as long as the grammar is, at 1 to 2 KiB.
+    # Each state takes 1 to 2 KiB for as long as the grammar is cached.
     max_lexer_states=20_000,
-    # What failed is told to clients: no dumps.
+    # Errors are returned to clients and must not contain dumps of the parser.
     verbose_errors=False,
 )
 
 
 def compile_grammar(tokenizer: LLTokenizer, definition: str) -> LLMatcher:
-    """`definition` as `LLMatcher.grammar_from_*` make it. Never raises: see `reason_of`."""
+    """Compile a definition made by `LLMatcher.grammar_from_*`. Never raises; see `error_of`."""
     return LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
 
 
-def reason_of(matcher: LLMatcher) -> str:
-    """What is wrong with the grammar, for its author; empty if nothing is."""
+def error_of(matcher: LLMatcher) -> str:
+    """Return the error in the grammar, worded for its author; empty if there is none."""
     if not matcher.is_error():
         return ""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     return TOO_COMPLEX if "panic" in text else text[:MAX_REASON_LEN]
 
 
-async def try_out(definition: str) -> str:
-    """Why the grammar cannot be used; empty if it can."""
+async def check_grammar(definition: str) -> str:
+    """Return the reason for which the grammar cannot be used; empty if it can."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", str(Path(__file__)), stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
@@ -65,11 +65,12 @@ async def try_out(definition: str) -> str:
 
 
 def main() -> None:
-    # Also of use when the engine dies meanwhile.
+    """Compile the definition read from stdin, try it, and write the error to stdout."""
+    # The limits also end this process if the engine dies meanwhile.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_S, MAX_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    # Its tokens are the bytes, so the vocabulary's size costs nothing here; a token that a grammar
-    # names by its id is one like any other.
+    # The tokens are single bytes, so the trial does not depend on the size of the vocabulary. Any
+    # token can stand for one that the grammar names by its id.
     definition = re.sub(r"<\[\d+\]>", "<[0]>", sys.stdin.buffer.read().decode())
     matcher = compile_grammar(LLTokenizer("byte"), definition)
     for _ in range(NUM_TOKENS):
@@ -78,7 +79,7 @@ def main() -> None:
             break
         chosen = allowed & ~BLANKS or allowed
         matcher.consume_token((chosen & -chosen).bit_length() - 1)
-    sys.stdout.write(reason_of(matcher))
+    sys.stdout.write(error_of(matcher))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a request changes of its logits before a temperature comes in.
+"""Logits processors: per-request changes to the logits before the temperature.
 
-In vLLM's order: masks of a grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, and then
-the penalties: repetition, frequency, presence. So a penalty scales what the bias has made of a
-logit, and nothing brings back what has been banned.
+They run in vLLM's order: grammar mask, allowed_token_ids, bad_words, min_tokens, logit_bias, then
+the repetition, frequency and presence penalties. Penalties therefore apply to biased logits, and no
+later processor can bring back a banned token.
 
-The cost is in proportion to the rows that ask, and within a row to the tokens concerned.
+The cost is proportional to the rows that need processing and, within a row, to the tokens affected.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
 
 
-def is_adjusted(sequence: Sequence) -> bool:
+def needs_processing(sequence: Sequence) -> bool:
+    """Whether any processor applies to the next token of the sequence."""
     params = sequence.request.sampling
     return (
         _has_penalties(params)
@@ -29,11 +30,11 @@ def is_adjusted(sequence: Sequence) -> bool:
     )
 
 
-def adjust(logits: Tensor, sequences: list[Sequence]) -> None:
-    """In place, a row for each sequence: float32 [num_sequences, vocab_size]."""
+def process_logits(logits: Tensor, sequences: list[Sequence]) -> None:
+    """Change `logits` [num_sequences, vocab_size] float32 in place, one row per sequence."""
     _apply_masks(logits, sequences)
     for row, sequence in zip(logits, sequences, strict=True):
-        _keep_allowed(row, sequence.request.sampling)
+        _restrict_to_allowed(row, sequence.request.sampling)
     banned = [
         (row, token_id) for row, s in enumerate(sequences) for token_id in _banned_token_ids(s)
     ]
@@ -66,19 +67,18 @@ def _apply_masks(logits: Tensor, sequences: list[Sequence]) -> None:
     logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
 
 
-def _keep_allowed(row: Tensor, params: SamplingParams) -> None:
+def _restrict_to_allowed(row: Tensor, params: SamplingParams) -> None:
     if params.allowed_token_ids is not None:
         index = torch.tensor(params.allowed_token_ids, device=row.device)
-        kept = row[index]
-        row.fill_(-torch.inf)[index] = kept
+        allowed = row[index]
+        row.fill_(-torch.inf)[index] = allowed
 
 
 def _banned_token_ids(sequence: Sequence) -> Iterator[int]:
-    """The last token of each bad word of which the answer has just had the others, and all ends
-    that come too early."""
-    answer = sequence.token_ids[sequence.num_prompt_tokens :] if sequence.bad_words else []
+    """Yield the tokens that would complete a bad word, and end tokens before `min_tokens`."""
+    output = sequence.token_ids[sequence.num_prompt_tokens :] if sequence.bad_words else []
     for *before, last in sequence.bad_words:
-        if answer[max(len(answer) - len(before), 0) :] == before:
+        if output[max(len(output) - len(before), 0) :] == before:
             yield last
     if sequence.num_output_tokens < sequence.request.sampling.min_tokens:
         yield from sequence.end_token_ids
@@ -97,7 +97,10 @@ def _add_biases(logits: Tensor, sequences: list[Sequence]) -> None:
 
 
 def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
-    """Repetition over prompt and answer, as in transformers; presence and frequency: the answer."""
+    """Apply the penalties as transformers and the OpenAI API define them.
+
+    The repetition penalty counts prompt and output tokens; the other two count output tokens.
+    """
     rows = [row for row, s in enumerate(sequences) if _has_penalties(s.request.sampling)]
     if not rows:
         return
@@ -108,7 +111,7 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
     )
     vocab_size, flat = logits.shape[1], logits.view(-1)
 
-    def places(all_tokens: bool) -> Tensor:
+    def flat_indexes(all_tokens: bool) -> Tensor:
         starts = [0 if all_tokens else sequences[row].num_prompt_tokens for row in rows]
         return torch.from_numpy(
             np.concatenate(
@@ -119,9 +122,9 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> None:
             )
         ).to(logits.device)
 
-    seen: Tensor = torch.unique(places(all_tokens=True))
+    seen: Tensor = torch.unique(flat_indexes(all_tokens=True))
     scores, factor = flat[seen], penalties[seen // vocab_size, 0]
     flat[seen] = torch.where(scores < 0, scores * factor, scores / factor)
-    answered, counts = torch.unique(places(all_tokens=False), return_counts=True)
-    _, frequency, presence = penalties[answered // vocab_size].T
-    flat[answered] -= frequency * counts + presence
+    generated, counts = torch.unique(flat_indexes(all_tokens=False), return_counts=True)
+    _, frequency, presence = penalties[generated // vocab_size].T
+    flat[generated] -= frequency * counts + presence

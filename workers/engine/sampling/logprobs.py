@@ -1,33 +1,39 @@
-"""Log probabilities of tokens and of what might have come instead, under the model's own logits."""
+"""Log probabilities of tokens and of their most probable alternatives, from unprocessed logits."""
 
 import torch
 from torch import Tensor
 
 from shared.protocol.messages import TokenLogprobs
-from workers.engine.sampling.row_chunks import in_pieces
+from workers.engine.sampling.row_chunks import iterate_chunks
 
 IMPOSSIBLE = -9999.0
-"""For minus infinity, which JSON does not have."""
+"""Stands for minus infinity, which JSON cannot express."""
 DECIMALS = 6
 
 
 def logprobs_of(
     logits: Tensor, rows: list[int], token_ids: list[int], num_tops: list[int]
 ) -> list[TokenLogprobs]:
-    """Of a token in each of these rows of logits [num_rows, vocab_size], with so many of the most
-    probable tokens."""
-    wanted = list(zip(rows, token_ids, num_tops, strict=True))
-    return [found for piece in in_pieces(wanted, logits) for found in _logprobs_of(logits, piece)]
+    """Return the log probabilities of one token in each given row, and of `num_tops` alternatives.
+
+    `logits` are [num_rows, vocab_size]; `rows`, `token_ids` and `num_tops` have equal lengths.
+    """
+    requests = list(zip(rows, token_ids, num_tops, strict=True))
+    return [
+        logprobs
+        for chunk in iterate_chunks(requests, logits)
+        for logprobs in _chunk_logprobs(logits, chunk)
+    ]
 
 
-def _logprobs_of(logits: Tensor, wanted: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
-    rows, token_ids, num_tops = zip(*wanted, strict=True)
+def _chunk_logprobs(logits: Tensor, requests: list[tuple[int, int, int]]) -> list[TokenLogprobs]:
+    rows, token_ids, num_tops = zip(*requests, strict=True)
     scores = logits[list(rows)].float()
     index = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = scores.gather(1, index)
     ranks = (scores > chosen).sum(1) + 1
     top_scores, top_token_ids = scores.topk(min(max(num_tops), scores.shape[1]))
-    # The chosen token first, then the others.
+    # The chosen token comes first, then the most probable ones.
     logprobs = torch.cat([chosen, top_scores], 1) - scores.logsumexp(1, keepdim=True)
     values = logprobs.nan_to_num(IMPOSSIBLE, neginf=IMPOSSIBLE).tolist()
     return [

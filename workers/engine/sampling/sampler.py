@@ -1,12 +1,12 @@
-"""From logits to one token id for each sequence.
+"""Sampler: converts logits to one token id per sequence.
 
-The logits are adjusted (`adjustments`, which has the order); then the greatest is taken, or a
-temperature, min_p, top_k and top_p leave tokens to draw from (`filters`), in this order, which is
-vLLM's. Rows that need the same go together, and nothing is done for those that do not need it.
+Logits are first changed by the logits processors. Then the greatest logit is taken, or temperature,
+min_p, top_k and top_p (in this order, which is vLLM's) are applied and a token is drawn. Rows that
+need the same operations are processed together, and rows that need none are skipped.
 
-A sampled token depends on its own logits and on (seed, choice, position in the answer) and on
-nothing else: neither the rest of the batch nor what was sampled before moves it. That is what lets
-another worker continue a request where the last one stopped.
+A sampled token depends only on its own logits and on (seed, choice, position in the output), not on
+the rest of the batch and not on earlier samples. Another worker can therefore continue a request at
+any token.
 """
 
 import numpy as np
@@ -16,43 +16,48 @@ from torch import Tensor
 from shared.errors import InvalidRequest
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Sequence
-from workers.engine.sampling.logits_processors import adjust, is_adjusted
-from workers.engine.sampling.row_chunks import in_pieces
-from workers.engine.sampling.truncation import draw, keep_probable, weigh
+from workers.engine.sampling.logits_processors import needs_processing, process_logits
+from workers.engine.sampling.row_chunks import iterate_chunks
+from workers.engine.sampling.truncation import draw, truncate, unnormalized_probs
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it would only overflow."""
+"""Lower temperatures would overflow, and are treated as greedy sampling."""
 RESOLUTION = 2.0**-52
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """`logits` [num_sequences, vocab_size], of any floating type; they are left as they are.
+    """Return the next token id of each sequence, from `logits` [num_sequences, vocab_size].
 
-    Raises ArithmeticError when there is no choosing among them, as after an overflow, and
-    InvalidRequest when a request has banned every token.
+    The logits may have any floating dtype and are not changed.
+
+    Raises ArithmeticError if logits are not finite, as after an overflow, and InvalidRequest if a
+    request has banned every token.
     """
     greedy: list[int] = []
     others: list[int] = []
     for row, sequence in enumerate(sequences):
-        plain = _is_greedy(sequence) and not is_adjusted(sequence)
-        (greedy if plain else others).append(row)
+        is_plain_greedy = _is_greedy(sequence) and not needs_processing(sequence)
+        (greedy if is_plain_greedy else others).append(row)
     if not others:
-        return _best(logits)
+        return _argmax(logits)
     token_ids = [0] * len(sequences)
     if greedy:
-        for row, token_id in zip(greedy, _best(logits[greedy]), strict=True):
+        for row, token_id in zip(greedy, _argmax(logits[greedy]), strict=True):
             token_ids[row] = token_id
-    # What needs the same things comes together, and so into the same pieces.
+    # Rows that need the same operations become adjacent, and share chunks.
     others.sort(key=lambda row: (_is_greedy(sequences[row]), _is_filtered(sequences[row])))
-    for piece in in_pieces(others, logits):
-        chosen = _sample_piece(logits[piece].float(), [sequences[row] for row in piece])
-        for row, token_id in zip(piece, chosen, strict=True):
+    for chunk in iterate_chunks(others, logits):
+        chosen = _sample_chunk(logits[chunk].float(), [sequences[row] for row in chunk])
+        for row, token_id in zip(chunk, chosen, strict=True):
             token_ids[row] = token_id
     return token_ids
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """In [0, 1), from a counter and not from a state: Philox is a function of key and counter."""
+    """Return a random number in [0, 1), a pure function of the arguments.
+
+    The generator is Philox4x64 (Salmon et al., 2011), which computes from a key and a counter.
+    """
     bits = int(np.random.Philox(key=[seed, choice], counter=position).random_raw())
     return (bits >> 12) * RESOLUTION
 
@@ -66,10 +71,10 @@ def _is_filtered(sequence: Sequence) -> bool:
     return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
-def _best(logits: Tensor) -> list[int]:
-    """The first of the greatest in each row."""
+def _argmax(logits: Tensor) -> list[int]:
+    """Return the first index of the greatest logit in each row; raises ArithmeticError."""
     if logits.device.type == "cpu":
-        # NumPy, for PyTorch compares one by one, and wakes its threads for it.
+        # NumPy's argmax is vectorised; PyTorch's compares one by one and wakes its threads.
         rows = logits.float().numpy()
         token_ids = rows.argmax(-1)
         finite = bool(np.isfinite(rows[np.arange(len(rows)), token_ids]).all())
@@ -77,42 +82,42 @@ def _best(logits: Tensor) -> list[int]:
         greatest, token_ids = logits.max(-1)
         finite = bool(greatest.isfinite().all())
     if not finite:
-        raise _no_numbers()
-    found: list[int] = token_ids.tolist()
-    return found
+        raise _non_finite_error()
+    best: list[int] = token_ids.tolist()
+    return best
 
 
 def check_finite(greatest: Tensor) -> None:
-    """Of each row; a NaN anywhere in it is its maximum. Raises ArithmeticError."""
+    """Raise ArithmeticError if a row's maximum is not finite; a NaN in a row is its maximum."""
     if not bool(greatest.isfinite().all()):
-        raise _no_numbers()
+        raise _non_finite_error()
 
 
-def _no_numbers() -> ArithmeticError:
-    return ArithmeticError("a sequence's logits are not numbers")
+def _non_finite_error() -> ArithmeticError:
+    return ArithmeticError("the logits of a sequence are not finite")
 
 
-def _sample_piece(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """`logits` are float32 and our own."""
-    if any(is_adjusted(sequence) for sequence in sequences):
+def _sample_chunk(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    """Sample from `logits` [num_sequences, vocab_size] float32, which may be overwritten."""
+    if any(needs_processing(sequence) for sequence in sequences):
         check_finite(logits.amax(-1))
-        adjust(logits, sequences)
+        process_logits(logits, sequences)
         if bool(logits.amax(-1).isneginf().any()):
             raise InvalidRequest(
                 "the sampling parameters leave no token to choose", field="sampling_params"
             )
-    # Those that draw come first.
+    # Sequences that draw come before greedy ones.
     num_drawn = sum(not _is_greedy(sequence) for sequence in sequences)
     drawn = _draw(logits[:num_drawn], sequences[:num_drawn]) if num_drawn else []
-    return drawn + (_best(logits[num_drawn:]) if num_drawn < len(sequences) else [])
+    return drawn + (_argmax(logits[num_drawn:]) if num_drawn < len(sequences) else [])
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.request.sampling for sequence in sequences]
     check_finite(logits.amax(-1))
-    weights = weigh(logits, _column([p.temperature for p in params], logits).float())
+    weights = unnormalized_probs(logits, _column([p.temperature for p in params], logits).float())
     if any(_is_filtered(sequence) for sequence in sequences):
-        weights = keep_probable(
+        weights = truncate(
             weights,
             _column([p.min_p for p in params], logits),
             _column([_num_kept(p, logits.shape[1]) for p in params], logits).long(),

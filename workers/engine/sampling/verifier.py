@@ -1,11 +1,11 @@
-"""Tokens for each sequence that samples, from the logits of all its rows: which drafts hold.
+"""Verification of draft tokens in speculative decoding, exact for any sampling parameters.
 
-Each place's token is sampled as it always is, as if the drafts before it were the answer; while it
-is the draft that stands there, the next row counts as well. A row that counts has therefore seen
-the answer's own tokens and nothing else. And a sampled token depends on its logits and on (seed,
-choice, position), not on a random state that drafts could move. So with any sampling parameters the
-answer is the one that it would be without drafts, and a resume goes on as it began wherever the
-log was cut. (Rejection sampling would keep only the distribution.)
+A token is sampled in the usual way at each position, as if the drafts before it were the output.
+While the sampled token equals the draft, the next row counts too. Every row that counts has thus
+seen only tokens of the output. A sampled token depends on its logits and on (seed, choice,
+position), and not on a random state that drafts could advance. The output is therefore the same as
+without drafts, and a resumed request continues identically wherever its log ends. Rejection
+sampling (Leviathan et al., 2023) would preserve only the distribution.
 """
 
 from dataclasses import replace
@@ -20,32 +20,36 @@ from workers.engine.sampling.sampler import check_finite, sample
 
 
 def sample_batch(logits: Tensor, scheduled: list[ScheduledSequence]) -> list[list[SampledToken]]:
-    """`logits` [num_rows, vocab_size] are of each sequence one row, and one more for each draft.
+    """Return, for each sequence, the accepted drafts and the token sampled behind them.
 
-    Returns the accepted drafts and the token behind them. Raises what `sample` raises; and
-    ArithmeticError for a rejected draft too, for its row tells whether its keys and values are
-    numbers: they stay in the cache, masked, until they are overwritten.
+    `logits` [num_rows, vocab_size] have one row per sequence and one more per draft. Raises the
+    errors of `sample`. It raises ArithmeticError for the row of a rejected draft too: non-finite
+    logits mean non-finite keys or values, which stay in the cache, masked, until overwritten.
     """
-    places = [(s, place) for s in scheduled for place in range(1 + len(s.draft_token_ids))]
+    positions = [(s, position) for s in scheduled for position in range(1 + len(s.draft_token_ids))]
     try:
-        token_ids = sample(logits, [_ahead(s, place) for s, place in places])
+        token_ids = sample(logits, [_with_drafts(s, position) for s, position in positions])
     except InvalidRequest:
-        if len(places) == len(scheduled):
+        if len(positions) == len(scheduled):
             raise
-        # Behind a draft that is rejected there may be no token that is allowed.
+        # The row behind a rejected draft may allow no token, which is no error of the request.
         check_finite(logits.amax(-1))
-        certain = [row for row, (_, place) in enumerate(places) if place == 0]
+        certain = [row for row, (_, position) in enumerate(positions) if position == 0]
         return sample_batch(logits[certain], [replace(s, draft_token_ids=()) for s in scheduled])
-    kept, first_row = [], 0
+    accepted_rows, first_row = [], 0
     for s in scheduled:
-        kept.append(range(first_row, first_row + 1 + _num_accepted(s, token_ids[first_row:])))
+        accepted_rows.append(
+            range(first_row, first_row + 1 + _num_accepted(s, token_ids[first_row:]))
+        )
         first_row += 1 + len(s.draft_token_ids)
-    logprobs = _logprobs(logits, scheduled, kept, token_ids)
-    return [[SampledToken(token_ids[row], logprobs.get(row)) for row in rows] for rows in kept]
+    logprobs = _requested_logprobs(logits, scheduled, accepted_rows, token_ids)
+    return [
+        [SampledToken(token_ids[row], logprobs.get(row)) for row in rows] for rows in accepted_rows
+    ]
 
 
-def _ahead(s: ScheduledSequence, num_drafts: int) -> Sequence:
-    """The sequence with so many of its drafts as part of the answer."""
+def _with_drafts(s: ScheduledSequence, num_drafts: int) -> Sequence:
+    """Return the sequence with its first `num_drafts` drafts appended to the output."""
     if num_drafts == 0:
         return s.sequence
     token_ids = [*s.sequence.token_ids, *s.draft_token_ids[:num_drafts]]
@@ -61,18 +65,21 @@ def _num_accepted(s: ScheduledSequence, token_ids: list[int]) -> int:
     return num_accepted
 
 
-def _logprobs(
-    logits: Tensor, scheduled: list[ScheduledSequence], kept: list[range], token_ids: list[int]
+def _requested_logprobs(
+    logits: Tensor,
+    scheduled: list[ScheduledSequence],
+    accepted_rows: list[range],
+    token_ids: list[int],
 ) -> dict[int, TokenLogprobs]:
-    """By row, where the request asks for them."""
-    asked = [
+    """Return log probabilities by row, for the requests that ask for them."""
+    requested = [
         (row, k)
-        for s, of_sequence in zip(scheduled, kept, strict=True)
+        for s, of_sequence in zip(scheduled, accepted_rows, strict=True)
         if (k := s.sequence.request.sampling.logprobs) is not None
         for row in of_sequence
     ]
-    if not asked:
+    if not requested:
         return {}
-    rows, num_tops = map(list, zip(*asked, strict=True))
-    found = logprobs_of(logits, rows, [token_ids[row] for row in rows], num_tops)
-    return dict(zip(rows, found, strict=True))
+    rows, num_tops = map(list, zip(*requested, strict=True))
+    logprobs = logprobs_of(logits, rows, [token_ids[row] for row in rows], num_tops)
+    return dict(zip(rows, logprobs, strict=True))

@@ -117,13 +117,15 @@ def make_plan(step: Step, case: Case, device: torch.device) -> KernelPlan:
         queries_per_tile=count_queries(case.group, case.head_dim, case.dtype),
         device=device,
     )
-    return KernelPlan(plan.slots, plan.decodes, plan.chunks, plan.block_table, case.num_splits)
+    return KernelPlan(
+        plan.slot_mapping, plan.decodes, plan.chunks, plan.block_table, case.num_splits
+    )
 
 
 def run_kernels(step: Step, case: Case, device: torch.device) -> Tensor:
     plan = make_plan(step, case, device)
     caches = step.key_cache.to(device), step.value_cache.to(device)
-    write_cache(step.key.to(device), step.value.to(device), *caches, plan.slots)
+    write_cache(step.key.to(device), step.value.to(device), *caches, plan.slot_mapping)
     query = step.query.to(device)
     return paged_attention(query, *caches, plan, SCALE, case.window, case.softcap).cpu()
 
@@ -187,8 +189,8 @@ def test_the_kernels_and_the_torch_version_agree(
         dtype=case.dtype,
         device=torch.device("cpu"),
     )
-    reference.write_cache(step.key_cache, plan.slots, step.key)
-    reference.write_cache(step.value_cache, plan.slots, step.value)
+    reference.write_cache(step.key_cache, plan.slot_mapping, step.key)
+    reference.write_cache(step.value_cache, plan.slot_mapping, step.value)
     torch.testing.assert_close(
         kernels,
         reference.paged_attention(step.query, step.key_cache, step.value_cache, plan, SCALE),
@@ -204,7 +206,7 @@ def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits
     plan = make_plan(step, case, device)
     padding = torch.tensor([[2, 1, 0, 2], [3, 1, 0, 3]], dtype=torch.int32, device=device)
     padded = KernelPlan(
-        torch.cat([plan.slots, torch.tensor([-1, -1], dtype=torch.int32, device=device)]),
+        torch.cat([plan.slot_mapping, torch.tensor([-1, -1], dtype=torch.int32, device=device)]),
         torch.cat([plan.decodes, padding]),
         plan.chunks,
         torch.cat([plan.block_table, torch.zeros_like(plan.block_table)]),
@@ -213,7 +215,7 @@ def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits
     extra = torch.full((2, *step.key.shape[1:]), torch.nan)
     caches = step.key_cache.to(device), step.value_cache.to(device)
     fresh = [torch.cat([x, extra]).to(device) for x in (step.key, step.value)]
-    write_cache(*fresh, *caches, padded.slots)
+    write_cache(*fresh, *caches, padded.slot_mapping)
     assert all(cache.isfinite().all() for cache in caches)
     query = torch.cat([step.query, torch.full((2, *step.query.shape[1:]), torch.nan)])
     output = paged_attention(query.to(device), *caches, padded, SCALE)[:2].cpu()

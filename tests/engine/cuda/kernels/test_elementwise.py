@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from workers.engine.cuda.kernels.activation import silu_mul
 from workers.engine.cuda.kernels.norm import add_rms_norm, rms_norm
-from workers.engine.cuda.kernels.rotary import HeadNorm, rotary_of, rotate_and_write
+from workers.engine.cuda.kernels.rotary import HeadNorm, rotate_and_write, tabulate_rotary
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6
@@ -98,7 +98,7 @@ def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
 
     caches = torch.zeros(2, 4, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
     slots = torch.tensor([6, 0, -1, 3, 7], dtype=torch.int32, device=device)
-    rotary = rotary_of(module, 100, num_axes, qkv)
+    rotary = tabulate_rotary(module, 100, num_axes, qkv)
     turned = rotate_and_write(qkv, positions, rotary, *caches, slots, norm)
     close(turned, query[0])
     written = [0, 1, 3, 4]

@@ -1,20 +1,20 @@
-"""The gated half of a feed-forward block."""
+"""Gated SiLU of a feed-forward block (SwiGLU)."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad
+from workers.engine.cuda.kernels.launch import pad_to_power_of_two
 
 BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """The SiLU of the first half of each row, times the second."""
+    """Return the SiLU of the first half of each row, times the second half."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     output = gate_up.new_empty(num_tokens, size)
-    block = min(BLOCK, pad(size))
+    block = min(BLOCK, pad_to_power_of_two(size))
     _silu_mul[(num_tokens, triton.cdiv(size, block))](output, gate_up, SIZE=size, BLOCK=block)
     return output
 
@@ -26,6 +26,6 @@ def _silu_mul(output, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     dtype = output.dtype.element_ty
-    # Rounded in between, as the model does.
+    # Rounded to the model's dtype in between, as transformers does.
     silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(output + row * SIZE + i, (silu * up).to(dtype), mask=i < SIZE)

@@ -1,8 +1,9 @@
-"""Paged attention: one kernel for decodes and for chunks of prefills, by tiles of queries.
+"""Paged attention: one Triton kernel for decodes and for chunks of prefills, on tiles of queries.
 
-A program has the query heads of one KV head for the queries of one tile, so that keys and values
-are read once for all of them. The keys of a decode are split among several programs, whose parts a
-second kernel puts together: a batch of few sequences would leave most of the chip idle.
+The softmax is computed online (Milakov and Gimelshein, 2018), as in FlashAttention. A program
+processes the query heads of one KV head for one tile, so that keys and values are read once for all
+of them. The keys of a decode are split among several programs and a second kernel merges their
+results, as in Flash-Decoding: a batch of few sequences would leave most of the chip idle.
 """
 
 import torch
@@ -10,22 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import INTERPRETED, pad
+from workers.engine.cuda.kernels.launch import INTERPRETED, pad_to_power_of_two
 from workers.engine.cuda.kernels.plan import TILE_WIDTH, KernelPlan, count_queries
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TILE = tl.constexpr(TILE_WIDTH)
 
-# The least that the matrix units multiply.
+# Smallest side of a product on the matrix units.
 MIN_SIDE = 16
-# Keys of one step of a program's loop. Several steps are under way at once; together they and the
-# queries stay below the 99 KiB of shared memory that the smaller chips have.
+# Bytes of keys per step of a program's loop. Several steps are pipelined; with the queries they fit
+# into the 99 KiB of shared memory that smaller chips have.
 DECODE_BYTES = 8 * 2**10
 CHUNK_BYTES = 16 * 2**10
 
 
 def paged_attention(
-    query: Tensor,  # [num_tokens, num_heads, head_dim]; rows may be apart
+    query: Tensor,  # [num_tokens, num_heads, head_dim]; rows may be strided
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Tensor,
     plan: KernelPlan,
@@ -33,16 +34,16 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """As `workers.engine.model.attention.paged_attention`; rows of no tile are left undefined."""
+    """See `workers.engine.model.attention.paged_attention`; rows without a tile are undefined."""
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads, head_dim)
     group = num_heads // key_cache.shape[2]
     rest = (query, key_cache, value_cache, plan, scale, window, softcap)
     if len(plan.chunks):
-        rows = pad(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
+        rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
         _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *rest)
     if len(plan.decodes):
-        rows = pad(group, MIN_SIDE)
+        rows = pad_to_power_of_two(group, MIN_SIDE)
         if plan.num_splits == 1:
             _launch(output, None, plan.decodes, 1, rows, DECODE_BYTES, *rest)
         else:
@@ -52,13 +53,13 @@ def paged_attention(
                 torch.empty(shape, dtype=torch.float32, device=query.device),
             )
             _launch(output, parts, plan.decodes, plan.num_splits, rows, DECODE_BYTES, *rest)
-            _merge[shape[:2]](
+            _merge_splits[shape[:2]](
                 output,
                 *parts,
                 plan.decodes,
                 NUM_SPLITS=plan.num_splits,
                 HEAD_DIM=head_dim,
-                DIM_PAD=pad(head_dim),
+                DIM_PAD=pad_to_power_of_two(head_dim),
                 num_warps=4,
             )
     return output
@@ -83,7 +84,7 @@ def _launch(
     assert query.stride()[1:] == (head_dim, 1)
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
-    dim_pad = pad(head_dim, MIN_SIDE)
+    dim_pad = pad_to_power_of_two(head_dim, MIN_SIDE)
     keys = step_bytes // (dim_pad * key_cache.element_size())
     part, part_lse = parts or (output, output)
     is_chunk = step_bytes == CHUNK_BYTES
@@ -110,9 +111,8 @@ def _launch(
         NUM_SPLITS=num_splits,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
-        INTERPRETED=INTERPRETED,
         num_warps=8 if rows > 64 else 4,
-        # Of which the block table's loads take half: the keys' wait for them.
+        # Loads of the block table take half of the stages, because the loads of keys wait for them.
         num_stages=2 if is_chunk else 5,
     )
 
@@ -141,43 +141,27 @@ def _attend(
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_row = tl.load(tiles + tile * TILE)
-    num_queries = tl.load(tiles + tile * TILE + 1)
-    first_position = tl.load(tiles + tile * TILE + 2)
-    table = block_table + tl.load(tiles + tile * TILE + 3) * table_stride
-
-    # Row r is query r // GROUP, by head r % GROUP of those that share the KV head.
+    first_row, num_queries, first_position, sequence = _load_tile(tiles, tile)
+    # Row r is query r // GROUP of the tile, and head r % GROUP of those that share the KV head.
     r = tl.arange(0, ROWS)
     row, head = first_row + r // GROUP, kv_head * GROUP + r % GROUP
     position = first_position + r // GROUP
     d = tl.arange(0, DIM_PAD)
-    is_dim = d < HEAD_DIM
-    is_query = (r // GROUP < num_queries)[:, None] & is_dim[None, :]
+    is_query = (r // GROUP < num_queries)[:, None] & (d < HEAD_DIM)[None, :]
     q_at = query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_at, mask=is_query, other=0.0)
 
-    # The tile sees keys of [begin, stop); this program has [low, high) of them. Only the last step
-    # before `stop` may be cut short.
-    stop = first_position + num_queries
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
-    steps_each = (stop - begin + KEYS * NUM_SPLITS - 1) // (KEYS * NUM_SPLITS)
-    low = begin + split * steps_each * KEYS
-    high = tl.minimum(low + steps_each * KEYS, stop)
-
-    acc, maximum, total = _weigh(
+    low, high = _key_range(first_position, num_queries, split, KEYS, NUM_SPLITS, WINDOW)
+    attended, lse = _attend_keys(
         q,
-        key_cache,
-        value_cache,
-        table,
+        key_cache + kv_head * HEAD_DIM,
+        value_cache + kv_head * HEAD_DIM,
+        block_table + sequence * table_stride,
         position,
         low,
         high,
-        kv_head,
         scale,
         softcap,
         NUM_KV_HEADS,
@@ -186,30 +170,54 @@ def _attend(
         KEYS,
         WINDOW,
         SOFTCAP,
-        INTERPRETED,
     )
-    # Without keys all is 0 but the maximum, -inf: such a part will weigh nothing.
-    total = tl.where(total == 0, 1.0, total)
-    acc = acc / total[:, None]
     if NUM_SPLITS == 1:
         out_at = output + (row[:, None] * (NUM_KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM
-        tl.store(out_at + d[None, :], acc.to(output.dtype.element_ty), mask=is_query)
+        tl.store(out_at + d[None, :], attended.to(output.dtype.element_ty), mask=is_query)
     else:
         at = (tile * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
-        tl.store(part + at[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
-        tl.store(part_lse + at, maximum + tl.log2(total), mask=r < GROUP)
+        tl.store(part + at[:, None] * HEAD_DIM + d[None, :], attended, mask=is_query)
+        tl.store(part_lse + at, lse, mask=r < GROUP)
 
 
 @triton.jit
-def _weigh(
+def _load_tile(tiles, tile):
+    """Return the fields of a tile, as listed at `TILE_WIDTH`."""
+    at = tiles + tile * TILE
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _key_range(
+    first_position,
+    num_queries,
+    split,
+    KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the keys [low, high) of one split; the tile sees the keys [begin, stop).
+
+    `low` is a multiple of KEYS, so only the last step before `stop` is shorter than KEYS.
+    """
+    stop = first_position + num_queries
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    steps_each = (stop - begin + KEYS * NUM_SPLITS - 1) // (KEYS * NUM_SPLITS)
+    low = begin + split * steps_each * KEYS
+    return low, tl.minimum(low + steps_each * KEYS, stop)
+
+
+@triton.jit
+def _attend_keys(
     q,  # [ROWS, DIM_PAD]
-    key_cache,
+    key_cache,  # from the first slot of the KV head on
     value_cache,
-    table,  # of the blocks of the sequence
+    table,  # block table of the sequence
     position,  # [ROWS]
     low,
     high,
-    kv_head,
     scale,
     softcap,
     NUM_KV_HEADS: tl.constexpr,
@@ -218,11 +226,10 @@ def _weigh(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
-    """Over the keys [low, high): values by their weights, the largest score, the weights' sum.
+    """Return the attention over the keys [low, high), and log2 of the sum of the weights.
 
-    The softmax as it goes along: whenever a larger score comes up, what there is shrinks.
+    The softmax is online: whenever a greater score appears, the sums so far are scaled down.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
@@ -233,23 +240,23 @@ def _weigh(
     acc = tl.full([ROWS, DIM_PAD], 0.0, tl.float32)
     for start in range(low, high, KEYS):
         n = start + tl.arange(0, KEYS)
-        is_kept = (n < high)[:, None] & is_dim[None, :]
+        is_key = (n < high)[:, None] & is_dim[None, :]
         block = tl.load(table + n // BLOCK_SIZE, mask=n < high, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + n % BLOCK_SIZE
-        kept_at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
-        k = tl.load(key_cache + kept_at, mask=is_kept, other=0.0)
-        v = tl.load(value_cache + kept_at, mask=is_kept, other=0.0)
-        if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+        key_at = (slot * NUM_KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
+        k = tl.load(key_cache + key_at, mask=is_key, other=0.0)
+        v = tl.load(value_cache + key_at, mask=is_key, other=0.0)
+        if INTERPRETED:  # The interpreter would multiply the bits of bfloat16 as integers.
             q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP:  # by tanh
+        if SOFTCAP:  # tanh, written with exp2
             scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
         seen = n[None, :] <= position[:, None]
         if WINDOW:
             seen &= n[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row may have seen nothing yet, and -inf - -inf is no number.
+        # A row may have seen no key yet, and -inf - -inf is NaN.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maximum - base)
@@ -257,11 +264,13 @@ def _weigh(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         maximum = new_maximum
 
-    return acc, maximum, total
+    # A row without keys has zero sums and an lse of -inf, which gives it no weight in the merge.
+    total = tl.where(total == 0, 1.0, total)
+    return acc / total[:, None], maximum + tl.log2(total)
 
 
 @triton.jit
-def _merge(
+def _merge_splits(
     output,
     part,
     part_lse,
@@ -270,7 +279,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """The parts of a decode and head, each weighed by the sum of its weights."""
+    """Merge the splits of one decode and head, in proportion to their sums of weights."""
     tile, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     split, d = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM_PAD)
     at = (tile * num_heads + head) * NUM_SPLITS + split

@@ -1,11 +1,12 @@
-"""What every kernel's launch needs."""
+"""Helpers for launching kernels."""
 
 import triton
+import triton.language as tl
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on a CPU: TRITON_INTERPRET=1 before the import."""
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter on a CPU: TRITON_INTERPRET=1 before the import."""
 
 
-def pad(size: int, least: int = 1) -> int:
-    """To a power of two, as the ranges of a kernel must be."""
+def pad_to_power_of_two(size: int, least: int = 1) -> int:
+    """Return the next power of two, at least `least`: ranges in a kernel have such sizes."""
     return max(least, 1 << (size - 1).bit_length())

@@ -1,15 +1,15 @@
-"""RMSNorm as Llama and its kin have it, alone or behind the addition to the residual stream."""
+"""RMSNorm (Zhang and Sennrich, 2019) as in Llama, alone or fused with the residual addition."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad
+from workers.engine.cuda.kernels.launch import pad_to_power_of_two
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension of `x` [..., size]; of its shape and dtype."""
+    """Return the norm over the last dimension of `x` [..., size], in its shape and dtype."""
     rows = x.reshape(-1, x.shape[-1])
     normed = torch.empty_like(rows)
     _launch(rows, rows, rows, normed, weight, eps, add=False)
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # each [..., size]
-    """`residual + x` normalised, and that sum as it is."""
+    """Return the norm of `residual + x`, and the sum itself."""
     rows = x.reshape(-1, x.shape[-1])
     normed, total = torch.empty_like(rows), torch.empty_like(rows)
     _launch(rows, residual.reshape(rows.shape), total, normed, weight, eps, add=True)
@@ -37,7 +37,7 @@ def _launch(
     add: bool,
 ) -> None:
     num_rows, size = x.shape
-    size_pad = pad(size)
+    size_pad = pad_to_power_of_two(size)
     _rms_norm[(num_rows,)](
         x,
         residual,
@@ -70,11 +70,11 @@ def _rms_norm(
     values = tl.load(x + at, mask=i < SIZE, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(residual + at, mask=i < SIZE, other=0.0).to(tl.float32) + values
-        # Normalised is what is kept: the sum as it is rounded.
+        # The rounded sum is normalised, because it is also what later layers see.
         values = added.to(dtype).to(tl.float32)
         tl.store(total + at, values.to(dtype), mask=i < SIZE)
     scale = 1 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
     factor = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    # Rounded in between, as the model does.
+    # Rounded to the model's dtype in between, as transformers does.
     result = (values * scale).to(dtype).to(tl.float32) * factor
     tl.store(normed + at, result.to(dtype), mask=i < SIZE)

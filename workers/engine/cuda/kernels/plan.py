@@ -1,7 +1,7 @@
-"""What the kernels must know of a step, on the device after one copy.
+"""Step plan for the kernels, transferred to the device in one copy.
 
-Attention goes by tiles: some queries of one sequence that stand side by side. A decode is a tile of
-one query, a chunk of a prefill is cut into as many as it needs, and one kernel reads both.
+Attention works on tiles: adjacent queries of one sequence. A decode is a tile of one query, a chunk
+of a prefill is cut into several tiles, and one kernel processes both.
 """
 
 from collections.abc import Sequence
@@ -13,37 +13,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TILE_WIDTH = 4
-"""Of a tile: its first row in the batch, its number of queries, the position of the first of them
-in its sequence, and the row of its sequence in the block table."""
+"""Fields of a tile: first row in the batch, number of queries, position of the first query in its
+sequence, row of the sequence in the block table."""
 
-# Rows of a tile in prefill, one for each query and query head: what fills the matrix units, as long
-# as the rows are no larger than registers have room for.
+# Rows of a tile in a prefill, one per query and query head: enough to fill the matrix units, and
+# limited in bytes so that the rows fit into registers.
 CHUNK_ROWS = 128
 CHUNK_BYTES = 32 * 2**10
 
-# Four for each of the 132 multiprocessors of an H100 or H200; smaller chips have fewer to fill.
-PROGRAMS_WANTED = 528
+# Four programs for each of the 132 multiprocessors of an H100 or H200; smaller chips have fewer.
+TARGET_PROGRAMS = 528
 MAX_SPLITS = 64
 
-# Parts of the copied buffer begin at multiples of 16 bytes: Triton compiles a kernel once more for
-# a pointer that does not.
+# In int32 elements: parts of the copied buffer begin at multiples of 16 bytes, because Triton would
+# compile a second version of a kernel for pointers that are not aligned.
 ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    slots: Tensor  # [num_tokens] int32: where K and V of each token go; -1 goes nowhere
-    decodes: Tensor  # [num_decodes, TILE_WIDTH] int32; tiles of one query, or of none
+    """Plan of one step, on the device."""
+
+    slot_mapping: Tensor  # [num_tokens] int32: slot of each token's K and V; -1 is not written
+    decodes: Tensor  # [num_decodes, TILE_WIDTH] int32; tiles of at most one query
     chunks: Tensor  # [num_chunk_tiles, TILE_WIDTH] int32
     block_table: Tensor  # [num_seqs, max_num_blocks] int32
     num_splits: int  # of each decode's keys, a power of two
 
 
 class BlockTables:
-    """Block tables as one array, of which a step reads only those lists that have changed.
+    """Block tables of the last step as one array, so that only changed lists are converted.
 
-    Most are as they were in the step before, and to compare lists is far cheaper than to convert
-    them.
+    Most tables do not change in a step, and comparing lists is far cheaper than converting them.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class BlockTables:
         self._array = np.zeros((0, 0), dtype=np.int32)
 
     def gather(self, tables: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-        """[num_seqs, width]; behind the end of a table anything may stand."""
+        """Return the tables as [num_seqs, width]; entries behind a table's end are undefined."""
         self._make_room(len(tables), max(width, *(len(table) for table in tables)))
         for i, table in enumerate(tables):
             if table != self._lists[i]:
@@ -63,7 +64,7 @@ class BlockTables:
         rows, columns = self._array.shape
         if num_rows > rows or width > columns:
             self._lists = [[] for _ in range(max(num_rows, rows))]
-            # Twice as wide, so that growing tables do not start anew at every block.
+            # Twice as wide, so that growing tables do not cause a new array at every block.
             columns = columns if width <= columns else 2 * width
             self._array = np.zeros((len(self._lists), columns), dtype=np.int32)
 
@@ -79,21 +80,24 @@ def plan_for_kernels(
     device: torch.device,
     tables: BlockTables | None = None,
 ) -> KernelPlan:
-    """As `attention.plan_step`. `tables` are those of the steps before."""
+    """Return the plan of a batch; the arguments are those of `step_plan.plan_step`.
+
+    `tables` caches the block tables of earlier steps.
+    """
     starts = np.asarray(query_start_loc, dtype=np.int64)
     lens = np.asarray(seq_lens, dtype=np.int64)
     num_new = np.diff(starts)
     width = -(-int(lens.max()) // block_size)
     table = (tables or BlockTables()).gather(block_tables, width)
-    owners, positions = _spread(num_new)
+    owners, positions = _expand_counts(num_new)
     positions += (lens - num_new)[owners]
-    slots = table[owners, positions // block_size] * block_size + positions % block_size
-    tiles = _cut(starts[:-1], num_new, lens, queries_per_tile)
+    slot_mapping = table[owners, positions // block_size] * block_size + positions % block_size
+    tiles = _cut_tiles(starts[:-1], num_new, lens, queries_per_tile)
     is_decode = num_new[tiles[:, 3]] == 1
     decodes, chunks = tiles[is_decode], tiles[~is_decode]
-    copied = _copy([slots, decodes, chunks, table], device)
+    copied = _copy_to_device([slot_mapping, decodes, chunks, table], device)
     return KernelPlan(
-        slots=copied[0],
+        slot_mapping=copied[0],
         decodes=copied[1],
         chunks=copied[2],
         block_table=copied[3],
@@ -102,41 +106,41 @@ def plan_for_kernels(
 
 
 def count_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries in a tile of a prefill; `group` query heads share a KV head."""
+    """Return the queries per tile of a prefill; `group` query heads share a KV head."""
     return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (head_dim * dtype.itemsize)) // group)
 
 
 def count_splits(num_decodes: int, num_kv_heads: int) -> int:
-    """How many programs share the keys of one decode and KV head: enough to fill the chip.
+    """Return the number of programs per decode and KV head: enough to fill the chip.
 
-    Not by the lengths, though short contexts leave some idle: a graph is captured for all lengths,
-    and each number is a kernel of its own.
+    The lengths are ignored, although short contexts leave some programs idle: a graph is captured
+    for all lengths, and each number of splits is a kernel of its own.
     """
-    wanted = PROGRAMS_WANTED // max(1, num_decodes * num_kv_heads)
+    wanted = TARGET_PROGRAMS // max(1, num_decodes * num_kv_heads)
     return 1 << (min(max(wanted, 1), MAX_SPLITS).bit_length() - 1)
 
 
-def _cut(
+def _cut_tiles(
     starts: NDArray[np.int64],
     num_new: NDArray[np.int64],
     lens: NDArray[np.int64],
     queries_per_tile: int,
 ) -> NDArray[np.int64]:  # [num_tiles, TILE_WIDTH]
-    owners, index = _spread(-(-num_new // queries_per_tile))
+    owners, index = _expand_counts(-(-num_new // queries_per_tile))
     first = index * queries_per_tile
     num_queries = np.minimum(num_new[owners] - first, queries_per_tile)
     position = (lens - num_new)[owners] + first
     return np.stack([starts[owners] + first, num_queries, position, owners], axis=1)
 
 
-def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For counts [2, 3]: whose each one is, [0, 0, 1, 1, 1], and which, [0, 1, 0, 1, 2]."""
+def _expand_counts(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return owners and indexes: for counts [2, 3], [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
 
-def _copy(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """The same as int32 tensors, by one copy."""
+def _copy_to_device(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Return the arrays as int32 tensors on the device, transferred in one copy."""
     offsets = np.cumsum([0, *(-(-part.size // ALIGNMENT) * ALIGNMENT for part in parts)])
     packed = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
     host = packed.numpy()

@@ -1,8 +1,8 @@
-"""Rotary positions and the write into the KV cache: queries and keys are read once for both.
+"""Rotary embedding (Su et al., 2021) fused with the write into the KV cache.
 
-The angles come from a table, made by the model itself, so that they are the same to the last bit.
-A position may have several axes (M-RoPE): each pair of a head's dimensions turns by one of them,
-in sections or interleaved, as `Rotary.axes` says.
+The angles come from a table computed by the model's own module, so they are identical to the bit.
+A position may have several axes (M-RoPE of Qwen2-VL): each pair of a head's dimensions is rotated
+by one of them, in sections or interleaved, according to `Rotary.axes`.
 """
 
 from dataclasses import dataclass
@@ -13,32 +13,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.kernels.launch import pad
+from workers.engine.cuda.kernels.launch import pad_to_power_of_two
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
+    """Table of rotary angles."""
+
     cos: Tensor  # [max_positions, head_dim // 2], in the model's dtype
     sin: Tensor
-    axes: Tensor  # [head_dim // 2] int32: which row of the positions turns the pair
+    axes: Tensor  # [head_dim // 2] int32: row of the positions that rotates the pair
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMSNorm of each query and key before they are turned, as in Qwen3."""
+    """RMSNorm of each query and key head before the rotation, as in Qwen3."""
 
     weight: Tensor  # [2, head_dim]: of queries, of keys
     eps: float
 
 
-def rotary_of(module: Any, max_positions: int, num_axes: int, like: Tensor) -> Rotary:
-    """What a transformers rotary embedding computes, asked of it; of `like`'s dtype and device."""
+def tabulate_rotary(module: Any, max_positions: int, num_axes: int, like: Tensor) -> Rotary:
+    """Tabulate a rotary embedding of transformers, in the dtype and on the device of `like`."""
     positions = torch.arange(max_positions, device=like.device)[None]
     cos, sin = module(like, positions)
     half = cos.shape[-1] // 2
     axes = torch.zeros(half, dtype=torch.int32, device=like.device)
     for axis in range(1, num_axes):
-        # Along this axis alone something stands at 1: what turns then, turns by it.
+        # Only this axis is at position 1: the pairs whose sine is not 0 rotate by it.
         probe = torch.zeros(num_axes, 1, 1, dtype=torch.int64, device=like.device)
         probe[axis] = 1
         axes[module(like, probe)[1][0, 0, :half] != 0] = axis
@@ -51,10 +53,10 @@ def rotate_and_write(
     rotary: Rotary,
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Tensor,
-    slots: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
+    slot_mapping: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
     norm: HeadNorm | None = None,
-) -> Tensor:  # the queries: [num_tokens, num_heads, head_dim], of `qkv`'s memory
-    """Queries are turned in place; keys, turned, and values go to the cache."""
+) -> Tensor:  # the queries: [num_tokens, num_heads, head_dim], in `qkv`'s memory
+    """Rotate queries in place, and write rotated keys and values to the cache."""
     num_tokens, num_rows, head_dim = qkv.shape
     num_kv_heads = key_cache.shape[2]
     num_heads = num_rows - 2 * num_kv_heads
@@ -68,14 +70,14 @@ def rotate_and_write(
         rotary.axes,
         key_cache,
         value_cache,
-        slots,
+        slot_mapping,
         norm.weight if norm else rotary.cos,
         norm.eps if norm else 0.0,
         positions.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
-        HALF_PAD=pad(half),
+        HALF_PAD=pad_to_power_of_two(half),
         NORM=norm is not None,
         num_warps=1,
     )
@@ -91,7 +93,7 @@ def _rotate_and_write(
     axes,
     key_cache,
     value_cache,
-    slots,
+    slot_mapping,
     norm_weight,
     eps,
     axis_stride,
@@ -101,7 +103,7 @@ def _rotate_and_write(
     HALF_PAD: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """A program has one query head of a token, or one KV head: its key and its value."""
+    """Each program handles one query head of a token, or one KV head: its key and value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, HALF_PAD)
     within = i < HALF
@@ -113,31 +115,33 @@ def _rotate_and_write(
         mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
         scale = 1 / tl.sqrt(mean + eps)
         weight = norm_weight + tl.where(head < NUM_HEADS, 0, 2 * HALF) + i
-        of_first = tl.load(weight, mask=within, other=0.0).to(tl.float32)
-        of_second = tl.load(weight + HALF, mask=within, other=0.0).to(tl.float32)
-        # Rounded as often as in the model.
-        first = ((first * scale).to(dtype).to(tl.float32) * of_first).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * of_second).to(dtype).to(tl.float32)
+        first_weight = tl.load(weight, mask=within, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + HALF, mask=within, other=0.0).to(tl.float32)
+        # Rounded to the model's dtype as often as in transformers.
+        first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = (
+            ((second * scale).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+        )
 
     axis = tl.load(axes + i, mask=within, other=0)
     position = tl.load(positions + axis * axis_stride + token)
     cos = tl.load(cos_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
     sin = tl.load(sin_table + position * HALF + i, mask=within, other=0.0).to(tl.float32)
-    turned_first = (first * cos - second * sin).to(dtype)
-    turned_second = (second * cos + first * sin).to(dtype)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
 
     if head < NUM_HEADS:
-        tl.store(qkv + at, turned_first, mask=within)
-        tl.store(qkv + at + HALF, turned_second, mask=within)
+        tl.store(qkv + at, rotated_first, mask=within)
+        tl.store(qkv + at + HALF, rotated_second, mask=within)
     else:
-        slot = tl.load(slots + token).to(tl.int64)
-        is_kept = within & (slot >= 0)
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        is_written = within & (slot >= 0)
         to = (slot * NUM_KV_HEADS + head - NUM_HEADS) * (2 * HALF) + i
-        tl.store(key_cache + to, turned_first, mask=is_kept)
-        tl.store(key_cache + to + HALF, turned_second, mask=is_kept)
+        tl.store(key_cache + to, rotated_first, mask=is_written)
+        tl.store(key_cache + to + HALF, rotated_second, mask=is_written)
         value = qkv + at + NUM_KV_HEADS * (2 * HALF)
-        tl.store(value_cache + to, tl.load(value, mask=is_kept), mask=is_kept)
-        tl.store(value_cache + to + HALF, tl.load(value + HALF, mask=is_kept), mask=is_kept)
+        tl.store(value_cache + to, tl.load(value, mask=is_written), mask=is_written)
+        tl.store(value_cache + to + HALF, tl.load(value + HALF, mask=is_written), mask=is_written)
 
 
 def write_cache(
@@ -145,30 +149,34 @@ def write_cache(
     value: Tensor,
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Tensor,
-    slots: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
+    slot_mapping: Tensor,  # [num_tokens] int32; a token of slot -1 is not written
 ) -> None:
-    """Keys and values as they are, for models that turn their keys themselves."""
+    """Write keys and values to the cache unchanged, for models that rotate keys themselves."""
     size = key[0].numel()
     _write_cache[(len(key),)](
         key.reshape(-1, size),
         value.reshape(-1, size),
         key_cache,
         value_cache,
-        slots,
+        slot_mapping,
         SIZE=size,
-        SIZE_PAD=pad(size),
+        SIZE_PAD=pad_to_power_of_two(size),
     )
 
 
 @triton.jit
 def _write_cache(
-    key, value, key_cache, value_cache, slots, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr
+    key, value, key_cache, value_cache, slot_mapping, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
-    is_kept = (i < SIZE) & (slot >= 0)
-    tl.store(key_cache + slot * SIZE + i, tl.load(key + token * SIZE + i, mask=is_kept), is_kept)
+    is_written = (i < SIZE) & (slot >= 0)
     tl.store(
-        value_cache + slot * SIZE + i, tl.load(value + token * SIZE + i, mask=is_kept), is_kept
+        key_cache + slot * SIZE + i, tl.load(key + token * SIZE + i, mask=is_written), is_written
+    )
+    tl.store(
+        value_cache + slot * SIZE + i,
+        tl.load(value + token * SIZE + i, mask=is_written),
+        is_written,
     )

@@ -1,0 +1,43 @@
+"""The interface between the engine core and the code that runs the model."""
+
+from typing import Protocol
+
+from workers.engine.core.sequence import Batch, EngineRequest, SampledToken
+
+
+class StepRunner(Protocol):
+    """Runs batches through a model.
+
+    A runner may hold state for a request from `prepare` until `release`.
+    """
+
+    encoded_items: int
+    """Items that have gone through the vision tower so far."""
+
+    @property
+    def mm_cache_queries(self) -> int:
+        """Number of items looked up in the embedding cache so far."""
+
+    @property
+    def mm_cache_hits(self) -> int: ...
+
+    def prepare(self, request: EngineRequest) -> None:
+        """Set up the request before its first batch. Raises if the request is invalid."""
+
+    def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
+        """Compute or look up the embeddings of these items and hold them for the next batches."""
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy KV blocks, given as (source, destination), before the batch that reads them."""
+
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
+        """Return the new tokens of each scheduled sequence; an empty list if it does not sample.
+
+        Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`.
+        """
+
+    def release(self, request_id: str) -> None:
+        """Drop the state held for the request, if there is any."""
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Overwrite blocks that may hold NaN: even a masked NaN would spoil later attention."""
