@@ -146,7 +146,7 @@ def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_what_is_as_it_should_be_is_answered(
+def test_a_valid_request_is_served(
     core: EngineCore, good: EngineRequest, tower_calls: list[int]
 ) -> None:
     answers, errors = run(core, [good])
@@ -168,7 +168,7 @@ def test_fields_of_another_kind_or_shape_never_reach_the_model(
 
 
 @pytest.mark.parametrize("modality", ["video", "audio", "", "Image"])
-def test_another_modality_is_refused(core: EngineCore, good: EngineRequest, modality: str) -> None:
+def test_another_modality_is_rejected(core: EngineCore, good: EngineRequest, modality: str) -> None:
     _, errors = run(core, [with_item(good, modality=modality)])
     assert type(errors["r"]) is UnsupportedContent
 
@@ -202,7 +202,7 @@ WRONG: dict[str, Callable[[EngineRequest], EngineRequest]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_who_has_too_few_embeddings_fails_alone(
+def test_a_request_with_too_few_embeddings_fails_alone(
     core: EngineCore, processor: Processor, name: str
 ) -> None:
     colours = ("red", "blue", "green", "yellow", "black", "white", "red")
@@ -216,7 +216,7 @@ def test_who_has_too_few_embeddings_fails_alone(
 
 
 @pytest.mark.parametrize("placeholder", [(-1, 4), (0, 0), (0, -1), (10**9, 4), (0, 2**62)])
-def test_places_outside_of_the_prompt_are_refused_at_the_door(
+def test_placeholders_outside_of_the_prompt_are_rejected_by_add(
     core: EngineCore, good: EngineRequest, placeholder: tuple[int, int]
 ) -> None:
     with pytest.raises(InvalidRequest, match="placeholder"):
@@ -229,7 +229,7 @@ def test_places_outside_of_the_prompt_are_refused_at_the_door(
 
 @pytest.mark.parametrize("token_id", [-1, 10**9, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
 @pytest.mark.parametrize("place", [0, 3, -1])
-def test_token_ids_out_of_range_are_refused_at_the_door(
+def test_token_ids_out_of_range_are_rejected_by_add(
     core: EngineCore, good: EngineRequest, token_id: int, place: int
 ) -> None:
     token_ids = [1, 2, 3, 4, 5]
@@ -252,7 +252,9 @@ def test_the_first_id_out_of_range_is_the_vocabularys_size(
 
 
 @pytest.mark.parametrize("token_ids", [[True], [1.0], ["1"], [None], [b"1"], [[1]], "12", None, {}])
-def test_what_is_no_token_id_is_not_even_decoded(processor: Processor, token_ids: Any) -> None:
+def test_invalid_token_ids_are_rejected_before_decoding(
+    processor: Processor, token_ids: Any
+) -> None:
     task = msgspec.to_builtins(msgspec.msgpack.decode(_head(message(processor))))
     assert unpack(envelope(packed([], task | {"items": []}))).prompt_token_ids
     with pytest.raises(DecodeError, match="prompt_token_ids"):
@@ -267,7 +269,7 @@ def _head(data: bytes) -> bytes:
     return bytes(head)
 
 
-def test_an_empty_prompt_is_refused_at_the_door(core: EngineCore, good: EngineRequest) -> None:
+def test_an_empty_prompt_is_rejected_by_add(core: EngineCore, good: EngineRequest) -> None:
     with pytest.raises(RequestError):
         core.add(EngineRequest("r", [], [], good.sampling))
     assert not core.has_work
@@ -276,7 +278,7 @@ def test_an_empty_prompt_is_refused_at_the_door(core: EngineCore, good: EngineRe
 # -- S29: what is received is only read -----------------------------------------------------------
 
 
-def test_the_engine_writes_into_nothing_that_it_was_sent(
+def test_the_engine_does_not_write_to_received_tensors(
     core: EngineCore, processor: Processor
 ) -> None:
     """The memory of this envelope may be written, so a write would show."""
@@ -293,7 +295,7 @@ def test_the_engine_writes_into_nothing_that_it_was_sent(
     assert [tensor._version for tensor in tensors] == [0] * len(tensors)
 
 
-def test_the_renderers_own_table_is_only_read(core: EngineCore, processor: Processor) -> None:
+def test_the_renderers_table_is_not_changed(core: EngineCore, processor: Processor) -> None:
     """It is one for all pictures."""
     first = message(processor)
     run(core, [unpack(first)])

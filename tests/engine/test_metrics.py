@@ -91,7 +91,7 @@ asked = st.lists(
 
 
 @given(asked)
-def test_counts_are_what_was_done(asked: list[tuple[list[int], int, int, int]]) -> None:
+def test_counters_match_the_work_done(asked: list[tuple[list[int], int, int, int]]) -> None:
     rig = Rig()
     for prompt, max_tokens, n, pause in asked:
         for _ in range(pause):
@@ -133,7 +133,7 @@ def test_times_are_from_acceptance_and_from_arrival() -> None:
     assert sum_of(rig.metrics, "e2e_request_latency_seconds") == 2.0 + 3 * STEP_S
 
 
-def test_preemptions_and_waste_are_told() -> None:
+def test_preemptions_and_waste_are_reported() -> None:
     rig = Rig()
     for first in range(3):
         rig.add([first, 2, 3, 4, 5, 6], max_tokens=20)
@@ -148,7 +148,7 @@ def test_preemptions_and_waste_are_told() -> None:
     assert total(rig.samples, "kv_waste") == rig.core.stats().kv_waste
 
 
-def test_a_cancellation_begins_nothing_again() -> None:
+def test_a_cancellation_reports_no_new_requests() -> None:
     rig = Rig()
     rig.add([1, 2, 3], max_tokens=4)
     rig.step()
@@ -157,7 +157,7 @@ def test_a_cancellation_begins_nothing_again() -> None:
     assert rig.core.stats().first_scheduled == ()
 
 
-def test_first_tokens_of_somebody_else_are_not_ours() -> None:
+def test_first_tokens_of_an_earlier_attempt_are_not_counted() -> None:
     """Who resumes a request prefills its prompt, and its client has not waited for that."""
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=4)
@@ -171,7 +171,7 @@ def test_first_tokens_of_somebody_else_are_not_ours() -> None:
     assert count(samples, "inter_token_latency_seconds") == 1
 
 
-def test_an_ending_that_is_in_the_log_is_still_known() -> None:
+def test_a_logged_stop_event_is_recognised() -> None:
     task = EngineTask(
         "r", "demo", "batch", [1, 2], [], SamplingParams(n=2), RequestTicket(5.0, 9.0, 1, ""), []
     )

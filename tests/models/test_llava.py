@@ -106,28 +106,28 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Road:
 
 
 @pytest.mark.parametrize("budget", [7, 13, 512])
-def test_core_gives_the_tokens_of_generate(road: Road, budget: int):
+def test_core_yields_the_tokens_of_generate(road: Road, budget: int):
     cases, expected = road.cases()
     answers, runner = run_core(road.twins, cases, num_blocks=64, budget=budget, steps_between=3)
     assert answers == expected
     assert max(runner.batch_sizes) > 1
 
 
-def test_preempted_requests_give_the_tokens_of_generate(road: Road):
+def test_preempted_requests_yield_the_tokens_of_generate(road: Road):
     cases, expected = road.cases()
     answers, runner = run_core(road.twins, cases, num_blocks=17, budget=64, steps_between=0)
     assert answers == expected
     assert max(runner.num_starts.values()) > 1
 
 
-def test_any_schedule_gives_the_tokens_of_generate(road: Road):
+def test_any_schedule_yields_the_tokens_of_generate(road: Road):
     cases, expected = road.cases()
     schedule = RandomSchedule(random.Random(1), 51, 5, max_chunk=13, preempt_share=0.05)
     assert run_schedule(road.twins, cases, schedule) == expected
     assert schedule.num_preemptions > 0
 
 
-def test_pictures_are_seen(plain: Road):
+def test_images_change_the_output(plain: Road):
     first, second = (plain.expected("See?", [llava.picture(n, 90, 60)], 12) for n in (1, 9))
     assert first != second
 
@@ -224,7 +224,7 @@ def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road):
         {"pixel_table": torch.full((3, 256), float("nan"))},
     ],
 )
-def test_malformed_fields_are_the_requests_own_failure(plain: Road, fields: dict[str, Any]):
+def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str, Any]):
     request = plain.case("spoilt", "See?", [llava.picture(1, 42, 42)], 4).request
     runner = ModelRunner(plain.twins.served, 4, 4, plain.twins.tower)
     runner.prepare(request)

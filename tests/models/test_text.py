@@ -99,7 +99,7 @@ def twins(request: pytest.FixtureRequest) -> Twins:
     [(100, 0.0, 16), (7, 0.05, 4), (5, 0.05, 1)],
     ids=["whole prompts", "chunks of 7", "chunks of 5, blocks of 1"],
 )
-def test_any_schedule_gives_the_tokens_of_generate(
+def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int
 ):
     cases = [*make_cases(False), make_case("long", [], 60, 12)]
@@ -108,7 +108,7 @@ def test_any_schedule_gives_the_tokens_of_generate(
     assert run_schedule(twins, cases, schedule) == answers_of(twins, cases)
 
 
-def test_core_gives_the_tokens_of_generate(twins: Twins):
+def test_core_yields_the_tokens_of_generate(twins: Twins):
     cases = make_cases(False)
     answers, runner = run_core(twins, cases, num_blocks=64, budget=13, steps_between=3)
     assert answers == answers_of(twins, cases)

@@ -59,9 +59,7 @@ def content_until(sequence: Sequence, stop: int) -> object:
 
 
 @given(sequences(), sequences())
-def test_blocks_have_one_name_if_and_only_if_they_have_one_content(
-    one: Sequence, other: Sequence
-) -> None:
+def test_hashes_are_equal_if_and_only_if_contents_are(one: Sequence, other: Sequence) -> None:
     for i, (first, second) in enumerate(zip(hashes_of(one), hashes_of(other), strict=False)):
         stop = (i + 1) * BLOCK_SIZE
         assert (first == second) == (content_until(one, stop) == content_until(other, stop))
@@ -80,7 +78,7 @@ def test_hashes_are_whole_and_stay_as_the_sequence_grows(sequence: Sequence) -> 
     assert hashes_of(again) == grown
 
 
-def test_pictures_of_one_size_with_two_hashes_share_nothing_from_the_first_on() -> None:
+def test_images_of_equal_size_share_no_block_from_the_first_on() -> None:
     token_ids = [1, 2, 1, 2] + [PAD] * 6 + [1, 2]
     place = PlaceholderRange(4, 6)
     one, other = (
@@ -95,7 +93,7 @@ def test_pictures_of_one_size_with_two_hashes_share_nothing_from_the_first_on() 
     ]
 
 
-def test_an_item_has_its_place_in_the_block() -> None:
+def test_an_item_hash_covers_its_position_in_the_block() -> None:
     """The same picture in the same row of placeholders, one further on."""
     token_ids = [PAD] * 6
     one, other = (
@@ -106,7 +104,7 @@ def test_an_item_has_its_place_in_the_block() -> None:
 
 
 @pytest.mark.parametrize("mm_hash", ["", "a"])
-def test_a_picture_is_not_its_placeholders(mm_hash: str) -> None:
+def test_an_image_is_hashed_by_content_not_by_placeholder_tokens(mm_hash: str) -> None:
     item = Item("image", mm_hash, PlaceholderRange(0, 3), {})
     assert hashes_of(sequence_of([PAD] * 3, [item], "")) != hashes_of(
         sequence_of([PAD] * 3, [], "")
@@ -133,7 +131,7 @@ def test_the_chain_is_the_same_in_every_process() -> None:
     assert found == {f"{hashes_of(sequence_of([1, 0, 0, 0, 2, 3], [item], 'x'))}\n"}
 
 
-def test_nothing_of_ours_keeps_things_by_a_builtin_hash() -> None:
+def test_no_module_uses_the_builtin_hash() -> None:
     """It is short, and differs between processes or, worse, does not."""
     for file in [*ROOT.glob("shared/**/*.py"), *ROOT.glob("workers/**/*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):

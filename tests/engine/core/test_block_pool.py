@@ -90,7 +90,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(deadline=None, max_examples=100)
 
 
-def test_the_block_released_last_is_given_out_last() -> None:
+def test_the_block_released_last_is_allocated_last() -> None:
     pool = BlockPool(3, 1)
     first, second = pool.allocate(2)
     pool.release([second])
@@ -98,7 +98,7 @@ def test_the_block_released_last_is_given_out_last() -> None:
     assert pool.allocate(3) == [2, second, first]
 
 
-def test_empty_blocks_go_first_and_then_the_least_recently_used() -> None:
+def test_empty_blocks_are_allocated_before_least_recently_used_ones() -> None:
     pool = BlockPool(4, 1)
     for block, block_hash in zip(pool.allocate(3), "abc", strict=True):
         pool.register(block, block_hash)
@@ -111,7 +111,7 @@ def test_empty_blocks_go_first_and_then_the_least_recently_used() -> None:
     assert (pool.find("a"), pool.find("b"), pool.find("c")) == ([0], [], [])
 
 
-def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
+def test_the_first_of_two_equal_blocks_is_found() -> None:
     pool = BlockPool(2, 1)
     first, second = pool.allocate(2)
     pool.register(first, "a")
@@ -122,12 +122,12 @@ def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
     assert pool.num_evictions == 0
 
 
-def test_releasing_a_free_block_is_refused() -> None:
+def test_releasing_a_free_block_fails() -> None:
     with pytest.raises(AssertionError, match="not held"):
         BlockPool(2, 1).release([0])
 
 
-def test_only_what_is_held_can_be_registered_and_only_once() -> None:
+def test_only_held_blocks_can_be_registered_and_only_once() -> None:
     pool = BlockPool(2, 1)
     with pytest.raises(AssertionError, match="not held"):
         pool.register(0, "a")
@@ -140,6 +140,6 @@ def test_only_what_is_held_can_be_registered_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 0], [0], [0, 2]])
-def test_an_order_must_name_every_block_once(order: list[int]) -> None:
+def test_an_initial_order_must_contain_every_block_once(order: list[int]) -> None:
     with pytest.raises(AssertionError, match="disagree"):
         BlockPool(2, 1, initial_order=order)

@@ -173,7 +173,7 @@ def test_no_stop_string_counts_that_ends_within_the_first_tokens(
         {"logprobs": 0, "max_tokens": 6},
     ],
 )
-def test_tokens_behind_the_end_are_dropped(stride: int, params: dict[str, Any]):
+def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]):
     answer = [2, 3, 4, 5, 6, 7, EOS, 8, 9]
     one = merge_deltas(
         [RequestOutput("r", finish(make_core(Script(answer)), make_request(**params)))]
@@ -221,7 +221,7 @@ def _first_allowed(mask: TokenMask, token_id: int) -> int:
     )
 
 
-def test_a_mask_goes_with_each_choice_and_is_advanced_through_its_log():
+def test_each_choice_has_a_mask_that_is_advanced_through_its_log():
     made: list[EvenThenOdd] = []
 
     def new_mask() -> TokenMask:
@@ -241,7 +241,7 @@ def test_a_mask_goes_with_each_choice_and_is_advanced_through_its_log():
     assert all(mask.token_ids == expected for mask in made)
 
 
-def test_a_mask_that_fails_takes_nobody_with_it():
+def test_a_failing_mask_fails_only_its_request():
     class Broken(EvenThenOdd):
         def allowed(self) -> NDArray[np.int32] | None:
             raise RuntimeError("a poisoned grammar")
@@ -259,7 +259,7 @@ def test_a_mask_that_fails_takes_nobody_with_it():
     assert token_ids == [2, 3, 4, EOS]
 
 
-def test_a_grammar_that_is_refused_leaves_nothing_behind():
+def test_an_invalid_grammar_leaves_no_state():
     def new_mask() -> TokenMask:
         raise InvalidRequest("no such grammar", field="sampling_params.structured_outputs")
 
@@ -284,7 +284,7 @@ def test_a_grammar_that_is_refused_leaves_nothing_behind():
         ({"bad_words": ["zzz"]}, "bad_words"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(params: dict[str, Any], field: str):
+def test_requests_that_the_model_does_not_support_are_rejected(params: dict[str, Any], field: str):
     core = make_core(Script([EOS]), encode=lambda text: [LETTERS.find(c) for c in text if c != "z"])
     with pytest.raises(InvalidRequest) as raised:
         core.add(make_request(**params))
@@ -314,7 +314,7 @@ def test_bad_words_begin_a_text_or_follow_a_space():
 # -- the prefix cache -----------------------------------------------------------------------------
 
 
-def test_the_prefix_cache_may_be_passed_by():
+def test_requests_can_skip_the_prefix_cache():
     core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE))
     request = replace(make_request(max_tokens=1, ignore_eos=True), prompt_token_ids=[3] * 9)
     skips = replace(

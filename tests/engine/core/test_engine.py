@@ -138,7 +138,7 @@ many = st.lists(requests, min_size=1, max_size=5, unique_by=lambda r: r.request_
 
 @settings(deadline=None, max_examples=100)
 @given(many, st.integers(6, 15), st.integers(1, 6), st.integers(1, 20), st.data())
-def test_company_does_not_change_an_answer(
+def test_other_requests_do_not_change_an_output(
     wanted: list[EngineRequest], half_blocks: int, max_seqs: int, budget: int, data: st.DataObject
 ) -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
@@ -174,7 +174,7 @@ def test_the_text_is_that_of_the_tokens_up_to_the_stop(request: EngineRequest) -
 
 @settings(deadline=None, max_examples=60)
 @given(requests)
-def test_a_resume_from_any_cut_goes_on_as_if_nothing_had_happened(request: EngineRequest) -> None:
+def test_a_resume_at_any_token_continues_identically(request: EngineRequest) -> None:
     whole = run_alone(request)
     n = request.sampling.n
     for k in range(len(whole)):
@@ -206,7 +206,7 @@ def test_a_stop_string_across_the_cut_is_found() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(requests)
-def test_a_log_that_lacks_only_its_end_gets_it_at_once(request: EngineRequest) -> None:
+def test_a_log_that_lacks_only_its_final_record_gets_it_at_once(request: EngineRequest) -> None:
     answers = answers_of(run_alone(request), request)
     logged = [LoggedChoice(ids, False) for ids, *_ in answers]
     (output,) = run_alone(replace(request, logged=logged))
@@ -217,7 +217,7 @@ def test_a_log_that_lacks_only_its_end_gets_it_at_once(request: EngineRequest) -
     assert (output.choices, output.usage is not None) == ([], True)
 
 
-def test_what_fails_to_encode_harms_nobody_else() -> None:
+def test_a_failing_encode_fails_only_its_request() -> None:
     good, bad = make_request("good", n=2), make_request("bad", n=2)
     core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_encode=["bad"]))
     core.add(bad)
@@ -228,7 +228,7 @@ def test_what_fails_to_encode_harms_nobody_else() -> None:
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
 
 
-def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
+def test_a_failing_run_fails_only_its_request_and_leaves_clean_blocks() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner)
     good = [make_request(request_id, n=2) for request_id in ("early", "late")]
@@ -243,7 +243,7 @@ def test_what_fails_to_run_fails_alone_and_leaves_clean_blocks() -> None:
     assert runner.holds_nothing
 
 
-def test_what_nothing_was_sampled_behind_is_overwritten_for_the_next() -> None:
+def test_unverified_blocks_are_overwritten_before_reuse() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner, max_num_batched_tokens=4)
     core.add(make_request("gone", prompt=[1] * 10))
@@ -259,7 +259,7 @@ def test_what_nothing_was_sampled_behind_is_overwritten_for_the_next() -> None:
     assert set(runner.zeroed) == held
 
 
-def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
+def test_a_log_that_cannot_be_replayed_leaves_no_state() -> None:
     def fails(token_ids: list[int], **kwargs: object) -> str:
         raise RuntimeError("no text for these")
 
@@ -272,7 +272,7 @@ def test_a_log_that_cannot_be_replayed_leaves_nothing() -> None:
     core.cancel("bad")
 
 
-def test_a_culprit_is_found_by_halves() -> None:
+def test_a_failing_request_is_found_by_bisection() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
     core = make_core(runner, max_num_seqs=16)
     names = [f"good-{i}" for i in range(15)]
@@ -299,7 +299,7 @@ def test_blocks_are_copied_again_where_a_batch_has_failed() -> None:
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
 
 
-def test_the_most_blocks_held_at_one_time_are_told() -> None:
+def test_the_peak_number_of_blocks_is_reported() -> None:
     request = make_request(prompt=[1] * 5, max_tokens=4, ignore_eos=True, n=2)
     # The last token is never computed: 5 + 4 - 1 tokens in blocks of 2, two of them shared.
     assert run_alone(request)[-1].kv_blocks == 2 + 2 + 2
@@ -320,7 +320,7 @@ def test_the_most_blocks_held_at_one_time_are_told() -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_requests_that_cannot_run_are_rejected(
     request_: EngineRequest, error: type[RequestError], field: str
 ) -> None:
     core = make_core()
@@ -337,7 +337,7 @@ def test_placeholders_must_lie_apart_and_in_the_prompt(ranges: list[tuple[int, i
         make_core().add(replace(make_request(), items=items))
 
 
-def test_a_request_in_hand_is_not_taken_twice() -> None:
+def test_a_running_request_is_not_added_twice() -> None:
     core = make_core()
     core.add(make_request())
     with pytest.raises(InvalidRequest, match="already running"):
@@ -364,7 +364,7 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
     return usage.cached_tokens
 
 
-def test_a_prompt_that_comes_again_is_not_computed_again_nor_its_picture() -> None:
+def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
     assert cached_tokens(core, pictured("first")) == 0
@@ -377,14 +377,14 @@ def test_a_prompt_that_comes_again_is_not_computed_again_nor_its_picture() -> No
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * len(LONG), 8)
 
 
-def test_another_picture_shares_what_is_before_it() -> None:
+def test_another_image_shares_the_blocks_before_it() -> None:
     core = make_core()
     assert cached_tokens(core, pictured("first", "a")) == 0
     assert cached_tokens(core, pictured("second", "b")) == 2
     assert core.stats().encoded_items == 2
 
 
-def test_nothing_is_found_of_another_tenants() -> None:
+def test_blocks_of_another_tenant_are_not_found() -> None:
     core = make_core()
     found = [
         (cached_tokens(core, pictured(f"{i}", f"a of {tenant}", tenant)), core.stats())
@@ -410,7 +410,7 @@ def test_choices_share_the_prompt_that_the_first_has_computed() -> None:
     assert runner.holds_nothing
 
 
-def test_a_picture_is_encoded_when_a_hit_ends_within_it() -> None:
+def test_an_image_is_encoded_if_a_cached_prefix_ends_within_it() -> None:
     core = make_core()
     shorter = replace(pictured("first", max_tokens=1), prompt_token_ids=LONG[:7])
     assert cached_tokens(core, shorter) == 0
@@ -418,7 +418,7 @@ def test_a_picture_is_encoded_when_a_hit_ends_within_it() -> None:
     assert core.stats().encoded_items == 2
 
 
-def test_a_picture_that_was_found_is_encoded_if_its_blocks_are_gone_after_a_preemption() -> None:
+def test_a_cached_image_is_encoded_if_its_blocks_are_evicted_after_a_preemption() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner, num_blocks=12)
     assert cached_tokens(core, pictured("first")) == 0
@@ -445,14 +445,14 @@ class RaisesAtTheEnd(FakeRunner):
 
 
 @pytest.mark.parametrize("budget", [4, 64])
-def test_nothing_is_found_of_a_run_that_failed(budget: int) -> None:
+def test_blocks_of_a_failed_run_are_not_cached(budget: int) -> None:
     core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE), max_num_batched_tokens=budget)
     core.add(pictured("bad", n=2))
     assert [output.error is not None for output in finish_all(core)] == [True]
     assert cached_tokens(core, pictured("good")) == 0
 
 
-def test_what_a_failed_run_had_found_is_not_found_again() -> None:
+def test_cached_blocks_of_a_failed_run_are_unregistered() -> None:
     core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE))
     assert cached_tokens(core, pictured("first")) == 0
     core.add(pictured("bad"))
@@ -461,7 +461,7 @@ def test_what_a_failed_run_had_found_is_not_found_again() -> None:
     assert cached_tokens(core, pictured("third")) == 8
 
 
-def test_a_failure_leaves_others_the_blocks_that_they_share_with_it() -> None:
+def test_a_failure_keeps_the_blocks_shared_with_other_requests() -> None:
     runner = RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
     good = pictured("good", max_tokens=12)
@@ -474,7 +474,7 @@ def test_a_failure_leaves_others_the_blocks_that_they_share_with_it() -> None:
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)
 
 
-def test_a_resumed_answer_is_found_as_far_as_it_is_logged() -> None:
+def test_the_logged_part_of_a_resumed_output_is_cached() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
     whole = pictured("r", max_tokens=9)

@@ -152,7 +152,7 @@ requests = st.builds(
     st.lists(requests, min_size=1, max_size=8, unique_by=lambda r: r.request_id),
     st.integers(12, 30),
 )
-def test_events_tell_exactly_what_can_be_found(
+def test_events_describe_exactly_the_cached_blocks(
     wanted: list[EngineRequest], num_blocks: int
 ) -> None:
     """Whatever is computed, shared, evicted, preempted, or fails and is forgotten."""
@@ -171,7 +171,7 @@ def test_events_tell_exactly_what_can_be_found(
         assert findable.hashes == registered(core)
 
 
-def test_pictures_tenant_and_adapter_are_told() -> None:
+def test_events_contain_images_tenant_and_adapter() -> None:
     events = KVEvents()
     core = make_core(16, events)
     item = Item("image", "ab", PlaceholderRange(1, 2), {})
@@ -184,7 +184,7 @@ def test_pictures_tenant_and_adapter_are_told() -> None:
     assert (stored.lora_name, stored.token_ids) == ("fr", [1, 7, 7, 1])
 
 
-def test_a_long_prompt_is_told_in_parts_that_join_on() -> None:
+def test_a_long_prompt_is_published_as_several_chained_events() -> None:
     events = KVEvents()
     num_blocks = 6 * MAX_EVENT_TOKENS // BLOCK_SIZE
     hashes = [f"{2**63 + i:064x}" for i in range(num_blocks)]
@@ -204,7 +204,7 @@ def test_a_long_prompt_is_told_in_parts_that_join_on() -> None:
     assert [t for event in stored for t in event.token_ids] == token_ids
 
 
-def test_without_the_cache_there_is_nothing_to_tell() -> None:
+def test_without_the_cache_there_are_no_events() -> None:
     events = KVEvents()
     core = make_core(16, events, prefix_caching=False)
     core.add(EngineRequest("r", [1] * 8, [], SamplingParams(max_tokens=4, n=2)))
@@ -217,7 +217,7 @@ def test_without_the_cache_there_is_nothing_to_tell() -> None:
 # -- over a real broker ---------------------------------------------------------------------------
 
 
-async def test_a_late_subscriber_replays_an_engine_to_what_can_be_found(bus: Bus) -> None:
+async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -> None:
     model, engine = "kv", f"engine-{secrets.token_hex(4)}"
     config = Config(
         {model: ModelConfig("nowhere")}, engine=EngineConfig(max_num_seqs=4, kv_events=True)

@@ -154,7 +154,7 @@ TestTurns = TurnsMachine.TestCase
 TestTurns.settings = settings(deadline=None, max_examples=100)
 
 
-def test_the_faster_lane_goes_first_but_not_for_ever() -> None:
+def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
     """Two of it arrive at each step, where one can be served."""
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 1, 8, MAX_MODEL_LEN)
 
@@ -177,7 +177,7 @@ def test_the_faster_lane_goes_first_but_not_for_ever() -> None:
     assert num_steps == 2 * LANE_DELAY_STEPS["batch"] + 1
 
 
-def test_the_last_of_the_slower_lane_is_preempted() -> None:
+def test_the_last_batch_sequence_is_preempted() -> None:
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     sequences = []
     for first, lane in enumerate(("batch", "batch", "interactive")):

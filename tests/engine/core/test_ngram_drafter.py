@@ -19,7 +19,7 @@ def search(token_ids: list[int], min_ngram: int, max_ngram: int) -> int | None:
 
 
 @given(st.lists(tokens, max_size=6), lengths)
-def test_what_is_found_is_what_a_search_finds(parts: list[list[int]], ngrams: list[int]) -> None:
+def test_the_index_finds_what_a_search_finds(parts: list[list[int]], ngrams: list[int]) -> None:
     """However much has come at once."""
     index, token_ids = NgramIndex(*ngrams), []
     for part in parts:
@@ -28,7 +28,7 @@ def test_what_is_found_is_what_a_search_finds(parts: list[list[int]], ngrams: li
 
 
 @given(tokens, lengths, st.integers(1, 8), st.integers(0, 8))
-def test_what_followed_there_is_the_draft(
+def test_the_draft_is_what_followed_the_same_ngram(
     token_ids: list[int], ngrams: list[int], num_tokens: int, most: int
 ) -> None:
     drafts = NgramDrafter(num_tokens, *ngrams).propose(token_ids, most)
@@ -41,7 +41,7 @@ def test_what_followed_there_is_the_draft(
     assert drafts == followed[start : start + len(drafts)], "also where it overlaps the end"
 
 
-def test_a_circle_goes_on() -> None:
+def test_a_draft_of_repeated_text_wraps_around() -> None:
     assert NgramDrafter(5, 1, 3).propose([9, 1, 2, 1, 2], 7) == [1, 2, 1, 2, 1]
     assert NgramDrafter(5, 1, 3).propose([9, 4, 4], 7) == [4] * 5
 

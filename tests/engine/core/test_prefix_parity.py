@@ -122,7 +122,7 @@ OVERLAPPING = [
 
 @pytest.mark.parametrize("budget", [7, 512])
 @pytest.mark.parametrize("steps_between", [0, 3, 20], ids=["at once", "joining", "in turn"])
-def test_repeated_and_overlapping_prompts_give_the_tokens_of_generate(
+def test_repeated_and_overlapping_prompts_yield_the_tokens_of_generate(
     twins: Twins, budget: int, steps_between: int
 ) -> None:
     cases = [case_of(*parts) for parts in OVERLAPPING]
@@ -140,7 +140,7 @@ def test_repeated_and_overlapping_prompts_give_the_tokens_of_generate(
     assert engine.runner.encoded_items == len(PICTURES), "each once, for all prompts that show it"
 
 
-def test_the_same_again_neither_computes_nor_sees_anew(twins: Twins) -> None:
+def test_a_repeated_request_recomputes_no_block_and_no_image(twins: Twins) -> None:
     engine = Engine(twins)
     case = case_of("wide", 1, 2)
     num_prompt_tokens = len(case.request.prompt_token_ids)
@@ -153,7 +153,7 @@ def test_the_same_again_neither_computes_nor_sees_anew(twins: Twins) -> None:
     assert engine.runner.encoded_items == 1
 
 
-def test_another_picture_of_equal_size_shares_nothing_from_it_on(twins: Twins) -> None:
+def test_another_image_of_equal_size_shares_no_block_behind_it(twins: Twins) -> None:
     engine = Engine(twins)
     one, other = case_of(1, "wide", 2), case_of(1, "wide too", 2)
     assert one.request.prompt_token_ids == other.request.prompt_token_ids
@@ -164,7 +164,7 @@ def test_another_picture_of_equal_size_shares_nothing_from_it_on(twins: Twins) -
     assert engine.runner.encoded_items == 2
 
 
-def test_another_tenant_finds_nothing_and_the_first_still_does(twins: Twins) -> None:
+def test_blocks_are_found_by_their_own_tenant_only(twins: Twins) -> None:
     engine = Engine(twins, embedding_cache_bytes=2**20)
     found = []
     for tenant in ("a", "b", "a", "b"):
@@ -173,7 +173,7 @@ def test_another_tenant_finds_nothing_and_the_first_still_does(twins: Twins) -> 
     assert found == [(False, 1), (False, 2), (True, 2), (True, 2)]
 
 
-def test_a_picture_in_another_prompt_is_encoded_once_while_there_is_room(twins: Twins) -> None:
+def test_an_image_of_several_prompts_is_encoded_once_while_cached(twins: Twins) -> None:
     prompts = [("wide", 1), (2, "wide"), (3, "wide", "wide")]
     for embedding_cache_bytes, encoded_items in ((2**20, 1), (0, 3)):
         engine = Engine(twins, embedding_cache_bytes=embedding_cache_bytes)

@@ -32,7 +32,7 @@ def advance(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
     return finished
 
 
-def test_a_long_prompt_goes_in_chunks_and_decodes_go_first() -> None:
+def test_long_prompts_are_chunked_and_decodes_are_scheduled_first() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 4, MAX_MODEL_LEN)
     short, long = make_sequence(1), make_sequence(7)
     scheduler.add(short)
@@ -62,7 +62,7 @@ def test_decodes_do_not_wait_for_an_older_prefill() -> None:
     assert [(s.sequence, s.num_new_tokens) for s in batch.scheduled] == [(short, 1), (long, 3)]
 
 
-def test_the_latest_is_preempted_and_comes_back_first() -> None:
+def test_the_last_sequence_is_preempted_and_readmitted_first() -> None:
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     first, second, third = make_sequence(8), make_sequence(8, first=99), make_sequence(1)
     for sequence in (first, second, third):
@@ -89,7 +89,7 @@ def new_tokens(scheduler: Scheduler) -> dict[Sequence, int]:
 
 
 @pytest.mark.parametrize(("prompt_len", "num_cached"), [(7, 6), (8, 6), (9, 8), (2, 0), (1, 0)])
-def test_all_full_blocks_but_the_one_of_the_last_token_are_taken(
+def test_all_full_blocks_except_that_of_the_last_token_are_shared(
     prompt_len: int, num_cached: int
 ) -> None:
     pool = BlockPool(32, BLOCK_SIZE)
@@ -130,7 +130,7 @@ def test_without_the_cache_nothing_is_found() -> None:
     assert scheduler.prefix_cache.query_tokens == 0
 
 
-def test_nothing_is_found_before_a_token_has_been_sampled_behind_it() -> None:
+def test_blocks_are_cached_only_after_a_later_sample() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 6, MAX_MODEL_LEN)
     first, second = make_sequence(9), make_sequence(9)
     scheduler.add(first)
@@ -144,7 +144,7 @@ def test_nothing_is_found_before_a_token_has_been_sampled_behind_it() -> None:
 # -- what another is computing --------------------------------------------------------------------
 
 
-def test_of_many_that_begin_alike_one_computes_the_beginning() -> None:
+def test_a_common_prefix_is_computed_once() -> None:
     pool = BlockPool(128, BLOCK_SIZE)
     scheduler = Scheduler(pool, 16, 64, MAX_MODEL_LEN)
     alike = [make_sequence(10) for _ in range(16)]
@@ -156,7 +156,7 @@ def test_of_many_that_begin_alike_one_computes_the_beginning() -> None:
     assert all(sequence.block_table[:4] == alike[0].block_table[:4] for sequence in alike)
 
 
-def test_it_is_waited_for_until_it_samples() -> None:
+def test_a_sequence_waits_for_a_shared_prefix_until_it_is_sampled() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 6, MAX_MODEL_LEN)
     first, second = make_sequence(9), make_sequence(9)
     scheduler.add(first)
@@ -166,7 +166,7 @@ def test_it_is_waited_for_until_it_samples() -> None:
     assert new_tokens(scheduler) == {first: 1, second: 1}
 
 
-def test_one_that_is_gone_is_not_waited_for() -> None:
+def test_no_sequence_waits_for_a_removed_one() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 6, MAX_MODEL_LEN)
     first, second, third = make_sequence(9), make_sequence(9), make_sequence(9)
     for sequence in (first, second, third):
@@ -178,7 +178,7 @@ def test_one_that_is_gone_is_not_waited_for() -> None:
     assert new_tokens(scheduler) == {second: 1, third: 1}
 
 
-def test_less_than_a_block_is_not_waited_for() -> None:
+def test_a_sequence_does_not_wait_for_less_than_a_block() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     first, second = make_sequence(3), make_sequence(2)
     scheduler.add(first)
@@ -187,7 +187,7 @@ def test_less_than_a_block_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("max_seqs", "num_blocks"), [(3, 16), (2, 16), (3, 13)])
-def test_who_waits_for_another_is_passed_if_that_leaves_it_its_room(
+def test_a_sequence_that_waits_for_a_prefix_is_skipped_if_its_blocks_stay_reserved(
     max_seqs: int, num_blocks: int
 ) -> None:
     scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), max_seqs, 32, MAX_MODEL_LEN)
@@ -199,7 +199,7 @@ def test_who_waits_for_another_is_passed_if_that_leaves_it_its_room(
     assert new_tokens(scheduler)[second] == 1
 
 
-def test_nobody_waits_for_one_that_comes_after_it() -> None:
+def test_no_sequence_waits_for_one_of_lower_priority() -> None:
     scheduler = Scheduler(BlockPool(32, BLOCK_SIZE), 4, 6, MAX_MODEL_LEN)
     later, first = make_sequence(9, lane="batch"), make_sequence(9)
     scheduler.add(later)
@@ -276,7 +276,7 @@ def test_without_the_cache_a_choice_that_comes_too_late_computes_its_prompt() ->
 # -- room -----------------------------------------------------------------------------------------
 
 
-def test_free_blocks_that_are_taken_over_are_not_counted_twice() -> None:
+def test_shared_free_blocks_are_not_counted_twice() -> None:
     """8 blocks: 3 are held, 4 findable, 1 empty. Of 6 that are needed, 4 are found."""
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     gone, holder, late = make_sequence(9, 1), make_sequence(5, first=99), make_sequence(12)
@@ -290,7 +290,7 @@ def test_free_blocks_that_are_taken_over_are_not_counted_twice() -> None:
     assert new_tokens(scheduler) == {late: 4}
 
 
-def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
+def test_a_preempted_sequence_finds_its_remaining_blocks() -> None:
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 32, MAX_MODEL_LEN)
     first, second = make_sequence(8, 5), make_sequence(8, 5, first=99)
     scheduler.add(first)
@@ -358,7 +358,7 @@ def num_drafts(scheduler: Scheduler) -> dict[Sequence, int]:
     return {s.sequence: len(s.draft_token_ids) for s in batch.scheduled}
 
 
-def test_decodes_share_what_is_left_among_their_drafts() -> None:
+def test_drafts_share_the_remaining_budget() -> None:
     pool = BlockPool(32, BLOCK_SIZE)
     scheduler = Scheduler(pool, 4, 12, MAX_MODEL_LEN, max_drafting_tokens=7)
     first, second, third = drafting(3, 1), drafting(3, 2), drafting(6, 3)
@@ -374,7 +374,7 @@ def test_decodes_share_what_is_left_among_their_drafts() -> None:
     assert num_drafts(scheduler) == {first: 2, second: 1, third: 1}
 
 
-def test_nobody_loses_anything_to_a_draft() -> None:
+def test_drafts_take_no_budget_or_blocks_from_other_sequences() -> None:
     scheduler = Scheduler(BlockPool(8, BLOCK_SIZE), 4, 12, MAX_MODEL_LEN, max_drafting_tokens=99)
     first, second = drafting(5, 1), drafting(6, 2)
     scheduler.add(first)
@@ -396,7 +396,7 @@ def test_nobody_loses_anything_to_a_draft() -> None:
     assert [num_drafts(alone)[last] for _ in range(3)] == [2, 1, 0], "none behind the end"
 
 
-def test_logits_of_prompts_are_asked_for_in_small_pieces() -> None:
+def test_prompt_logits_are_computed_in_small_chunks() -> None:
     """A row of them is large; all that ask share what a step may make, and others do not wait."""
     num_tokens = MAX_PROMPT_LOGITS
     scheduler = Scheduler(BlockPool(2048, BLOCK_SIZE), 4, 4 * num_tokens, 2 * num_tokens)

@@ -93,7 +93,7 @@ def make_model(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "windows"], scope="module"
 )
-def test_any_schedule_gives_the_tokens_of_generate(name: str):
+def test_any_schedule_yields_the_tokens_of_generate(name: str):
     model = make_model(name)
     whole = adapt(model)
     tower = None if whole.tower is None else Tower(whole.tower, model)
@@ -107,7 +107,7 @@ def test_any_schedule_gives_the_tokens_of_generate(name: str):
 
 
 @needs_kernels
-def test_the_loader_takes_the_kernels_where_it_can():
+def test_the_loader_uses_the_kernels_where_possible():
     model = ModelConfig(path=str(DEMO_MODEL))
     assert isinstance(load(model, EngineConfig()).model, NativeModel)
     assert isinstance(load(model, EngineConfig(native=False)).model, FlatModel)
@@ -116,7 +116,7 @@ def test_the_loader_takes_the_kernels_where_it_can():
 
 
 @needs_kernels
-def test_a_pool_takes_the_memory_that_it_was_given(tmp_path: Path):
+def test_a_pool_uses_the_configured_memory(tmp_path: Path):
     """Values of 40 dimensions lie in rows of 64."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     config = LlamaConfig(**{**TEXT, "hidden_size": 160})
@@ -229,7 +229,7 @@ def test_a_long_context_and_then_a_short_one():
 
 
 @needs_kernels
-def test_numbers_that_are_none_stay_with_their_sequence():
+def test_nan_stays_within_its_sequence():
     """Nothing that one sequence brings is seen by another; what is not a number stays visible."""
     model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
     native = make_native(model)
@@ -330,7 +330,7 @@ time.sleep(0.5)
 
 
 @needs_kernels
-def test_a_process_may_end_in_the_middle_of_a_step():
+def test_a_process_can_exit_during_a_step():
     command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE]
     assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
 
@@ -358,11 +358,13 @@ def _with(**changes: Any) -> PreTrainedModel:
         (lambda: _with().half(), 8, "its weights are torch.float16"),
     ],
 )
-def test_what_stays_with_torch(make: Callable[[], PreTrainedModel], block_size: int, reason: str):
+def test_unsupported_models_run_on_torch(
+    make: Callable[[], PreTrainedModel], block_size: int, reason: str
+):
     assert unsupported_reason(adapt(make()), block_size) == reason
 
 
-def test_without_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_kernels_models_run_on_torch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoder.library, "load", lambda: None)
     loaded = load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
     assert isinstance(loaded.model, FlatModel)
@@ -377,7 +379,7 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.load.cache_clear()
 
 
-def test_without_a_compiler_there_are_none(
+def test_without_a_compiler_there_are_no_kernels(
     fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -408,7 +410,7 @@ def test_a_cache_that_others_can_write_is_not_executed(
 
 
 @needs_kernels
-def test_what_a_killed_compiler_has_left_is_removed(
+def test_files_of_a_killed_compiler_are_removed(
     fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     folder = tmp_path / "pagemill"

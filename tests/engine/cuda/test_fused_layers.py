@@ -169,7 +169,7 @@ def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True)
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "gemma2"]
 )
-def test_answers_are_those_of_transformers(device: torch.device, name: str):
+def test_outputs_are_those_of_transformers(device: torch.device, name: str):
     model = build(name)
     sharpen(model)
     served = serve(model, device)
@@ -210,7 +210,7 @@ def test_positions_in_three_axes_turn_as_in_transformers(device: torch.device):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_joined_projections_keep_one_copy_of_the_weights(device: torch.device):
+def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.device):
     served = serve(build("llama"), device, decodes=False)
     attention: Any = served.model.family.decoder.layers[0].self_attn
     weight, bias = attention.qkv

@@ -108,7 +108,7 @@ def test_every_adapter_answers_differently(mixed: Mixed) -> None:
 @pytest.mark.parametrize(
     ("max_chunk", "preempt_share", "block_size"), [(100, 0.0, 16), (7, 0.0, 4), (5, 0.1, 1)]
 )
-def test_any_schedule_gives_the_tokens_of_merged_weights(
+def test_any_schedule_yields_the_tokens_of_merged_weights(
     mixed: Mixed, max_chunk: int, preempt_share: float, block_size: int
 ) -> None:
     """In any order: the rows of an adapter are several runs."""
@@ -122,7 +122,7 @@ def test_any_schedule_gives_the_tokens_of_merged_weights(
 
 @pytest.mark.parametrize("budget", [7, 512])
 @pytest.mark.parametrize("num_blocks", [200, 17], ids=["with room", "preempted"])
-def test_core_gives_the_tokens_of_merged_weights(
+def test_core_yields_the_tokens_of_merged_weights(
     mixed: Mixed, num_blocks: int, budget: int
 ) -> None:
     cases = mixed.cases()
@@ -134,7 +134,7 @@ def test_core_gives_the_tokens_of_merged_weights(
     assert (max(runner.num_starts.values()) > 1) == (num_blocks < 200)
 
 
-def test_a_resume_goes_on_with_its_adapter(mixed: Mixed) -> None:
+def test_a_resume_continues_with_its_adapter(mixed: Mixed) -> None:
     cases = mixed.cases()
     expected = mixed.expected(cases)
     resumed = []
@@ -197,7 +197,7 @@ def test_rows_without_an_adapter_are_not_touched(mixed: Mixed) -> None:
     assert not torch.allclose(changed[1], base[1], atol=0.1)
 
 
-def test_what_has_no_adapter_is_multiplied_with_nothing() -> None:
+def test_rows_without_adapter_weights_are_unchanged() -> None:
     base, step = nn.Linear(6, 5), AdapterRuns(num_rows=4)
     layer = AdaptedLinear(
         base, {2: LoraWeights(torch.full((3, 6), torch.nan), torch.ones(5, 3))}, 2, step
@@ -209,7 +209,7 @@ def test_what_has_no_adapter_is_multiplied_with_nothing() -> None:
     assert is_touched.tolist() == [[False, False, True, False]]
 
 
-def test_an_unknown_adapter_is_the_requests_own_failure(seeing: Mixed) -> None:
+def test_an_unknown_adapter_fails_only_its_request(seeing: Mixed) -> None:
     request = replace(make_cases(False)[0].request, adapter="other")
     runner = ModelRunner(seeing.twins.served, 4, 4, adapters=seeing.twins.adapters)
     with pytest.raises(UnknownAdapter, match="large, small") as caught:

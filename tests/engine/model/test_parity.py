@@ -355,7 +355,7 @@ def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
     [(100, 0.0, 16), (7, 0.0, 4), (13, 0.05, 5), (5, 0.1, 1)],
     ids=["whole prompts", "chunks of 7", "chunks of 13, preempted", "chunks of 5, blocks of 1"],
 )
-def test_any_schedule_gives_the_tokens_of_generate(
+def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int
 ):
     cases = make_cases(twins.sees)
@@ -365,7 +365,7 @@ def test_any_schedule_gives_the_tokens_of_generate(
     assert (schedule.num_preemptions > 0) == (preempt_share > 0)
 
 
-def test_pictures_are_seen(seeing: Twins):
+def test_images_change_the_output(seeing: Twins):
     """Other pictures under the same words give another answer, in the reference already."""
     case = make_case("seen", [(90, 60)], 9, 12)
     image = picture(999, 90, 60)
@@ -449,7 +449,7 @@ def run_core(
 
 @pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
 @pytest.mark.parametrize("budget", [7, 13, 512])
-def test_core_gives_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int):
+def test_core_yields_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int):
     cases = make_cases(twins.sees)
     answers, runner = run_core(
         twins, cases, num_blocks=64, budget=budget, steps_between=steps_between
@@ -475,7 +475,7 @@ class _Nothing(msgspec.Struct):
 
 
 @pytest.mark.parametrize("budget", [7, 512])
-def test_a_remote_tower_gives_the_tokens_of_generate(twins: Twins, budget: int):
+def test_a_remote_tower_yields_the_tokens_of_generate(twins: Twins, budget: int):
     if twins.tower is None:
         pytest.skip("a model that does not see")
     cases = make_cases(True)
@@ -499,7 +499,7 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_preempted_requests_give_the_tokens_of_generate(twins: Twins, budget: int):
+def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: int):
     cases = make_cases(twins.sees)
     answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
     assert answers == answers_of(twins, cases)
@@ -555,7 +555,7 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
     ]
 
 
-def test_sampled_choices_with_pictures_resume_anywhere_as_they_began(seeing: Twins):
+def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twins):
     """n > 1, pictures, chunked prefill, preemption and a resume at any cut, all at once."""
     num_recomputed = 0
     for seed in range(8):
@@ -581,7 +581,7 @@ def test_sampled_choices_with_pictures_resume_anywhere_as_they_began(seeing: Twi
     assert num_recomputed > 0
 
 
-def test_logits_that_are_no_numbers_fail_one_request_and_leave_clean_blocks(seeing: Twins):
+def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seeing: Twins):
     """Not even through what is masked: 0 times a NaN that stays in a reused block is a NaN."""
 
     class Spoilt(CountingRunner):
@@ -646,7 +646,7 @@ def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
     return Case(EngineRequest(colour, token_ids, [item], params), [image])
 
 
-def test_demo_model_answers_as_in_transformers(demo: LoadedModel):
+def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel):
     reference = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
     cases, expected = [], {}
@@ -711,7 +711,7 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
         {"image_grid_thw": torch.tensor([[1, 4, 4]])},
     ],
 )
-def test_malformed_fields_are_the_requests_own_failure(seeing: Twins, fields: dict[str, Any]):
+def test_malformed_fields_fail_only_their_request(seeing: Twins, fields: dict[str, Any]):
     case = make_case("spoilt", [(56, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     runner.prepare(case.request)
@@ -737,7 +737,7 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins):
         runner.prepare(replace(case.request, items=[first, first, second]))
 
 
-def test_a_text_model_refuses_pictures():
+def test_a_text_model_rejects_images():
     family = LanguageAdapter(build("llama"))
     with pytest.raises(UnsupportedContent):
         family.check(make_case("picture", [(56, 56)], 4, 4).request)
@@ -765,7 +765,7 @@ def changed_copy(folder: Path, tmp_path: Path, **config: Any) -> Path:
     return copied
 
 
-def test_loaded_model_says_what_it_is(folder: Path):
+def test_a_loaded_model_has_the_properties_of_its_config(folder: Path):
     engine = EngineConfig(kv_cache_mib=1, native=False)
     loaded = load(ModelConfig(path=str(folder), max_model_len=100), engine)
     assert loaded.eos_token_ids == {7, 9}
@@ -803,7 +803,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str):
         ({"model_type": "gpt2"}, "no family"),
     ],
 )
-def test_models_that_would_answer_wrongly_are_refused(
+def test_models_that_would_compute_wrong_tokens_are_rejected(
     folder: Path, tmp_path: Path, config: dict[str, Any], message: str
 ):
     copied = changed_copy(folder, tmp_path, **config)

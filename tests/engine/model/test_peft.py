@@ -65,7 +65,7 @@ def train(model: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-def test_a_mixed_batch_gives_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
+def test_a_mixed_batch_yields_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
     model = build(name).eval().requires_grad_(False)
     widen(model)
     cases, expected = [], {}

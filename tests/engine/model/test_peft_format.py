@@ -74,7 +74,9 @@ def refusal(model: PreTrainedModel, adapter: Path) -> str:
         ({"alpha_pattern": None, "rank_pattern": None}, 6 / 4),
     ],
 )
-def test_scales(model: PreTrainedModel, adapter: Path, config: dict[str, Any], scale: float):
+def test_scales_follow_the_config(
+    model: PreTrainedModel, adapter: Path, config: dict[str, Any], scale: float
+):
     configure(adapter, **config)
     tensors = load_file(adapter / "adapter_model.safetensors")
     low_rank = read(model, adapter)[Q]
@@ -214,7 +216,9 @@ def test_an_adapter_without_weights(model: PreTrainedModel, adapter: Path):
     assert "empty" in refusal(model, adapter)
 
 
-def test_a_tower_is_refused_where_encoders_have_it(model: PreTrainedModel, tmp_path: Path):
+def test_adapters_of_the_tower_are_rejected_where_encoders_run_it(
+    model: PreTrainedModel, tmp_path: Path
+):
     adapter = write_adapter(tmp_path, model, ["attn.qkv"], 2, 2, 1)
     with pytest.raises(ConfigError, match="tower"):
         load_adapters(adapt(model), {"mine": str(adapter)})
@@ -223,7 +227,7 @@ def test_a_tower_is_refused_where_encoders_have_it(model: PreTrainedModel, tmp_p
 # -- through the loader ---------------------------------------------------------------------------
 
 
-def test_the_loader_tells_which_adapters_there_are(folder: Path, tmp_path: Path):
+def test_the_loader_lists_the_adapters(folder: Path, tmp_path: Path):
     adapter = write_adapter(tmp_path, build("qwen2"), ["q_proj"], 2, 2, 1)
     engine = EngineConfig(kv_cache_mib=2)
     loaded = load(ModelConfig(str(folder), adapters={"mine": str(adapter)}), engine)

@@ -56,7 +56,7 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
-def test_the_answers_are_those_of_transformers(reference: PreTrainedModel, native: bool):
+def test_outputs_are_those_of_transformers(reference: PreTrainedModel, native: bool):
     folder = Path(str(FOLDER))
     engine = EngineConfig(native=native, max_num_batched_tokens=48)
     model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)

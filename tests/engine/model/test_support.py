@@ -59,14 +59,14 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("clip", {}, "no family"),
     ],
 )
-def test_what_would_be_answered_wrongly_is_refused_with_the_reason(
+def test_unsupported_adapter_settings_are_rejected_with_the_reason(
     model_type: str, settings: dict[str, Any], reason: str
 ):
     assert reason in refuse(model_type, settings)
 
 
 @pytest.mark.parametrize("model_type", list_text_model_types())
-def test_families_are_taken_as_they_come(model_type: str):
+def test_text_families_are_supported(model_type: str):
     check_supported(AutoConfig.for_model(model_type), FOLDER)
 
 
@@ -75,5 +75,5 @@ def test_families_that_see_are_taken_as_they_come(model_type: str):
     check_supported(AutoConfig.for_model(model_type), FOLDER)
 
 
-def test_an_unknown_family_is_told_which_are_known():
+def test_the_error_for_an_unknown_family_lists_the_known_ones():
     assert "qwen3_moe" in refuse("gpt2", {})

@@ -156,14 +156,14 @@ def say(rig: Rig, wanted: StructuredOutputs, **params: Any) -> list[ChoiceDelta]
 
 
 @pytest.mark.parametrize("indented", ['{"a":1,"b":[]}', '{ "a": 1, "b": [] }', '{\n  "a": 1,\n'])
-def test_json_may_be_written_as_models_write_it(demo: Rig, indented: str) -> None:
+def test_json_allows_the_usual_white_space(demo: Rig, indented: str) -> None:
     mask = demo.grammar(StructuredOutputs(json_object=True)).new_mask()
     for token_id in demo.loaded.encode(indented):
         assert mask.allowed()[token_id // 32] >> (token_id % 32) & 1
         mask.advance(token_id)
 
 
-def test_an_answer_ends_though_the_model_would_go_on_with_blanks(demo: Rig) -> None:
+def test_json_output_ends_although_the_model_prefers_blanks(demo: Rig) -> None:
     likes = dict.fromkeys(demo.blanks, 100.0)
     schema = {"type": "object", "properties": {"round": {"type": "boolean"}}}
     strict = schema | {"required": ["round"], "additionalProperties": False}
@@ -219,7 +219,7 @@ SCHEMAS = st.recursive(
 
 @settings(deadline=None, max_examples=20)
 @given(SCHEMAS, st.integers(0, 2**31))
-def test_answers_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
+def test_outputs_follow_any_schema(rig: Rig, schema: dict[str, Any], seed: int) -> None:
     """A model with random weights has no mind of its own to follow it."""
     for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": seed}):
         (said,) = say(rig, StructuredOutputs(json_schema=schema), max_tokens=450, **params)
@@ -256,7 +256,7 @@ def test_the_other_forms(rig: Rig, seed: int) -> None:
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=4)
 )
 @example(["\x7f", "\u2028\\", '"'])
-def test_one_of_the_choices_is_said(rig: Rig, choices: list[str]) -> None:
+def test_the_output_is_one_of_the_choices(rig: Rig, choices: list[str]) -> None:
     (said,) = say(rig, StructuredOutputs(choice=choices), temperature=1.0)
     assert said.finish_reason == "stop"
     assert said.text in choices
@@ -269,7 +269,7 @@ def test_fewer_logits_than_tokens(tmp_path: Path) -> None:
     jsonschema_rs.validate(PERSON, json.loads(said.text))
 
 
-def test_a_model_that_cannot_end_takes_no_grammars(rig: Rig) -> None:
+def test_a_model_without_end_tokens_supports_no_grammars(rig: Rig) -> None:
     assert new_grammar_compiler(replace(rig.loaded, eos_token_ids=frozenset())) is None
 
 
@@ -289,7 +289,7 @@ def test_each_choice_has_a_mask_of_its_own(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}])
-def test_a_resume_goes_on_where_it_was_cut(rig: Rig, params: dict[str, Any]) -> None:
+def test_a_resume_continues_at_the_logged_token(rig: Rig, params: dict[str, Any]) -> None:
     request = rig.request(StructuredOutputs(json_schema=PERSON), n=2, **params)
     whole, _ = run(rig.core(), request)["r"]
     shortest = min(len(choice.token_ids) for choice in whole)
@@ -307,7 +307,7 @@ def test_a_resume_goes_on_where_it_was_cut(rig: Rig, params: dict[str, Any]) -> 
             assert more.finish_reason == choice.finish_reason
 
 
-def test_preempted_answers_are_the_same(rig: Rig) -> None:
+def test_preemption_does_not_change_outputs(rig: Rig) -> None:
     wanted = StructuredOutputs(regex="([a-z ]{3},){20}")
     requests = [rig.request(wanted, f"r{i}", seed=i, max_tokens=90) for i in range(4)]
     alone = {
@@ -319,7 +319,7 @@ def test_preempted_answers_are_the_same(rig: Rig) -> None:
     assert core.stats().num_preemptions > 0
 
 
-def test_a_neighbour_notices_nothing(rig: Rig) -> None:
+def test_a_grammar_does_not_change_other_requests(rig: Rig) -> None:
     plain = rig.request(None, "plain", temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     held = rig.request(StructuredOutputs(json_schema=PERSON), "held", seed=4)
     together = run(rig.core(), plain, held)
@@ -350,7 +350,7 @@ def test_with_ignore_eos_only_ends_follow(rig: Rig) -> None:
     assert (said.text, said.finish_reason, len(said.token_ids)) == ("x", "length", 8)
 
 
-def test_what_leaves_no_token_fails_alone(rig: Rig) -> None:
+def test_a_request_without_allowed_tokens_fails_alone(rig: Rig) -> None:
     wanted = StructuredOutputs(choice=["x"])
     good = rig.request(StructuredOutputs(json_schema=PERSON), "good", seed=1)
     ended = run(
@@ -391,7 +391,7 @@ PRODUCT = {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
     ],
     ids=lambda value: None if isinstance(value, str) else msgspec.json.encode(value)[:40].decode(),
 )
-def test_what_cannot_be_compiled_is_refused(
+def test_grammars_that_do_not_compile_are_rejected(
     rig: Rig, wanted: StructuredOutputs, reason: str
 ) -> None:
     with pytest.raises(InvalidGrammar, match=reason) as caught:
@@ -442,7 +442,7 @@ async def test_equal_grammars_are_compiled_once(rig: Rig, monkeypatch: pytest.Mo
     assert len(trial.tried) == 4
 
 
-async def test_a_refusal_is_remembered_and_a_failure_is_not(
+async def test_invalid_grammars_are_cached_and_failures_are_not(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: list[tuple[str | Exception, type[Exception], int]] = [
@@ -473,7 +473,7 @@ def held_up(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> Gramm
     return grammars_with(rig, trial, monkeypatch)
 
 
-async def test_who_waits_can_leave_and_nobody_else_notices(
+async def test_a_waiter_can_leave_without_affecting_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = Counting()
@@ -487,7 +487,7 @@ async def test_who_waits_can_leave_and_nobody_else_notices(
     assert len(trial.tried) == 1
 
 
-async def test_what_nobody_waits_for_takes_no_slot(
+async def test_a_compilation_without_waiters_frees_its_slot(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = Counting()

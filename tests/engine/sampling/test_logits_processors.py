@@ -51,7 +51,7 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
 
 @settings(deadline=None, max_examples=100)
 @given(logit_rows, token_lists, token_lists, st.floats(-2, 2), st.floats(-2, 2))
-def test_presence_and_frequency_count_the_answer_alone(
+def test_presence_and_frequency_penalties_count_output_tokens_only(
     logits: Tensor, prompt: list[int], output: list[int], presence: float, frequency: float
 ):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, as OpenAI's reference has it."""
@@ -139,7 +139,7 @@ def test_masks_hold_each_for_its_row():
     assert sample(logits[None], sequences[2:3]) == [5]
 
 
-def test_a_penalty_scales_what_the_bias_has_made_and_unbans_nothing():
+def test_penalties_apply_to_biased_logits_and_unban_no_token():
     params = SamplingParams(
         logit_bias={1: 4.0, 2: 100.0}, repetition_penalty=2.0, bad_words=["x"], min_p=1.0
     )
@@ -160,7 +160,7 @@ def test_a_penalty_scales_what_the_bias_has_made_and_unbans_nothing():
         {"min_tokens": 1},
     ],
 )
-def test_neighbours_that_ask_for_nothing_are_left_alone(change: dict[str, Any]):
+def test_rows_without_parameters_are_not_changed(change: dict[str, Any]):
     logits = random_logits(2)[0]
     plain, asking = sequence_of(SamplingParams()), sequence_of(SamplingParams(**change))
     asking.end_token_ids = plain.end_token_ids = (9,)
@@ -172,7 +172,7 @@ def test_neighbours_that_ask_for_nothing_are_left_alone(change: dict[str, Any]):
     assert torch.equal(rows[1], adjusted(logits, asking))
 
 
-def test_penalties_hold_for_greedy_choice_too():
+def test_penalties_apply_to_greedy_sampling_too():
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 8], logits[0, 9] = 2.0, 1.5
     params = SamplingParams(temperature=0, frequency_penalty=1.0)

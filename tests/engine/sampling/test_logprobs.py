@@ -44,7 +44,7 @@ def test_each_row_gets_what_it_asks_for(monkeypatch: pytest.MonkeyPatch):
         check(logprobs, expected[row], token_id, num_tops)
 
 
-def test_what_cannot_come_is_a_number_in_json():
+def test_impossible_tokens_have_a_finite_logprob():
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
     (found,) = logprobs_of(logits, [0], [1], [3])
     assert (found.logprob, found.rank) == (IMPOSSIBLE, 3)
@@ -127,7 +127,9 @@ def check_prompt(twins: Twins, case: Case, outputs: list[RequestOutput]) -> None
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(64, 100), (7, 17)], ids=["whole", "preempted"])
-def test_they_are_those_of_the_models_own_distribution(twins: Twins, budget: int, num_blocks: int):
+def test_logprobs_are_those_of_the_unprocessed_distribution(
+    twins: Twins, budget: int, num_blocks: int
+):
     sizes = [(60, 60)] if twins.sees else []
     cases = [
         ask(make_case("greedy", sizes, 9, 12)),
@@ -143,7 +145,7 @@ def test_they_are_those_of_the_models_own_distribution(twins: Twins, budget: int
             check_answer(twins, case, of_case, choice)
 
 
-def test_those_of_the_prompt_are_complete_whatever_the_cache_holds(twins: Twins):
+def test_prompt_logprobs_are_complete_with_a_warm_cache(twins: Twins):
     core = make_core(twins)
     case = make_case("cached", [], 23, 6)
     run(core, case)
@@ -154,7 +156,7 @@ def test_those_of_the_prompt_are_complete_whatever_the_cache_holds(twins: Twins)
     assert run(core, case)["cached"][-1].usage.cached_tokens == 20
 
 
-def test_a_resume_tells_the_rest_and_not_the_prompt_again(twins: Twins):
+def test_a_resume_returns_the_rest_without_prompt_logprobs(twins: Twins):
     case = ask(make_case("resumed", [], 9, 12), temperature=1.0)
     whole = run(make_core(twins), case)["resumed"]
     deltas = [delta for output in whole for delta in output.choices]
@@ -169,7 +171,7 @@ def test_a_resume_tells_the_rest_and_not_the_prompt_again(twins: Twins):
         assert found.logprobs[0].logprob == pytest.approx(expected.logprobs[0].logprob, abs=1e-4)
 
 
-def test_who_does_not_ask_gets_none(twins: Twins):
+def test_logprobs_are_returned_only_on_request(twins: Twins):
     outputs = run(make_core(twins), make_case("plain", [], 9, 3))["plain"]
     assert all(o.prompt_logprobs is None and o.choices[0].logprobs is None for o in outputs)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, ignore_eos=True)

@@ -112,13 +112,13 @@ def test_a_large_vocabulary_is_filtered_as_by_transformers(spread: float, top_k:
         min_p=st.sampled_from([0.0, 0.1, 0.5]),
     ),
 )
-def test_among_equals_all_stay_or_none(logits: list[int], params: SamplingParams):
+def test_tied_tokens_are_kept_or_removed_together(logits: list[int], params: SamplingParams):
     kept = filtered(torch.tensor(logits).float(), params) > 0
     least = min(logit for logit, stays in zip(logits, kept, strict=True) if stays)
     assert kept.tolist() == [logit >= least for logit in logits]
 
 
-def test_what_has_no_weight_is_not_drawn():
+def test_tokens_without_weight_are_not_drawn():
     weights = torch.zeros(2, 1024)
     weights[0, 700], weights[1, [5, 900]] = 1.0, torch.tensor([1.0, 0.5])
     for point in (0.0, 0.5, 1 - 2.0**-52):
@@ -131,7 +131,7 @@ def test_what_has_no_weight_is_not_drawn():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 199, 768, 1024])
-def test_the_first_of_the_greatest_is_taken(dtype: torch.dtype, vocab_size: int):
+def test_the_first_of_equal_maxima_is_chosen(dtype: torch.dtype, vocab_size: int):
     logits = random_logits(6, 5, vocab_size).to(dtype)
     logits[1] = 0
     sequences = [sequence_of(SamplingParams(temperature=0))] * 5
@@ -146,7 +146,7 @@ def test_a_very_low_temperature_is_greedy(temperature: float):
     assert sample(logits, [sequence_of(params)]) == logits.argmax(-1).tolist()
 
 
-def test_no_rows_no_tokens():
+def test_no_rows_yield_no_tokens():
     assert sample(torch.empty(0, VOCAB_SIZE), []) == []
 
 
@@ -160,7 +160,7 @@ def test_no_rows_no_tokens():
         SamplingParams(temperature=0, allowed_token_ids=[5]),
     ],
 )
-def test_logits_that_are_no_numbers_are_no_choice(spoilt: float, params: SamplingParams):
+def test_logits_that_are_not_finite_raise(spoilt: float, params: SamplingParams):
     logits = random_logits(9, 3)
     logits[1, 17] = spoilt
     with pytest.raises(ArithmeticError):
@@ -168,7 +168,7 @@ def test_logits_that_are_no_numbers_are_no_choice(spoilt: float, params: Samplin
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_that_bans_every_token_is_at_fault_itself(temperature: float):
+def test_a_request_that_bans_every_token_gets_invalid_request(temperature: float):
     params = SamplingParams(temperature=temperature, min_tokens=2, allowed_token_ids=[5, 6])
     sequence = sequence_of(params)
     sequence.end_token_ids = (5, 6)
@@ -201,7 +201,7 @@ MIXED = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
-def test_a_token_is_the_same_whatever_the_batch(
+def test_a_token_does_not_depend_on_its_batch(
     kinds: list[SamplingParams],
     vocab_size: int,
     piece: int,

@@ -102,7 +102,7 @@ def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[
 @given(
     test_engine.many, st.integers(6, 15), st.integers(1, 20), st.integers(0, 8), st.integers(0, 99)
 )
-def test_no_draft_changes_an_answer(
+def test_drafts_never_change_an_output(
     wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
 ) -> None:
     """The runner verifies what blocks hold, those that were found in the cache among them."""
@@ -126,7 +126,7 @@ def test_no_draft_changes_an_answer(
 
 @settings(deadline=None, max_examples=60)
 @given(test_engine.requests, st.integers(0, 99))
-def test_a_resume_from_any_cut_drafts_on(request: EngineRequest, seed: int) -> None:
+def test_drafting_continues_after_a_resume_at_any_token(request: EngineRequest, seed: int) -> None:
     alone = run_alone(request)
     new_drafter = shaky(whole_answers(request, alone), test_engine.VOCAB_SIZE, seed)
     core = drafting_core(new_drafter)
@@ -142,7 +142,7 @@ def test_a_resume_from_any_cut_drafts_on(request: EngineRequest, seed: int) -> N
         assert gather(before + after, n) == answers_of(alone, request)
 
 
-def test_right_drafts_take_fewer_steps_and_are_found_in_the_cache() -> None:
+def test_accepted_drafts_save_steps_and_are_cached() -> None:
     request = test_engine.make_request(max_tokens=12, ignore_eos=True)
     alone = run_alone(request)
     core = drafting_core(shaky(whole_answers(request, alone), 8, 0, share=1.0))
@@ -155,7 +155,7 @@ def test_right_drafts_take_fewer_steps_and_are_found_in_the_cache() -> None:
     assert len(core._pool._block_by_hash) == 7
 
 
-def test_what_fails_to_run_fails_alone_with_drafts_beside_it() -> None:
+def test_a_failing_run_fails_only_its_request_with_drafts() -> None:
     good = [
         test_engine.make_request(name, prompt, max_tokens=12, ignore_eos=True)
         for name, prompt in (("early", [1, 2]), ("late", [3]))
@@ -175,7 +175,7 @@ def test_what_fails_to_run_fails_alone_with_drafts_beside_it() -> None:
         assert answers_of(outputs, request) == answers_of(run_alone(request), request)
 
 
-def test_what_was_drafted_is_told() -> None:
+def test_draft_counts_are_reported() -> None:
     request = test_engine.make_request(max_tokens=12, ignore_eos=True)
     core = drafting_core(shaky(whole_answers(request, run_alone(request)), 8, 1))
     metrics = Metrics("engine", "engine-1", "demo")
@@ -191,7 +191,7 @@ def test_what_was_drafted_is_told() -> None:
     assert total(samples, name.format("accepted")) == stats.num_accepted_tokens
 
 
-def test_what_has_a_mask_has_no_drafter() -> None:
+def test_choices_with_a_mask_have_no_drafter() -> None:
     class Anything:
         def allowed(self) -> None:
             return None
@@ -223,7 +223,7 @@ def drafted(drafts: tuple[int, ...], **params: Any) -> ScheduledSequence:
     ("drafts", "expected"),
     [((), [3]), ((5,), [3]), ((3,), [3, 4]), ((3, 5, 5), [3, 4]), ((3, 4, 5), [3, 4, 5, 6])],
 )
-def test_drafts_hold_up_to_the_first_that_does_not(
+def test_drafts_are_accepted_up_to_the_first_mismatch(
     drafts: tuple[int, ...], expected: list[int]
 ) -> None:
     others = [drafted(()), drafted((7, 7))]
@@ -236,7 +236,7 @@ def test_drafts_hold_up_to_the_first_that_does_not(
     ]
 
 
-def test_each_place_is_adjusted_by_the_tokens_before_it() -> None:
+def test_each_position_is_processed_with_the_tokens_before_it() -> None:
     """The greatest logit three times over; a penalty lets it through once."""
     logits = rows_for(3, 3, 3) + rows_for(4, 4, 4) / 2
     (tokens,) = sample_batch(logits, [drafted((3, 4), frequency_penalty=2.0)])
@@ -249,13 +249,13 @@ def test_each_place_is_adjusted_by_the_tokens_before_it() -> None:
     assert [token.token_id for token in tokens] == [3, 4, 3]
 
 
-def test_a_rejected_draft_behind_which_nothing_may_follow_harms_nobody() -> None:
+def test_a_rejected_draft_without_allowed_successor_fails_no_request() -> None:
     s = drafted((5, 5), allowed_token_ids=[5, 6], logit_bias={6: 100.0})
     s.sequence.bad_words = ((5, 5), (5, 6))
     assert sample_batch(rows_for(5, 5, 5), [s]) == [[SampledToken(6)]]
 
 
-def test_logits_of_a_rejected_draft_must_be_numbers_too() -> None:
+def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
     """They tell that its keys and values are, which stay in the cache."""
     logits = rows_for(3, 4, 5)
     logits[2, 1] = torch.nan
@@ -351,7 +351,7 @@ def no_drafter() -> None:
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-def test_models_answer_as_they_do_without(name: str, native: bool) -> None:
+def test_models_yield_the_same_tokens_with_drafts(name: str, native: bool) -> None:
     """Greedy and sampled, with a picture where the model sees; preempted, and resumed."""
     engine = Engine(name, native)
     requests = engine.requests()
@@ -384,7 +384,7 @@ def cut(request: EngineRequest, told: Told) -> list[LoggedChoice]:
     ]
 
 
-def test_adapters_answer_as_they_do_without(tmp_path: Path) -> None:
+def test_adapters_yield_the_same_tokens_with_drafts(tmp_path: Path) -> None:
     engine = Engine("llama", False, adapter=tmp_path)
     requests = engine.requests()
     plain, _ = run(engine.core(no_drafter), requests)
@@ -394,7 +394,7 @@ def test_adapters_answer_as_they_do_without(tmp_path: Path) -> None:
     assert core.stats().num_accepted_tokens > 0
 
 
-def test_a_model_that_repeats_itself_is_drafted_right() -> None:
+def test_repeated_text_is_drafted_correctly() -> None:
     engine = Engine("llama", False)
     request = replace(
         engine.requests()[0],

@@ -10,7 +10,7 @@ from ops.bench.gpu_serving import Load, Rates, rates_of
 from ops.bench.gpu_timing import idle_share
 
 
-def test_idle_is_what_no_kernel_covers():
+def test_idle_time_is_time_without_a_kernel():
     assert idle_share([]) == 1
     assert idle_share([(0, 4)]) == 0
     # From 0 to 10 nothing runs in [3, 4] and [6, 9]; kernels may overlap, and come in any order.
