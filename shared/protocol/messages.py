@@ -469,7 +469,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
 
 
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
-    """A number of docs/metrics.md, or a histogram."""
+    """A value of a metric of docs/reference/metrics.md, or a histogram."""
 
     name: str
     """Without the prefix `pagemill_`."""

@@ -1,7 +1,7 @@
-"""Every metric: its name, kind and meaning. Names and meanings are the field's usual ones.
+"""Catalog of all metrics: names, kinds and descriptions. Names follow vLLM where it has the metric.
 
-All have the labels `model`, `role` and `worker` where these make sense. Times from a request's
-acceptance are by the broker's clock, so that machines' clocks do not matter.
+All metrics have the labels `model`, `role` and `worker` where these apply. Times since a request's
+acceptance use the broker's clock, so that clocks of machines do not matter.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Literal
 PREFIX = "pagemill_"
 OWN_LABELS = ("model", "role", "worker")
 
-# Seconds of what takes milliseconds, and of what may take minutes.
+# Histogram bounds in seconds: for times of milliseconds, and for times of up to minutes.
 SHORT_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0),
@@ -23,17 +23,20 @@ SIZES = tuple(float(2**power) for power in range(15))
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class MetricSpec:
+    """Name, kind, source and description of one metric."""
+
     name: str
-    """Without the prefix; that of a counter ends in `_total`."""
+    """Name without the prefix; a counter's name ends in `_total`."""
     kind: Literal["counter", "gauge", "histogram"]
-    where: str
-    """Who tells it."""
-    meaning: str
-    """With the unit."""
+    source: str
+    """Role that reports it."""
+    description: str
+    """Meaning and unit."""
     labels: tuple[str, ...] = ()
-    """Beside model, role and worker."""
+    """Labels besides model, role and worker."""
     bounds: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets."""
 
 
 ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coordinator"
@@ -42,298 +45,301 @@ STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
 _ALL = (
     # -- engine -------------------------------------------------------------------------------
-    Description(
+    MetricSpec(
         "time_to_first_token_seconds",
         "histogram",
         ENGINE,
-        "From a request's acceptance to its first token, in seconds: what its client waits, less"
-        " the way there and back. Not of requests that were resumed here.",
+        "Time from a request's acceptance to its first token, in seconds, without the network time"
+        " of its client. Requests that were resumed by this engine are not counted.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "engine_time_to_first_token_seconds",
         "histogram",
         ENGINE,
-        "From a request's arrival at the engine to its first token, in seconds.",
+        "Time from a request's arrival at the engine to its first token, in seconds.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "inter_token_latency_seconds",
         "histogram",
         ENGINE,
-        "Between two tokens of one answer, in seconds; one observation for each token but the"
+        "Time between two tokens of one answer, in seconds; one observation per token except the"
         " first.",
         bounds=SHORT_S,
     ),
-    Description(
+    MetricSpec(
         "e2e_request_latency_seconds",
         "histogram",
         ENGINE,
-        "From a request's acceptance to the last record of its answer, in seconds; of answers that"
-        " ended well.",
+        "Time from a request's acceptance to the last record of its answer, in seconds; successful"
+        " answers only.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "request_queue_time_seconds",
         "histogram",
         ENGINE,
-        "From a request's acceptance to its first step, in seconds: rendering and every queue.",
+        "Time from a request's acceptance to its first step, in seconds: rendering and all queues.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "engine_queue_time_seconds",
         "histogram",
         ENGINE,
-        "From a request's arrival at the engine to its first step, in seconds.",
+        "Time from a request's arrival at the engine to its first step, in seconds.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "prompt_tokens_total",
         "counter",
         ENGINE,
-        "Tokens of prompts that have been prefilled, those from the prefix cache included.",
+        "Prefilled prompt tokens, including those from the prefix cache.",
     ),
-    Description("generation_tokens_total", "counter", ENGINE, "Tokens that have been sampled."),
-    Description(
+    MetricSpec("generation_tokens_total", "counter", ENGINE, "Sampled tokens."),
+    MetricSpec(
         "iteration_tokens_total",
         "histogram",
         ENGINE,
-        "Tokens that went through the model in one step.",
+        "Tokens in one model step.",
         bounds=SIZES,
     ),
-    Description("num_requests_running", "gauge", ENGINE, "Sequences that hold KV blocks."),
-    Description("num_requests_waiting", "gauge", ENGINE, "Sequences that wait for their turn."),
-    Description(
+    MetricSpec("num_requests_running", "gauge", ENGINE, "Sequences that hold KV blocks."),
+    MetricSpec("num_requests_waiting", "gauge", ENGINE, "Sequences that wait to be scheduled."),
+    MetricSpec(
         "kv_cache_usage_perc",
         "gauge",
         ENGINE,
-        "Share of the KV blocks that sequences hold, 0 to 1; what is only cached counts as free.",
+        "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence are"
+        " free.",
     ),
-    Description(
+    MetricSpec(
         "kv_waste",
         "gauge",
         ENGINE,
-        "Share of the slots in held KV blocks that had no token, over all steps so far, 0 to 1.",
+        "Fraction of the slots in held KV blocks without a token, over all steps so far, 0 to 1.",
     ),
-    Description(
+    MetricSpec(
         "num_preemptions_total",
         "counter",
         ENGINE,
-        "Times that a sequence lost its blocks to an older one, to be computed again.",
+        "Preemptions: a sequence lost its blocks to an older one and is recomputed.",
     ),
-    Description(
+    MetricSpec(
         "prefix_cache_queries_total", "counter", ENGINE, "Tokens looked up in the prefix cache."
     ),
-    Description("prefix_cache_hits_total", "counter", ENGINE, "Tokens found in the prefix cache."),
-    Description(
+    MetricSpec("prefix_cache_hits_total", "counter", ENGINE, "Tokens found in the prefix cache."),
+    MetricSpec(
         "prefix_cache_evictions_total",
         "counter",
         ENGINE,
-        "Cached KV blocks that were needed for something else.",
+        "Cached KV blocks that were evicted.",
     ),
-    Description(
+    MetricSpec(
         "spec_decode_num_draft_tokens_total",
         "counter",
         ENGINE,
-        "Drafts of tokens that went through the model (`engine.speculative`).",
+        "Drafted tokens that the model has checked (`engine.speculative`).",
     ),
-    Description(
+    MetricSpec(
         "spec_decode_num_accepted_tokens_total",
         "counter",
         ENGINE,
-        "Those of them that have become part of an answer.",
+        "Drafted tokens that were accepted.",
     ),
-    Description(
+    MetricSpec(
         "request_success_total",
         "counter",
         ENGINE,
-        "Answers that ended well, by what ended the choice that ended last: `stop` or `length`.",
+        "Successful answers, by the finish reason of their last choice: `stop` or `length`.",
         ("finished_reason",),
     ),
-    # -- pictures -----------------------------------------------------------------------------
-    Description(
+    # -- images -------------------------------------------------------------------------------
+    MetricSpec(
         "mm_cache_queries_total",
         "counter",
         f"{RENDERER}, {ENGINE}",
-        "Pictures looked up: by a renderer among those that were processed before, by an engine"
-        " with a tower among those that it has embeddings of.",
+        "Image cache lookups: for processed images in a renderer, for embeddings in an engine with"
+        " a vision tower.",
     ),
-    Description(
-        "mm_cache_hits_total", "counter", f"{RENDERER}, {ENGINE}", "Pictures that were found there."
-    ),
-    Description(
+    MetricSpec("mm_cache_hits_total", "counter", f"{RENDERER}, {ENGINE}", "Image cache hits."),
+    MetricSpec(
         "encoded_items_total",
         "counter",
         f"{ENCODER}, {ENGINE}",
-        "Pictures that have gone through the tower.",
+        "Images encoded by the vision tower.",
     ),
-    Description(
+    MetricSpec(
         "encoder_found_items_total",
         "counter",
         ENCODER,
-        "Pictures asked for whose embeddings were there already.",
+        "Requested images whose embeddings were already stored.",
     ),
-    Description(
+    MetricSpec(
         "encoder_batch_items",
         "histogram",
         ENCODER,
-        "Pictures that went through the tower at once.",
+        "Images in one batch of the vision tower.",
         bounds=SIZES,
     ),
-    Description(
-        "encoder_waiting_items", "gauge", ENCODER, "Pictures that wait for the tower in a worker."
-    ),
+    MetricSpec("encoder_waiting_items", "gauge", ENCODER, "Images that wait for the vision tower."),
     # -- renderer and coordinator -------------------------------------------------------------
-    Description("rendered_requests_total", "counter", RENDERER, "Requests handed to engines."),
-    Description(
+    MetricSpec("rendered_requests_total", "counter", RENDERER, "Requests forwarded to engines."),
+    MetricSpec(
         "render_seconds",
         "histogram",
         RENDERER,
-        "From a task's arrival to its rendered prompt, in seconds; fetching pictures included.",
+        "Time from a task's arrival to its rendered prompt, in seconds, including image fetches.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "requests_accepted_total",
         "counter",
         COORDINATOR,
-        "Requests found valid and handed to renderers.",
+        "Valid requests forwarded to renderers.",
     ),
     # -- gateway ------------------------------------------------------------------------------
-    Description(
+    MetricSpec(
         "http_requests_total",
         "counter",
         GATEWAY,
-        "HTTP requests that have ended, by route (`none` where there is none) and status.",
+        "HTTP requests that have ended, by route (`none` without one) and status.",
         ("endpoint", "status"),
     ),
-    Description("http_requests_in_flight", "gauge", GATEWAY, "HTTP requests that have not ended."),
-    Description(
+    MetricSpec("http_requests_in_flight", "gauge", GATEWAY, "HTTP requests that have not ended."),
+    MetricSpec(
         "http_request_seconds",
         "histogram",
         GATEWAY,
-        "From an HTTP request's headers to the end of its answer, in seconds.",
+        "Time from an HTTP request's headers to the end of its response, in seconds.",
         ("endpoint",),
         LONG_S,
     ),
-    Description(
+    MetricSpec(
         "http_time_to_first_token_seconds",
         "histogram",
         GATEWAY,
-        "From an HTTP request's headers to the first tokens of its answer, in seconds.",
+        "Time from an HTTP request's headers to the first tokens of its response, in seconds.",
         ("endpoint",),
         LONG_S,
     ),
-    Description(
+    MetricSpec(
         "http_tokens_total",
         "counter",
         GATEWAY,
-        "Tokens in answers, as far as they were read here.",
+        "Tokens in responses, as far as the gateway has read them.",
         ("endpoint",),
     ),
-    Description(
+    MetricSpec(
         "http_answer_bytes_total",
         "counter",
         GATEWAY,
-        "Bytes of answers' bodies.",
+        "Bytes of response bodies.",
         ("endpoint",),
     ),
-    Description(
+    MetricSpec(
         "http_connections_refused_total",
         "counter",
         GATEWAY,
-        "Connections over `gateway.max_connections`.",
+        "Connections refused beyond `gateway.max_connections`.",
     ),
-    Description(
+    MetricSpec(
         "http_slow_clients_total",
         "counter",
         GATEWAY,
-        "Connections closed because nothing they were sent was taken in `gateway.send_timeout_s`.",
+        "Connections closed because the client read nothing for `gateway.send_timeout_s`.",
     ),
     # -- every stage --------------------------------------------------------------------------
-    Description(
+    MetricSpec(
         "request_errors_total",
         "counter",
         STAGE,
-        "Requests that this worker has ended with an error, by its code: those that a coordinator"
-        " refuses, ends at their deadline or cancels, and those that are given up.",
+        "Requests that this worker has ended with an error, by code: requests that a coordinator"
+        " refuses, ends at their deadline or cancels, and requests whose attempts are used up.",
         ("code",),
     ),
-    Description(
+    MetricSpec(
         "stage_queue_seconds",
         "histogram",
         STAGE,
-        "How long a message lay in the role's queue before its first delivery, in seconds.",
+        "Time that a message waits in the role's queue before its first delivery, in seconds.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "stage_handling_seconds",
         "histogram",
         STAGE,
-        "From a message's delivery to its acknowledgement, in seconds.",
+        "Time from a message's delivery to its acknowledgement, in seconds.",
         bounds=LONG_S,
     ),
-    Description(
+    MetricSpec(
         "stage_redeliveries_total",
         "counter",
         STAGE,
-        "Messages that came a second time or more, after a worker had failed, died or given them"
-        " back.",
+        "Redelivered messages, after a worker has failed, died or requeued them.",
     ),
-    Description(
+    MetricSpec(
         "stage_retries_total",
         "counter",
         STAGE,
-        "Messages given back to be tried again, by the code of the error.",
+        "Messages requeued for another attempt, by error code.",
         ("code",),
     ),
-    Description(
+    MetricSpec(
         "stage_dead_letters_total",
         "counter",
         STAGE,
-        "Dead letters written, by the code of the error.",
+        "Dead letters written, by error code.",
         ("code",),
     ),
-    Description(
-        "start_time_seconds", "gauge", EVERY, "When the worker started: Unix time, broker's clock."
+    MetricSpec(
+        "start_time_seconds",
+        "gauge",
+        EVERY,
+        "Start of the worker: Unix time of the broker's clock.",
     ),
-    Description("info", "gauge", EVERY, "Always 1.", ("version",)),
-    # -- told by `pagemill metrics` -----------------------------------------------------------
-    Description(
+    MetricSpec("info", "gauge", EVERY, "Always 1.", ("version",)),
+    # -- reported by `pagemill metrics` -------------------------------------------------------
+    MetricSpec(
         "up",
         "gauge",
         "`pagemill metrics`",
-        "1 for a worker that has answered, 0 for one that has a heartbeat and has not.",
+        "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",
     ),
-    Description("queue_pending", "gauge", BROKER, "Messages that nobody has taken.", ("lane",)),
-    Description(
-        "queue_ack_pending", "gauge", BROKER, "Messages in workers' hands, or put off.", ("lane",)
+    MetricSpec("queue_pending", "gauge", BROKER, "Messages that wait for a worker.", ("lane",)),
+    MetricSpec(
+        "queue_ack_pending",
+        "gauge",
+        BROKER,
+        "Messages in flight, or delayed for a retry.",
+        ("lane",),
     ),
-    Description(
+    MetricSpec(
         "queue_oldest_age_seconds",
         "gauge",
         BROKER,
-        "Age of the oldest message that nobody has taken, in seconds; 0 where there is none. Not"
-        " told of requests that wait for a coordinator.",
+        "Age of the oldest message that waits for a worker, in seconds; 0 without one. Not reported"
+        " for requests that wait for a coordinator.",
         ("lane",),
     ),
-    Description(
+    MetricSpec(
         "requests_in_flight",
         "gauge",
         BROKER,
-        "Requests stored that have not ended.",
+        "Stored requests that have not ended.",
     ),
-    Description(
+    MetricSpec(
         "oldest_request_age_seconds",
         "gauge",
         BROKER,
-        "Age of the oldest of these, in seconds; 0 where there is none.",
+        "Age of the oldest request in flight, in seconds; 0 without one.",
     ),
-    Description("dead_letters", "gauge", BROKER, "Dead letters kept."),
-    Description(
+    MetricSpec("dead_letters", "gauge", BROKER, "Stored dead letters."),
+    MetricSpec(
         "broker_up",
         "gauge",
         "`pagemill metrics`",
-        "1 if the broker has answered; without it nothing else is told.",
+        "1 if the broker has replied; otherwise no other metric is reported.",
     ),
 )
 

@@ -1,7 +1,7 @@
-"""A look at the whole cluster: what its workers tell, and how the broker's queues stand.
+"""Snapshots of the whole cluster: the workers' metrics and the depths of the broker's queues.
 
-One question is answered by all workers at once, and nothing is looked up by request: what it costs
-depends on the number of workers and models, not on what they do.
+All workers reply to a single request, and no request of a client is looked up. The cost depends on
+the number of workers and models, not on their load.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import METRICS, OWN_LABELS
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
-# For a worker whose heartbeat is still there, and which is dead or busy.
-ANSWER_S = 0.5
+# Wait for a worker with a heartbeat that is dead or busy.
+REPLY_TIMEOUT_S = 0.5
 
 BROKER_UP = MetricSeries("broker_up", {}, 1)
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
@@ -28,21 +28,22 @@ _metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
 async def take_snapshot(bus: Bus) -> ClusterSnapshot:
-    """Raises Unavailable without a broker, or without a Pagemill in it."""
-    # First what is answered at once if there is none.
+    """Take a snapshot. Raises Unavailable without a broker, or without Pagemill's streams."""
+    # These reads come first, because they fail at once without the streams.
     in_flight, oldest_ms = await bus.stream_size(subjects.REQUESTS_STREAM)
     dead_letters, _ = await bus.stream_size(subjects.DEAD_STREAM)
     beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
-    queues, told = await asyncio.gather(
-        bus.queue_depths(subjects.STAGES_STREAM), _ask(bus, {beat.worker for beat in beats})
+    queues, metrics = await asyncio.gather(
+        bus.queue_depths(subjects.STAGES_STREAM),
+        _request_metrics(bus, {beat.worker for beat in beats}),
     )
     return ClusterSnapshot(
         at_ms=bus.now_ms(),
         beats=sorted(beats, key=lambda beat: (beat.role, beat.worker)),
-        told=told,
+        metrics=metrics,
         queues=[
-            *await _requests(bus),
-            *await asyncio.gather(*(_look_into(bus, queue) for queue in queues)),
+            *await _coordinator_queue(bus),
+            *await asyncio.gather(*(_stage_queue(bus, queue) for queue in queues)),
         ],
         in_flight=in_flight,
         oldest_ms=oldest_ms,
@@ -50,85 +51,88 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     )
 
 
-async def _requests(bus: Bus) -> list[StageQueue]:
-    """Of coordinators. How old the first is that waits there cannot be told without reading it, and
-    it may have megabytes."""
+async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
+    """Return the coordinators' queue, if there is one.
+
+    The age of its oldest message is omitted: that message would have to be read, and may have
+    megabytes.
+    """
     try:
         stream, consumer = subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER
-        backlog = await bus.queue_depth(stream, consumer)
+        depth = await bus.queue_depth(stream, consumer)
     except NotFound:
         return []
-    return [StageQueue("coordinator", "", "", backlog.num_pending, backlog.num_in_flight, None)]
+    return [StageQueue("coordinator", "", "", depth.num_pending, depth.num_in_flight, None)]
 
 
-async def _look_into(bus: Bus, queue: ConsumerQueue) -> StageQueue:
-    backlog, oldest = queue.depth, None
-    if backlog.num_pending:
+async def _stage_queue(bus: Bus, queue: ConsumerQueue) -> StageQueue:
+    depth, oldest = queue.depth, None
+    if depth.num_pending:
         stream, subject = subjects.STAGES_STREAM, queue.subject
-        oldest = await bus.read_next(stream, backlog.last_delivered + 1, subject)
+        oldest = await bus.read_next(stream, depth.last_delivered + 1, subject)
     return StageQueue(
         *subjects.parts_of_stage(queue.subject),
-        pending=backlog.num_pending,
-        in_hand=backlog.num_in_flight,
+        num_pending=depth.num_pending,
+        num_in_flight=depth.num_in_flight,
         oldest_ms=None if oldest is None else oldest.stored_ms,
     )
 
 
-async def _ask(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:
-    """What workers tell, by worker: as soon as all of those have answered."""
-    told: dict[str, WorkerMetrics] = {}
+async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetrics]:
+    """Return the metrics by worker, as soon as all of `expected` have replied."""
+    by_worker: dict[str, WorkerMetrics] = {}
 
-    def take_snapshot(answer: bytes) -> bool:
-        # Anybody may answer on a subject; what is no worker's is left out.
+    def accept(reply: bytes) -> bool:
+        # Any client may reply on a subject; replies that are no worker's metrics are ignored.
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            metrics = _metrics.decode(answer)
+            metrics = _metrics.decode(reply)
             known = [series for series in metrics.series if _is_known(series)]
-            told[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
-        return expected <= told.keys()
+            by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
+        return expected <= by_worker.keys()
 
-    await bus.request_many(subjects.METRICS, take_snapshot, ANSWER_S)
-    return told
+    await bus.request_many(subjects.METRICS, accept, REPLY_TIMEOUT_S)
+    return by_worker
 
 
 def _is_known(series: MetricSeries) -> bool:
-    """Not of another version of Pagemill, and whole."""
-    if (described := METRICS.get(series.name)) is None:
+    """Return whether a series is complete, and its metric is known to this version."""
+    if (spec := METRICS.get(series.name)) is None:
         return False
-    num_buckets = len(series.bounds) + 1 if described.kind == "histogram" else 0
-    return {*OWN_LABELS, *described.labels} == series.labels.keys() and (
+    num_buckets = len(series.bounds) + 1 if spec.kind == "histogram" else 0
+    return {*OWN_LABELS, *spec.labels} == series.labels.keys() and (
         num_buckets == len(series.counts)
     )
 
 
-def to_series(survey: ClusterSnapshot) -> list[MetricSeries]:
-    """All that workers told, and what the broker knows."""
+def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
+    """Return the series of all workers, and those of the broker's state."""
     return [
-        *(series for told in survey.told.values() for series in told.series),
-        *(_up(beat, beat.worker in survey.told) for beat in survey.beats),
-        *(series for queue in survey.queues for series in _of_queue(survey, queue)),
-        MetricSeries("requests_in_flight", {}, survey.in_flight),
-        MetricSeries("oldest_request_age_seconds", {}, _age_s(survey, survey.oldest_ms)),
-        MetricSeries("dead_letters", {}, survey.dead_letters),
+        *(series for metrics in snapshot.metrics.values() for series in metrics.series),
+        *(_up(beat, beat.worker in snapshot.metrics) for beat in snapshot.beats),
+        *(series for queue in snapshot.queues for series in _queue_series(snapshot, queue)),
+        MetricSeries("requests_in_flight", {}, snapshot.in_flight),
+        MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
+        MetricSeries("dead_letters", {}, snapshot.dead_letters),
         BROKER_UP,
     ]
 
 
-def _up(beat: Heartbeat, answered: bool) -> MetricSeries:
+def _up(beat: Heartbeat, has_replied: bool) -> MetricSeries:
     labels = {"model": "", "role": beat.role, "worker": beat.worker}
-    return MetricSeries("up", labels, answered)
+    return MetricSeries("up", labels, has_replied)
 
 
-def _of_queue(survey: ClusterSnapshot, queue: StageQueue) -> list[MetricSeries]:
+def _queue_series(snapshot: ClusterSnapshot, queue: StageQueue) -> list[MetricSeries]:
     labels = {"model": queue.model, "role": queue.role, "lane": queue.lane}
     series = [
-        MetricSeries("queue_pending", labels, queue.pending),
-        MetricSeries("queue_ack_pending", labels, queue.in_hand),
+        MetricSeries("queue_pending", labels, queue.num_pending),
+        MetricSeries("queue_ack_pending", labels, queue.num_in_flight),
     ]
-    if queue.oldest_ms is not None or not queue.pending:
-        age_s = _age_s(survey, queue.oldest_ms)
+    if queue.oldest_ms is not None or not queue.num_pending:
+        age_s = _age_s(snapshot, queue.oldest_ms)
         series.append(MetricSeries("queue_oldest_age_seconds", labels, age_s))
     return series
 
 
-def _age_s(survey: ClusterSnapshot, stored_ms: float | None) -> float:
-    return 0.0 if stored_ms is None else max(0.0, survey.at_ms - stored_ms) / 1000
+def _age_s(snapshot: ClusterSnapshot, stored_ms: float | None) -> float:
+    return 0.0 if stored_ms is None else max(0.0, snapshot.at_ms - stored_ms) / 1000

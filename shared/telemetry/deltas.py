@@ -1,7 +1,7 @@
-"""From what workers told, to what happened in between: increases, sums and quantiles. Pure.
+"""Increases, sums and quantiles between two snapshots of a cluster.
 
-Two surveys of the same cluster differ by what was counted meanwhile. A worker that has started
-since counts from zero; one that has only been silent tells nothing about the time in between.
+A worker that started between the snapshots counts from zero. A worker that is missing from the
+first one without having restarted has no increase.
 """
 
 import math
@@ -13,60 +13,63 @@ from shared.protocol.messages import Heartbeat, WorkerMetrics
 
 Labels = frozenset[tuple[str, str]]
 Samples = Mapping[str, Mapping[Labels, float]]
-"""Values by name and labels; a histogram is its buckets, as Prometheus has them."""
+"""Values by name and labels. A histogram is a series of cumulative buckets, as in Prometheus."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageQueue:
-    """Of a stage's lane; model and lane are empty for requests that wait for a coordinator."""
+    """Queue of one lane of a stage. Model and lane are empty for the coordinators' queue."""
 
     role: str
     model: str
     lane: str
-    pending: int
-    """Messages that nobody has taken."""
-    in_hand: int
+    num_pending: int
+    """Messages that wait for a worker."""
+    num_in_flight: int
     oldest_ms: float | None
-    """When the oldest of the pending ones was stored, if known: Unix ms of the broker's clock."""
+    """Storage time of the oldest pending message, if known: Unix ms of the broker's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """A cluster at one moment."""
+    """The state of a cluster at one moment."""
 
     at_ms: float
     beats: list[Heartbeat]
-    told: dict[str, WorkerMetrics]
-    """By worker; of those that have answered."""
+    metrics: dict[str, WorkerMetrics]
+    """Metrics by worker, for the workers that have replied."""
     queues: list[StageQueue]
     in_flight: int
     """Requests that have not ended."""
     oldest_ms: float | None
-    """When the oldest of them was accepted."""
+    """Acceptance time of the oldest of them: Unix ms of the broker's clock."""
     dead_letters: int
     samples: dict[str, Samples] = field(default_factory=dict)
-    """The same as `told`."""
+    """The same values as in `metrics`."""
 
     def __post_init__(self) -> None:
-        self.samples.update({worker: samples_of(told) for worker, told in self.told.items()})
+        self.samples.update(
+            {worker: samples_of(metrics) for worker, metrics in self.metrics.items()}
+        )
 
 
-def samples_of(told: WorkerMetrics) -> Samples:
-    found: dict[str, dict[Labels, float]] = {}
-    for series in told.series:
+def samples_of(metrics: WorkerMetrics) -> Samples:
+    """Convert a worker's series to samples."""
+    samples: dict[str, dict[Labels, float]] = {}
+    for series in metrics.series:
         labels = frozenset(series.labels.items())
         if not series.counts:
-            found.setdefault(series.name, {})[labels] = series.value
+            samples.setdefault(series.name, {})[labels] = series.value
             continue
-        by_labels = found.setdefault(f"{series.name}_bucket", {})
+        by_labels = samples.setdefault(f"{series.name}_bucket", {})
         bounds = [*map(repr, series.bounds), "inf"]
         for bound, not_above in zip(bounds, accumulate(series.counts), strict=True):
             by_labels[labels | {("le", bound)}] = not_above
-    return found
+    return samples
 
 
 def increase_between(before: ClusterSnapshot, now: ClusterSnapshot, worker: str) -> Samples | None:
-    """What a worker has counted between two surveys; None where that cannot be told."""
+    """Return the increases of a worker between two snapshots; None if they are unknown."""
     samples = now.samples[worker]
     if worker in before.samples:
         return increases(before.samples[worker], samples)
@@ -75,7 +78,7 @@ def increase_between(before: ClusterSnapshot, now: ClusterSnapshot, worker: str)
 
 
 def increases(before: Samples, now: Samples) -> Samples:
-    """Of everything that only grows. What is less than before has begun again from zero."""
+    """Return the increase of each sample. A value that has shrunk was reset to zero."""
     return {
         name: {
             labels: value - earlier if (earlier := _get(before, name, labels)) <= value else value
@@ -90,13 +93,13 @@ def _get(samples: Samples, name: str, labels: Labels) -> float:
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:
-    """The sum of all series that have these labels."""
+    """Return the sum of all series that have these labels."""
     wanted = labels.items()
     return math.fsum(value for own, value in samples.get(name, {}).items() if wanted <= own)
 
 
 def buckets(parts: Iterable[Samples], name: str, **labels: str) -> list[tuple[float, float]]:
-    """A histogram's upper bounds, and how many observations of all parts are not above each."""
+    """Merge a histogram: return each upper bound with the number of observations up to it."""
     found: dict[float, float] = {}
     for samples in parts:
         for own, value in samples.get(f"{name}_bucket", {}).items():
@@ -107,9 +110,9 @@ def buckets(parts: Iterable[Samples], name: str, **labels: str) -> list[tuple[fl
 
 
 def quantile(buckets: list[tuple[float, float]], q: float) -> float | None:
-    """The value that a share of `q` is not above, as if each bucket were filled evenly.
+    """Estimate the quantile `q`, assuming an even distribution within each bucket.
 
-    What is above all bounds counts as the highest of them. None where nothing was observed.
+    Values above all bounds count as the highest bound. Return None without observations.
     """
     count = buckets[-1][1] if buckets else 0.0
     if count <= 0:
@@ -121,4 +124,4 @@ def quantile(buckets: list[tuple[float, float]], q: float) -> float | None:
                 return lower
             return lower + (bound - lower) * max(0.0, q * count - below) / (not_above - below)
         lower, below = bound, not_above
-    raise AssertionError("counts of buckets do not grow")
+    raise AssertionError("cumulative bucket counts must not decrease")

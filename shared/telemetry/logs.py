@@ -1,4 +1,4 @@
-"""Logs: JSON lines for machines, colours for a terminal. One event a line, facts as fields."""
+"""Structured logs: JSON lines, or colours on a terminal."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import structlog
 
-# A field of a client's own making (an id, a subject) must not fill a log.
+# A value chosen by a client (an id, a subject) must not fill the log.
 MAX_FIELD_LEN = 256
 MAX_TRACEBACK_LEN = 16_384
 STDERR = 2
@@ -20,7 +20,7 @@ Logger = structlog.typing.FilteringBoundLogger
 def configure_logging(level: Level, **context: str) -> Logger:
     """Configure structlog for this process.
 
-    `context` (role, worker) becomes part of every event of this task and of those it starts.
+    `context` (role, worker) is added to every event of this task and of tasks that it starts.
     """
     human = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
@@ -45,7 +45,7 @@ def configure_logging(level: Level, **context: str) -> Logger:
 
 
 class _Stderr:
-    """Unbuffered. A log that cannot be written, for its disk is full, must not stop the work."""
+    """Unbuffered stderr. A failed write, for example to a full disk, must not stop the process."""
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):

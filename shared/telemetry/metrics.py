@@ -1,8 +1,8 @@
-"""What a process counts of itself. Adding is cheap, for some of it is done for every token.
+"""The metrics of one process. Updates are cheap, because some happen for every token.
 
-Counters only grow, histograms count values by their size, and what is kept elsewhere anyway is read
-there when somebody asks. How numbers are told is no business of this module, see
-`shared.telemetry.prometheus`; what they mean is in `shared.telemetry.catalog`.
+Counters only grow, histograms count values by bucket, and functions read values that other code
+stores anyway. `shared.telemetry.prometheus` exports metrics, and `shared.telemetry.catalog`
+describes them.
 """
 
 from bisect import bisect_left
@@ -15,6 +15,8 @@ LabelSet = tuple[tuple[str, str], ...]
 
 
 class Counter:
+    """A value that only grows."""
+
     __slots__ = ("value",)
 
     def __init__(self) -> None:
@@ -25,29 +27,31 @@ class Counter:
 
 
 class Histogram:
+    """Number of observed values per bucket, and their sum."""
+
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """`bounds` are upper ones, each within its bucket, in ascending order."""
+        """`bounds` are the inclusive upper bounds of the buckets, in ascending order."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """By bucket; the last is for what is above all bounds."""
+        """Number of values by bucket; the last bucket is for values above all bounds."""
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` times the same value, at the cost of one."""
+        """Add `value` as `count` observations, at the cost of one."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
 
-Read = Callable[[], float]
-Series = Counter | Histogram | Read
+ReadValue = Callable[[], float]
+Series = Counter | Histogram | ReadValue
 
 
 class Metrics:
-    """The numbers of one process, for one model or, where the model is "", for none in particular.
+    """All series of one process, bound to one model; the model "" stands for none.
 
-    Names are those of the catalogue; a series comes into being when it is first asked for.
+    Names are those of the catalog. A series is created on its first use.
     """
 
     def __init__(
@@ -63,10 +67,11 @@ class Metrics:
         self._series = {} if series is None else series
 
     def of(self, model: str) -> "Metrics":
-        """The same numbers, as far as they are of this model."""
+        """Return the same metrics bound to `model`."""
         return Metrics(self._role, self._worker, model, self._series)
 
     def counter(self, name: str, **labels: str) -> Counter:
+        """Return the counter of this name and these labels."""
         key = self._key(name, labels)
         if (series := self._series.get(key)) is None:
             assert METRICS[name].kind == "counter", name
@@ -75,22 +80,23 @@ class Metrics:
         return series
 
     def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return the histogram of this name and these labels."""
         key = self._key(name, labels)
         if (series := self._series.get(key)) is None:
             series = self._series[key] = Histogram(METRICS[name].bounds)
         assert isinstance(series, Histogram), name
         return series
 
-    def set_function(self, name: str, read: Read, **labels: str) -> None:
-        """Call `read` whenever somebody asks; what it reads of a counter must only grow."""
+    def set_function(self, name: str, read: ReadValue, **labels: str) -> None:
+        """Set a function that returns the current value; that of a counter must only grow."""
         assert METRICS[name].kind != "histogram", name
         self._series[self._key(name, labels)] = read
 
     def snapshot(self) -> WorkerMetrics:
-        """All of it, of every model, as it is just now."""
-        # Another thread may be asking while a series comes into being.
-        told = sorted(self._series.copy().items(), key=lambda item: item[0])
-        series = [_to_series(name, dict(labels), series) for (name, labels), series in told]
+        """Return the current values of all series, for all models."""
+        # Another thread may create a series meanwhile.
+        items = sorted(self._series.copy().items(), key=lambda item: item[0])
+        series = [_to_series(name, dict(labels), series) for (name, labels), series in items]
         return WorkerMetrics(self._role, self._worker, series)
 
     def _key(self, name: str, labels: dict[str, str]) -> tuple[str, LabelSet]:

@@ -1,4 +1,4 @@
-"""Numbers as Prometheus reads them: its text format, over HTTP if that is wanted."""
+"""Export of metrics in Prometheus' text format, optionally over HTTP."""
 
 import errno
 from collections.abc import Callable, Iterable, Sequence
@@ -21,20 +21,20 @@ from shared.telemetry.catalog import METRICS, PREFIX
 Collect = Callable[[], Iterable[MetricSeries]]
 
 
-def to_text(told: Iterable[MetricSeries]) -> bytes:
-    """In Prometheus' text format. All names must be of the catalogue."""
-    return generate_latest(make_registry(lambda: told))
+def to_text(series: Iterable[MetricSeries]) -> bytes:
+    """Format series as Prometheus text. All names must be in the catalog."""
+    return generate_latest(make_registry(lambda: series))
 
 
 def make_registry(collect: Collect) -> CollectorRegistry:
-    """Tells what `collect` returns, each time that it is asked."""
-    make_registry = CollectorRegistry()
-    # It is not asked at once: nothing else is registered here that it could clash with.
-    make_registry.register(_Told(collect))
-    return make_registry
+    """Return a registry that calls `collect` for each scrape."""
+    registry = CollectorRegistry()
+    # Registration does not call `collect`, and names cannot clash: there is no other collector.
+    registry.register(_SeriesCollector(collect))
+    return registry
 
 
-class _Told(Collector):
+class _SeriesCollector(Collector):
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
 
@@ -46,34 +46,34 @@ class _Told(Collector):
 
 
 def _family(name: str, all_series: Sequence[MetricSeries]) -> Metric:
-    described, full_name = METRICS[name], PREFIX + name
+    spec, full_name = METRICS[name], PREFIX + name
     labels = list(all_series[0].labels)
-    if described.kind == "histogram":
-        histograms = HistogramMetricFamily(full_name, described.meaning, labels=labels)
+    if spec.kind == "histogram":
+        histograms = HistogramMetricFamily(full_name, spec.description, labels=labels)
         for series in all_series:
             values = [series.labels.get(label, "") for label in labels]
             histograms.add_metric(values, _buckets(series), series.value)
         return histograms
-    kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-    numbers = kind(full_name, described.meaning, labels=labels)
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    numbers = kind(full_name, spec.description, labels=labels)
     for series in all_series:
         numbers.add_metric([series.labels.get(label, "") for label in labels], series.value)
     return numbers
 
 
 def _buckets(series: MetricSeries) -> list[tuple[str, float]]:
-    """Each upper bound, and how many are not above it."""
+    """Return each upper bound with the number of values up to it."""
     bounds = [*(repr(bound) for bound in series.bounds), "+Inf"]
     return list(zip(bounds, accumulate(series.counts), strict=True))
 
 
 class MetricsEndpoint:
-    """An HTTP server in a thread of its own, for whoever may connect to its address."""
+    """An HTTP server in its own thread, without authentication."""
 
     def __init__(self, collect: Collect, host: str, port: int, num_ports: int = 1) -> None:
-        """On the first of `num_ports` ports from `port` on that nobody has; 0 takes any free one.
+        """Listen on the first free one of `num_ports` ports from `port` on; 0 takes any free port.
 
-        `collect` is called in the server's threads. Raises ConfigError where it cannot listen.
+        `collect` is called in the server's threads. Raises ConfigError if no port can be opened.
         """
         self._server = _listen(make_registry(collect), host, port, num_ports)
         self.address = (host, self._server.server_port)
@@ -83,20 +83,20 @@ class MetricsEndpoint:
         self._server.server_close()
 
 
-def _listen(told: CollectorRegistry, host: str, port: int, num_ports: int) -> WSGIServer:
+def _listen(registry: CollectorRegistry, host: str, port: int, num_ports: int) -> WSGIServer:
     for candidate in range(port, min(port + num_ports, 65536)) if port else (0,):
         try:
-            server, _ = start_http_server(candidate, host, told)
+            server, _ = start_http_server(candidate, host, registry)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 reason = error.strerror or type(error).__name__
                 raise ConfigError(
-                    f"metrics cannot be served at {host}, port {candidate}: {reason}",
+                    f"metrics cannot be served on {host}, port {candidate}: {reason}",
                     field="metrics.listen",
                 ) from error
         else:
             return server
     raise ConfigError(
-        f"metrics: no port is free at {host} among {num_ports} from {port} on",
+        f"metrics: none of the {num_ports} ports from {port} on is free on {host}",
         field="metrics.port",
     )

@@ -43,7 +43,7 @@ def survey(
     return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[Heartbeat("engine", w, "0.1.0", 1, ["demo"], {}) for w in workers],
-        told={metrics.worker: metrics for metrics in told},
+        metrics={metrics.worker: metrics for metrics in told},
         queues=list(queues),
         in_flight=4,
         oldest_ms=1000 * (at_s - 1.5),

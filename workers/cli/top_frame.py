@@ -127,7 +127,7 @@ def _pools(now: ClusterSnapshot) -> list[Pool]:
     pools = []
     for role, *models in keys:
         beats = [b for b in now.beats if b.role == role and b.models == models]
-        silent = sum(beat.worker not in now.told for beat in beats)
+        silent = sum(beat.worker not in now.metrics for beat in beats)
         versions = sorted({beat.version for beat in beats})
         pools.append(Pool(role, models, len(beats), silent, versions))
     return pools
@@ -142,8 +142,8 @@ def _queue_row(now: ClusterSnapshot, queue: StageQueue) -> QueueRow:
         queue.role,
         queue.model,
         queue.lane,
-        queue.pending,
-        queue.in_hand,
+        queue.num_pending,
+        queue.num_in_flight,
         _age_s(now, queue.oldest_ms),
     )
 

@@ -71,7 +71,7 @@ async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
     seen = await cluster_snapshot.take_snapshot(bus)
     assert total(seen.samples[worker], "prompt_tokens_total") == 5
     assert total(seen.samples[last.snapshot().worker], "prompt_tokens_total") == 7
-    assert seen.told["liar"].series == [own]
+    assert seen.metrics["liar"].series == [own]
     assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(seen))
 
 
@@ -98,7 +98,7 @@ async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> 
         subjects.stage_filter("renderer", model, "batch"),
     )
     assert second is not None
-    assert (queues["batch"].pending, queues["batch"].in_hand) == (2, 1)
+    assert (queues["batch"].num_pending, queues["batch"].num_in_flight) == (2, 1)
     assert queues["batch"].oldest_ms == second.stored_ms
     assert queues["interactive"].oldest_ms is None
     ages = {

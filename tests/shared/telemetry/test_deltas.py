@@ -44,7 +44,7 @@ def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
     return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[],
-        told={
+        metrics={
             worker: WorkerMetrics(
                 "engine",
                 worker,
@@ -92,7 +92,7 @@ def test_without_restarts_looking_more_often_changes_nothing(amounts: list[int])
 def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -> None:
     before = survey(100, old=(1, 7))
     now = survey(110, old=(1, 9), young=(105, 5), silent=(50, 1000))
-    grown = {worker: increase_between(before, now, worker) for worker in now.told}
+    grown = {worker: increase_between(before, now, worker) for worker in now.metrics}
     assert grown["silent"] is None
     assert {w: total(s, "prompt_tokens_total") for w, s in grown.items() if s is not None} == {
         "old": 2,

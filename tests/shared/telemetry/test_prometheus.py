@@ -61,20 +61,20 @@ def test_the_parser_reads_what_was_counted(
 
 def test_every_metric_of_the_catalogue_can_be_told() -> None:
     metrics = Metrics("engine", "engine-1", "demo")
-    for described in METRICS.values():
-        labels = dict.fromkeys(described.labels, "x")
-        match described.kind:
+    for spec in METRICS.values():
+        labels = dict.fromkeys(spec.labels, "x")
+        match spec.kind:
             case "counter":
-                metrics.counter(described.name, **labels)
+                metrics.counter(spec.name, **labels)
             case "gauge":
-                metrics.set_function(described.name, lambda: 1.5, **labels)
+                metrics.set_function(spec.name, lambda: 1.5, **labels)
             case "histogram":
-                metrics.histogram(described.name, **labels)
+                metrics.histogram(spec.name, **labels)
     families = text_string_to_metric_families(to_text(metrics.snapshot().series).decode())
     kinds = {family.name: family.type for family in families}
     assert kinds == {
-        PREFIX + name.removesuffix("_total" if described.kind == "counter" else ""): described.kind
-        for name, described in METRICS.items()
+        PREFIX + name.removesuffix("_total" if spec.kind == "counter" else ""): spec.kind
+        for name, spec in METRICS.items()
     }
 
 
