@@ -1,33 +1,36 @@
-"""Every error that can reach a client, and whose fault it is.
+"""All errors that can reach a client, with their machine-readable codes.
 
-PagemillError
-├── RequestError            the client's fault; the same request fails again, so it is never retried
-│   ├── InvalidRequest      a field is missing, unknown, of a wrong type or out of its range
-│   ├── UnknownModel        no such model is configured here
-│   ├── UnknownAdapter      the model has no adapter of that name here
-│   ├── UnsupportedContent  a content part that the model has no stage for
-│   ├── InvalidGrammar      a schema, expression or grammar that answers cannot be held to
-│   ├── InvalidMedia        a picture that cannot be read, fetched or decoded
-│   ├── MediaBlocked        a picture from a place that pictures are not fetched from
-│   ├── MediaTooLarge       a picture over the byte, pixel or count limit
-│   ├── MediaNotFound       a picture that is named by its hash, and is not stored here
-│   ├── MMCacheMiss         an item that is named by its hash alone, and is not known here
-│   ├── ContextTooLong      prompt and answer do not fit the model's context
-│   ├── PayloadTooLarge     a message over the broker's limit
-│   └── Cancelled           somebody asked for it
-├── DecodeError             bytes on a subject are not what the subject carries; never retried
-├── ServerError             our fault; another attempt may succeed
-│   ├── Unavailable         the broker or the storage does not answer
-│   ├── Overloaded          a work queue is at its limit; try again later
-│   ├── EncodingFailed      a picture's embeddings could not be made; not tried again here
-│   ├── BlobLost            a payload is gone with its owner; the stage that makes it runs again
-│   ├── DeadlineExceeded    the request's time is over; not retried here, but the client may
+`fault` names the party that has caused an error, the client or the server. An error is `retryable`
+if another attempt may succeed.
+
+PagemillError               internal_error; server; not retryable
+├── RequestError            client; not retryable, because the same request would fail again
+│   ├── InvalidRequest      a field is missing, unknown, of a wrong type or out of range
+│   ├── UnknownModel        no such model is configured
+│   ├── UnknownAdapter      the model has no adapter of this name
+│   ├── UnsupportedContent  the model has no stage for a content part
+│   ├── InvalidGrammar      a schema, expression or grammar cannot constrain answers
+│   ├── InvalidMedia        an image cannot be read, fetched or decoded
+│   ├── MediaBlocked        images may not be fetched from this address
+│   ├── MediaTooLarge       an image is over the byte, pixel or count limit
+│   ├── MediaNotFound       an image that is named by its hash is not stored
+│   ├── MMCacheMiss         an item that is named by its hash alone is not cached
+│   ├── ContextTooLong      prompt and answer do not fit into the model's context
+│   ├── PayloadTooLarge     a message is over the broker's limit
+│   └── Cancelled           the client has cancelled the request
+├── DecodeError             client; bytes on a subject are not a valid message; not retryable
+├── ServerError             server; retryable
+│   ├── Unavailable         the broker or a storage does not answer
+│   ├── Overloaded          a work queue is full; the client may try again later
+│   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
+│   ├── BlobLost            a payload is gone with its owner; its stage runs again
+│   ├── DeadlineExceeded    the request's time is over; only its client may retry it
 │   └── WorkerFailure       a worker failed on this request
-├── LogTruncated            a token log has lost its beginning, so nobody can go on with it
-├── Poisoned                workers died with this request in hand; never retried
-├── NotFound                no such request or dead letter
-├── Fenced                  somebody else has written to this token log: stop, say nothing
-└── ConfigError             a configuration value is wrong; names file, key and type
+├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
+├── Poisoned                server; workers died with this request in flight; not retryable
+├── NotFound                client; there is no such request or dead letter
+├── Fenced                  server; another writer has appended to this token log
+└── ConfigError             server; a configuration value is invalid; names file, key and type
 """
 
 from typing import ClassVar, Literal
@@ -35,27 +38,29 @@ from typing import ClassVar, Literal
 Fault = Literal["client", "server"]
 
 
-# What a client sent may be part of a message; it must still fit into a record of the token log.
+# A message may quote a client's input, and must still fit into a record of the token log.
 MAX_MESSAGE_LEN = 1000
 MAX_FIELD_LEN = 200
 
 
 class PagemillError(Exception):
-    """Base of all; `code` is stable and machine-readable, `field` names the offending input."""
+    """Base of all errors. `field` names the invalid input."""
 
     code: ClassVar[str] = "internal_error"
+    """Stable machine-readable code."""
     fault: ClassVar[Fault] = "server"
     retryable: ClassVar[bool] = False
-
+    """Whether another attempt may succeed."""
     retry_after_s: ClassVar[float | None] = None
+    """Delay after which a client may try again."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
-        self.message = _cut(message, MAX_MESSAGE_LEN)
-        self.field = None if field is None else _cut(field, MAX_FIELD_LEN)
+        self.message = _truncate(message, MAX_MESSAGE_LEN)
+        self.field = None if field is None else _truncate(field, MAX_FIELD_LEN)
 
 
-def _cut(text: str, length: int) -> str:
+def _truncate(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length] + "…"
 
 

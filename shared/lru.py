@@ -1,4 +1,4 @@
-"""A cache with a limit in bytes, the least recently used going first. Pure, and not thread-safe."""
+"""An LRU cache with a limit in bytes. It is not thread-safe."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,22 +9,25 @@ V = TypeVar("V")
 
 
 class ByteLRU(Generic[K, V]):
+    """A cache that evicts the least recently used entries beyond `max_bytes`."""
+
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.hits = 0
         self.misses = 0
-        # Least recently used first: value and its size.
+        # Values and their sizes, least recently used first.
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, key: K) -> bool:
-        """Without being a use of it."""
+        """Return whether `key` is cached, without marking it as used."""
         return key in self._entries
 
     def get(self, key: K) -> V | None:
+        """Return the cached value and mark it as used; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             self.misses += 1
@@ -34,7 +37,7 @@ class ByteLRU(Generic[K, V]):
         return entry[0]
 
     def put(self, key: K, value: V, num_bytes: int) -> None:
-        """Others make room for it; what is larger than the whole cache is not kept."""
+        """Cache a value, evicting others for it. A value larger than the cache is not stored."""
         self.remove(key)
         if num_bytes > self.max_bytes:
             return

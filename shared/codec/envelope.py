@@ -1,4 +1,4 @@
-"""One binary layout for a typed head and the tensors that belong to it.
+"""The envelope: a binary layout for a typed head and its tensors.
 
     0   4  magic "PMM1"
     4   2  u16 version
@@ -8,11 +8,11 @@
     16  .. header: msgpack of [table of (dtype, shape), head], zero padded up to the body
     body   the tensors' buffers in the table's order, each at the next multiple of 64, zero padded
 
-All integers are little endian, all buffers C order and little endian. The table says neither
-offsets nor sizes: both follow from dtype and shape. So there is no overlap, gap or wrong size that
-the bytes could claim.
+All integers are little endian, all buffers C order and little endian. The table contains neither
+offsets nor sizes, because both follow from dtype and shape. Therefore no envelope can claim an
+overlap, a gap or a wrong size.
 
-This module knows no tensor library; `shared.codec.tensors` turns its buffers into torch tensors.
+This module does not depend on a tensor library; `shared.codec.tensors` converts to torch tensors.
 """
 
 import functools
@@ -30,21 +30,22 @@ from shared.errors import DecodeError, PayloadTooLarge
 
 MAGIC = b"PMM1"
 VERSION = 1
-# A cache line, and the widest vector load there is: no buffer ever straddles one at its start.
+# The size of a cache line and of the widest vector load, so that no buffer begins within one.
 ALIGNMENT = 64
-# Prompt token ids travel in the head, at up to 5 bytes each: room for 800,000 of them.
+# The head contains the prompt's token ids, at up to 5 bytes each; there is room for 800,000.
 MAX_HEADER_BYTES = 4 * 2**20
-# Eight pictures of three fields are 24; ten times that leaves room for video and audio.
+# Eight images of three fields need 24; ten times that leaves room for video and audio.
 MAX_TENSORS = 256
-# Our own tensors have at most 3 dimensions; numpy and torch go to 64, which nobody needs here.
+# Pagemill's tensors have at most 3 dimensions; numpy and torch support 64.
 MAX_DIMS = 8
-# An empty tensor's other dimensions are not bounded by its bytes; their strides must fit 64 bits.
+# The number of bytes does not bound the dimensions of an empty tensor, but its strides must fit
+# into 64 bits.
 MAX_ELEMENTS = 2**48
-# Our deepest header has 5 levels. msgspec recurses, and depth 600 was seen to kill a process
+# The deepest valid header has 5 levels. msgspec recurses, and depth 600 was seen to crash a process
 # on a thread with a 128 KiB stack.
 MAX_DEPTH = 32
-# Arrays, maps and strings, and numbers outside of long runs. A real head has some hundreds; 5 MB of
-# empty arrays were seen to grow to 368 MB of Python objects.
+# Limit on arrays, maps, strings, and numbers outside of long runs. A valid head has some hundreds;
+# 5 MB of empty arrays were seen to become 368 MB of Python objects.
 MAX_NODES = 65_536
 
 DType = Literal[
@@ -68,7 +69,7 @@ _PREFIX = struct.Struct("<4sHHII")
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """A tensor without a library: `data` is a flat view of bytes, C order, little endian."""
+    """A tensor independent of any library: `data` is a flat byte view, C order, little endian."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,15 +96,15 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(head: Struct, tensors: Sequence[TensorData]) -> bytes:
-    """One allocation of the final size; every buffer is copied once, into its place.
+    """Encode an envelope into one allocation; every buffer is copied once.
 
-    Raises what `encode_parts` raises.
+    Raises the errors of `encode_parts`.
     """
     return b"".join(encode_parts(head, tensors))
 
 
 def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | memoryview]:
-    """The envelope in pieces, one after the other; the tensors' buffers are not copied.
+    """Encode an envelope as consecutive parts, without copying the tensors' buffers.
 
     Raises PayloadTooLarge for a head over MAX_HEADER_BYTES or more than MAX_TENSORS tensors, and
     ValueError for a tensor whose dtype is unknown or whose buffer does not fit its shape.
@@ -129,9 +130,9 @@ def encode_parts(head: Struct, tensors: Sequence[TensorData]) -> list[bytes | me
 
 
 def decode(data: bytes | bytearray | memoryview, head_type: type[T]) -> tuple[T, list[TensorData]]:
-    """The head and its tensors, which are read-only views into `data`, not copies.
+    """Decode the head and its tensors, which are read-only views into `data`.
 
-    Raises DecodeError, and nothing else, for whatever bytes that are not an envelope of this type.
+    Raises DecodeError, and no other error, for any bytes that are not an envelope of this type.
     """
     view = memoryview(data).toreadonly()
     header_end, body_offset = _read_prefix(view)
@@ -140,8 +141,8 @@ def decode(data: bytes | bytearray | memoryview, head_type: type[T]) -> tuple[T,
         _check_nesting(bytes(header_bytes))
         header = _header_decoder.decode(header_bytes)
         head = _head_decoder(head_type).decode(header.head)
-    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError for keys
-        raise DecodeError(f"the header is not what it should be: {error}") from error
+    except ValueError as error:  # errors of msgspec, and UnicodeDecodeError for keys
+        raise DecodeError(f"the header is invalid: {error}") from error
     return head, _read_tensors(view, header.tensors, header_end, body_offset)
 
 
@@ -164,7 +165,7 @@ def _align(offset: int) -> int:
 
 
 def _spans(entries: Sequence[_Entry], body_offset: int) -> Iterator[tuple[int, int]]:
-    """[start, end) of every buffer; each starts at the first aligned offset after the last."""
+    """Yield [start, end) of each buffer, which starts at the next aligned offset."""
     offset = body_offset
     for entry in entries:
         end = offset + entry.num_bytes
@@ -173,14 +174,14 @@ def _spans(entries: Sequence[_Entry], body_offset: int) -> Iterator[tuple[int, i
 
 
 def _read_prefix(view: memoryview) -> tuple[int, int]:
-    """End of the header and offset of the body, both within `view`."""
+    """Return the end of the header and the offset of the body, both within `view`."""
     if len(view) < _PREFIX.size:
         raise DecodeError(f"{len(view)} bytes are too few for an envelope")
     magic, version, flags, header_len, body_offset = _PREFIX.unpack_from(view)
     if magic != MAGIC:
-        raise DecodeError("the bytes do not begin as an envelope does")
+        raise DecodeError("the bytes do not begin with an envelope's magic")
     if version != VERSION or flags:
-        raise DecodeError(f"version {version} with flags {flags} is unknown here")
+        raise DecodeError(f"version {version} with flags {flags} is not supported")
     if header_len > MAX_HEADER_BYTES:
         raise DecodeError(f"a header of {header_len} bytes is over the limit {MAX_HEADER_BYTES}")
     header_end = _PREFIX.size + header_len
@@ -204,7 +205,7 @@ def _read_tensors(
             raise DecodeError(f"{entry.dtype} {list(entry.shape)} does not fit into the envelope")
         _check_padding(view[padding_start:start])
         data = view[start:end]
-        # A bool of any other value is undefined behaviour in the libraries that will read it.
+        # A bool of another value is undefined behaviour in tensor libraries.
         if entry.dtype == "bool" and bytes(data).strip(b"\0\1"):
             raise DecodeError("a bool tensor has bytes other than 0 and 1")
         tensors.append(TensorData(entry.dtype, entry.shape, data))
@@ -223,24 +224,27 @@ def _check_padding(padding: memoryview) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# A walk over msgpack that does not recurse, before msgspec's decoder does.
+# A non-recursive walk over msgpack, before msgspec's decoder recurses into it.
 
 
 class _Format(NamedTuple):
-    """How far one msgpack value reaches, and how many values follow inside it."""
+    """The length of one msgpack value, and the number of its children."""
 
     size: int
-    """Bytes of the value, its length field excepted."""
+    """Bytes of the value without its length field."""
     children: int = 0
     length_bytes: int = 0
-    """Width of the length field; each unit of length then adds the next two."""
+    """Width of the length field; each unit of length adds the values of the next two fields."""
     bytes_per_unit: int = 0
     children_per_unit: int = 0
     is_map: bool = False
 
 
 def _formats() -> dict[int, _Format]:
-    """By first byte. Extension types are left out: no head has any, and pickles hide in them."""
+    """Return the formats by first byte.
+
+    Extension types are omitted: no head has any, and they could contain pickles.
+    """
     formats = {op: _Format(1) for op in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3)}
     formats |= {0x80 + n: _Format(1, children=2 * n, is_map=True) for n in range(16)}
     formats |= {0x90 + n: _Format(1, children=n) for n in range(16)}
@@ -259,8 +263,8 @@ def _formats() -> dict[int, _Format]:
 
 
 _FORMATS = _formats()
-# Token ids make up nearly all of a head; a run of them is stepped over by one match, which brings
-# 32,768 ids from 31 ms down to 1.3.
+# Nearly all of a head is token ids. One match skips a run of them, which reduces the time for
+# 32,768 ids from 31 ms to 1.3 ms.
 _RUN_LEN = 128
 _RUN_OF_SCALARS = re.compile(
     rb"(?:[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]|[\xcc\xd0].|[\xcd\xd1]..|[\xca\xce\xd2].{4}"
@@ -270,15 +274,14 @@ _RUN_OF_SCALARS = re.compile(
 
 
 def _check_nesting(data: bytes) -> None:
-    """Raise unless `data` is whole msgpack of bounded depth and number of values, and the keys of
-    each map are strings or whole numbers that differ: of two values under one key, msgspec would
-    take the last.
+    """Check that `data` is complete msgpack with bounded depth and number of values.
 
-    Raises DecodeError or ValueError.
+    The keys of each map must be distinct strings or integers, because msgspec would silently take
+    the last of several equal ones. Raises DecodeError or ValueError.
     """
     offset = num_nodes = 0
-    pending = [1]  # values still to come, per open container
-    keys: list[set[str | int] | None] = [None]  # those so far, per open container that is a map
+    pending = [1]  # remaining values per open container
+    keys: list[set[str | int] | None] = [None]  # keys so far, per open container that is a map
     while pending:
         if not pending[-1]:
             pending.pop()
@@ -312,19 +315,21 @@ def _add_key(seen: set[str | int], packed: bytes) -> None:
 
 
 def _step(data: bytes, offset: int) -> tuple[int, int, bool]:
-    """Offset after the value at `offset`, without its children, the number of those, and whether
-    they are keys and values."""
+    """Step over the value at `offset`, without its children.
+
+    Return the next offset, the number of children, and whether these are keys and values.
+    """
     if offset >= len(data):
-        _refuse_truncated()
+        _raise_truncated()
     form = _FORMATS.get(data[offset])
     if form is None:
-        raise DecodeError(f"the header has a value of the unknown kind {data[offset]:#04x}")
+        raise DecodeError(f"the header has a value of unknown type {data[offset]:#04x}")
     length = int.from_bytes(data[offset + 1 : offset + 1 + form.length_bytes], "big")
     end = offset + form.size + form.length_bytes + length * form.bytes_per_unit
     if end > len(data):
-        _refuse_truncated()
+        _raise_truncated()
     return end, form.children + length * form.children_per_unit, form.is_map
 
 
-def _refuse_truncated() -> NoReturn:
+def _raise_truncated() -> NoReturn:
     raise DecodeError("the header ends in the middle of a value")

@@ -1,9 +1,9 @@
-"""Processed pictures as vLLM's render and generate endpoints exchange them. Pure.
+"""Processed images in the format of vLLM's render and generate endpoints.
 
 An item is msgpack: a map from field names to `{"data": tensor, "field": [kind, arguments]}`. A
-tensor is `[dtype, shape, bytes]`, the bytes C order and little endian in an extension of type 3;
-the kind says how a server puts the items of a batch together. Types 1 and 2 are pickles: whoever
-reads these runs what a stranger has written. Here they are refused like all else that no tensor is.
+tensor is `[dtype, shape, bytes]`, with the bytes in C order and little endian in an extension of
+type 3. The kind determines how a server batches items. Extensions of types 1 and 2 are pickles, and
+decoding them would execute a stranger's code. They are refused like everything but tensors.
 """
 
 import math
@@ -23,21 +23,21 @@ MAX_SLICES = 64
 _RAW_VIEW = 3
 
 Bounds = list[int | None]
-"""Start, stop and step."""
+"""Start, stop and step of a slice."""
 Slices = list[list[int | Bounds | None]]
-"""Of each item of a batch where it is in the whole: its bounds, or those of several dimensions."""
+"""Position of each item in the batch: the bounds of one dimension or of several."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedField:
-    """The item is a row of the batch."""
+    """A field of which each item is a row of the batch."""
 
     keep_on_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FlatField:
-    """The items follow each other along `dim`."""
+    """A field whose items are concatenated along `dim`."""
 
     slices: Slices
     dim: int = 0
@@ -46,7 +46,7 @@ class FlatField:
 
 @dataclass(frozen=True, slots=True)
 class SharedField:
-    """The same for all items."""
+    """A field that is equal for all items."""
 
     batch_size: int
     keep_on_cpu: bool = False
@@ -57,43 +57,45 @@ Kind = BatchedField | FlatField | SharedField
 
 @dataclass(frozen=True, slots=True)
 class WireField:
+    """One field of an item: its tensor, and how it is batched."""
+
     tensor: TensorData
     kind: Kind
 
 
 def encode_item(fields: Mapping[str, WireField]) -> bytes:
-    """As vLLM writes it, to the byte; its fields are in the order of `fields`."""
+    """Encode an item byte for byte as vLLM does, with its fields in the order of `fields`."""
     return msgspec.msgpack.encode(
         {
-            name: {"data": _packed(field.tensor), "field": _packed_kind(field.kind)}
+            name: {"data": _pack_tensor(field.tensor), "field": _pack_kind(field.kind)}
             for name, field in fields.items()
         }
     )
 
 
 def metadata_of(fields: Mapping[str, WireField]) -> dict[str, WireField]:
-    """What the language model needs to know of a picture, whoever encodes it."""
+    """Return the fields that the language model needs, whichever server encodes the image."""
     return {name: field for name, field in fields.items() if field.kind.keep_on_cpu}
 
 
 def decode_item(data: bytes, field: str) -> dict[str, WireField]:
-    """An item whose fields are tensors, views into `data`.
+    """Decode an item, whose tensors are views into `data`.
 
-    Raises InvalidRequest naming `field`, and nothing else, for whatever other bytes.
+    Raises InvalidRequest naming `field`, and no other error, for any other bytes.
     """
     try:
         elements = _item.decode(data)
-        return {name: _unpacked(element) for name, element in elements.items()}
+        return {name: _unpack_field(element) for name, element in elements.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidRequest(f"not the data of a picture: {error}", field=field) from error
+        raise InvalidRequest(f"not the data of an image: {error}", field=field) from error
 
 
 def mm_hash(modality: str, file: bytes, model_id: str) -> str:
-    """By what vLLM knows a picture that was fetched or sent as a file, with its default algorithm;
-    `model_id` is the model as its servers were told of it.
+    """Return vLLM's mm_hash, with its default algorithm, of an image that was fetched or sent as a
+    file. `model_id` is the model name with which its servers were started.
 
-    It hashes what else decides about the pixels too: a picture that is not RGB, or one with a UUID
-    as its EXIF ImageID, has another hash there.
+    vLLM also hashes other properties that determine the pixels: an image that is not RGB, or that
+    has a UUID as its EXIF ImageID, has a different hash there.
     """
     leaves = {modality: _LEAF + _frame(modality.encode()) + _LEAF + _frame(file)}
     leaves["model_id"] = _LEAF + _frame(model_id.encode())
@@ -110,12 +112,12 @@ def _frame(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _packed(tensor: TensorData) -> list[Any]:
+def _pack_tensor(tensor: TensorData) -> list[Any]:
     raw = msgspec.msgpack.Ext(_RAW_VIEW, tensor.data)
     return [tensor.dtype, tensor.shape, raw]
 
 
-def _packed_kind(kind: Kind) -> list[Any]:
+def _pack_kind(kind: Kind) -> list[Any]:
     on_cpu = {"keep_on_cpu": kind.keep_on_cpu}
     match kind:
         case BatchedField():
@@ -127,7 +129,7 @@ def _packed_kind(kind: Kind) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------------------
-# reading: every level has its type, so that no bytes can make the decoder go deeper
+# Decoding: every level has a type, so that no bytes can make the decoder recurse deeper.
 
 _Size = Annotated[int, Meta(ge=0)]
 _Argument = bool | int | Annotated[list[list[int | Bounds | None]], Meta(max_length=MAX_SLICES)]
@@ -161,19 +163,19 @@ class _SharedArguments(Struct, frozen=True, forbid_unknown_fields=True):
     keep_on_cpu: bool = False
 
 
-def _unpacked(element: _Element) -> WireField:
+def _unpack_field(element: _Element) -> WireField:
     dtype, shape, payload = element.data
     if payload.code != _RAW_VIEW:
-        raise ValueError(f"an extension of type {payload.code} is no tensor's bytes")
+        raise ValueError(f"an extension of type {payload.code} is not a tensor's data")
     data = memoryview(payload.data)
     if math.prod(shape) * ITEM_BYTES[dtype] != data.nbytes:
         raise ValueError(f"{dtype} {shape} does not have {data.nbytes} bytes")
     if dtype == "bool" and bytes(data).strip(b"\0\1"):
         raise ValueError("a bool tensor has bytes other than 0 and 1")
-    return WireField(TensorData(dtype, tuple(shape), data), _unpacked_kind(*element.field))
+    return WireField(TensorData(dtype, tuple(shape), data), _unpack_kind(*element.field))
 
 
-def _unpacked_kind(name: str, given: dict[str, Any]) -> Kind:
+def _unpack_kind(name: str, given: dict[str, Any]) -> Kind:
     if name == "flat":
         flat = msgspec.convert(given, _FlatArguments)
         return FlatField(flat.slices, flat.dim, flat.keep_on_cpu)

@@ -1,6 +1,6 @@
-"""The C++ kernels as a library: compiled on first use for this very processor, and kept.
+"""The library of C++ kernels, compiled for this processor on first use and cached.
 
-Without a compiler, or on a processor without AVX-512, there is none, and models run on torch.
+Without a compiler or AVX-512 there is no library, and models run on torch.
 """
 
 import contextlib
@@ -26,42 +26,45 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-shared", "-f
 COMPILE_TIMEOUT_S = 300.0
 BUILD_PREFIX = "build-"
 STALE_AFTER_S = 3600.0
-"""No compilation takes so long: what is older was left by one that was killed."""
+"""Age of a build folder that was left by a killed compilation; none takes so long."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """None where it cannot be had; the reason is logged, once."""
+    """Return the library, or None without one. The reason is logged once."""
     log = structlog.get_logger()
     if "avx512f" not in processor_flags():
         log.info("native_kernels_unavailable", reason="the processor has no AVX-512")
         return None
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        log.warning("native_kernels_unavailable", reason="there is no C++ compiler")
+        log.warning("native_kernels_unavailable", reason="no C++ compiler is installed")
         return None
     try:
         return _declare(_open(compiler))
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines()
-        log.warning("native_kernels_unavailable", reason=said[-1] if said else str(error))
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        log.warning("native_kernels_unavailable", reason=lines[-1] if lines else str(error))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         log.warning("native_kernels_unavailable", reason=str(error))
     return None
 
 
 def _open(compiler: str) -> ctypes.CDLL:
-    target = _compiled(compiler)
+    target = _compile(compiler)
     try:
         return ctypes.CDLL(str(target))
     except OSError:
-        # Cut short, by a power cut or a full disk.
+        # The file was truncated by a power cut or a full disk.
         target.unlink()
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(_compile(compiler)))
 
 
-def _compiled(compiler: str) -> Path:
-    """Named by all that it depends on, so that a cache shared by unlike machines is no danger."""
+def _compile(compiler: str) -> Path:
+    """Return the cached library, or compile it.
+
+    Its name is a hash of all inputs, so that different machines can share the cache.
+    """
     folder = Path(__file__).parent
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
@@ -72,7 +75,7 @@ def _compiled(compiler: str) -> Path:
     target = _cache_folder() / f"native-{digest.hexdigest()}.so"
     if not target.is_file():
         _remove_stale_builds(target.parent)
-        # Another process may be at the same: whoever is last replaces the file with its like.
+        # Another process may compile the same; the last one replaces the file with an equal one.
         with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as build:
             built = Path(build) / target.name
             subprocess.run(
@@ -87,24 +90,25 @@ def _compiled(compiler: str) -> Path:
 
 def _remove_stale_builds(cache: Path) -> None:
     for build in cache.glob(f"{BUILD_PREFIX}*"):
-        # Another process may do the same.
+        # Another process may remove it first.
         with contextlib.suppress(FileNotFoundError):
             if build.stat().st_mtime < time.time() - STALE_AFTER_S:
                 shutil.rmtree(build, ignore_errors=True)
 
 
 def _cache_folder() -> Path:
-    """Of this user alone: what lies in it is executed."""
+    """Return a folder that only this user can write to, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "pagemill"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-        raise PermissionError(f"{folder} can be written by others")
+        raise PermissionError(f"{folder} is writable by other users")
     return folder
 
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
+    """Return the CPU features of an x86-64 processor; none on other machines."""
     if platform.machine() == "x86_64":
         with contextlib.suppress(OSError):
             for line in Path("/proc/cpuinfo").read_text().splitlines():

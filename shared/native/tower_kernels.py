@@ -1,4 +1,4 @@
-"""What towers ask of the C++ kernels, on tensors: bfloat16 on a CPU."""
+"""C++ kernels for vision towers, on bfloat16 CPU tensors."""
 
 import ctypes
 import functools
@@ -12,7 +12,7 @@ from shared.native import library
 
 MAX_HEAD_DIM = 512
 PANEL = 32
-"""Outputs that are packed together."""
+"""Number of outputs that are packed together."""
 ACTIVATIONS = ("none", "quick_gelu", "gelu", "gelu_tanh", "silu")
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -36,26 +36,29 @@ class _Product(ctypes.Structure):
 
 
 class TowerKernels:
-    """Made by `find_kernels`. Several threads may call; they work one after the other."""
+    """The kernels and their thread pool, created by `find_kernels`.
+
+    Calls of several threads run one after the other.
+    """
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
         self._library = loaded
-        # Its threads sleep between calls, and end with the process.
-        self._workshop = loaded.pagemill_workshop(num_threads)
+        # The pool's threads sleep between calls, and end with the process.
+        self._pool = loaded.pagemill_workshop(num_threads)
 
     def __deepcopy__(self, memo: object) -> "TowerKernels":
         return self
 
     def attend(
         self,
-        query: Tensor,  # [num_rows, num_heads, head_dim]; of any stride between rows
+        query: Tensor,  # [num_rows, num_heads, head_dim] with any stride between rows
         key: Tensor,
         value: Tensor,
-        angles: tuple[Tensor, Tensor] | None,  # cos and sin, [num_rows, head_dim] of equal halves
+        angles: tuple[Tensor, Tensor] | None,  # cos and sin, [num_rows, head_dim] with equal halves
         cu_seqlens: Tensor,  # [num_segments + 1]
         scale: float,
     ) -> Tensor:  # [num_rows, num_heads, head_dim]
-        """Each row sees those of its segment; queries and keys turn by their angles before."""
+        """Attend within segments, after rotating queries and keys by their angles."""
         num_rows, num_heads, head_dim = query.shape
         assert head_dim % 2 == 0
         assert head_dim <= MAX_HEAD_DIM
@@ -87,18 +90,18 @@ class TowerKernels:
             head_dim,
             scale,
         )
-        self._library.pagemill_attend(self._workshop, ctypes.byref(segments))
+        self._library.pagemill_attend(self._pool, ctypes.byref(segments))
         return output
 
     def multiply(
         self,
         x: Tensor,  # [..., num_inputs]
-        panels: Tensor,  # of `pack_weight`
+        panels: Tensor,  # from `pack_weight`
         bias: Tensor,  # [num_outputs, rounded up to whole panels], float32
         num_outputs: int,
         activation: str = "none",
     ) -> Tensor:  # [..., num_outputs]
-        """Of the weights' products and the bias, what the activation makes."""
+        """Return `activation(x @ weight.T + bias)`."""
         num_panels, num_units = panels.shape[:2]
         assert x.dtype == panels.dtype == torch.bfloat16
         assert x.shape[-1] == 2 * num_units
@@ -116,21 +119,24 @@ class TowerKernels:
             num_outputs,
             ACTIVATIONS.index(activation),
         )
-        self._library.pagemill_multiply(self._workshop, ctypes.byref(product))
+        self._library.pagemill_multiply(self._pool, ctypes.byref(product))
         return y
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """[num_outputs, num_inputs], as linear.h wants it: [num_panels, num_inputs / 2, 32, 2]."""
+    """Pack weights [num_outputs, num_inputs] as linear.h expects them.
+
+    The result is [num_panels, num_inputs / 2, 32, 2].
+    """
     num_outputs, num_inputs = weight.shape
     padded = F.pad(weight.detach(), (0, 0, 0, -num_outputs % PANEL))
     return padded.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 def find_kernels(weight: Tensor) -> TowerKernels | None:
-    """The kernels for a tower of such weights; None if it stays with torch.
+    """Return the kernels for a tower with weights like this one; None if torch should run it.
 
-    So does bfloat16 on a processor with the matrix extension, which torch's own products use.
+    Torch also runs bfloat16 on a processor with AMX, which its own matrix products use.
     """
     loaded = library.load()
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or loaded is None:
@@ -142,7 +148,7 @@ def find_kernels(weight: Tensor) -> TowerKernels | None:
 
 @functools.cache
 def _make_kernels(num_threads: int) -> TowerKernels:
-    """One team of threads for all towers of a process."""
+    """Create the kernels with one thread pool for all towers of the process."""
     loaded = library.load()
     assert loaded is not None
     return TowerKernels(loaded, num_threads)

@@ -1,4 +1,4 @@
-"""Dead letters: look at them, and send their requests on the way once more."""
+"""Dead letters: read them, and queue their requests again."""
 
 from collections.abc import AsyncIterator
 
@@ -13,7 +13,7 @@ _letter = msgspec.msgpack.Decoder(DeadLetter)
 
 
 async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
-    """The latest `limit` letters, the newest first."""
+    """Yield the latest `limit` letters, the newest first."""
     first, sequence = await bus.sequence_range(subjects.DEAD_STREAM)
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
@@ -24,7 +24,7 @@ async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
 
 
 async def find(bus: Bus, request_id: str) -> DeadLetter:
-    """Raises NotFound."""
+    """Return the latest dead letter of a request. Raises NotFound."""
     if not subjects.is_name(request_id):
         raise InvalidRequest("not a request id", field="request_id")
     stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
@@ -35,13 +35,13 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
 
 
 async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant: str = "") -> None:
-    """Send `request` on its way again under its id, as if it had never been tried.
+    """Queue `request` again under its id, as if it were new.
 
-    What its log says of the failure is removed, and then the letter. `request` must carry its id
-    in its body. Raises PayloadTooLarge, Overloaded or Unavailable; the letter then stays.
+    Its token log and attempt records are removed first, and its dead letters last. `request` must
+    contain its id. Raises PayloadTooLarge, Overloaded or Unavailable, and keeps the letter then.
     """
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    # Under a message id of its own it would be taken for the first one's repetition.
+    # With a message id it would count as a duplicate of the first publication.
     await bus.publish_without_id(subjects.request(model), request, tenant_header(tenant))
     await bus.purge(subjects.DEAD_STREAM, subjects.dead_of(request_id))

@@ -1,10 +1,9 @@
-"""KV events of engines: numbered payloads, live on `pm.kv.<engine>` and kept for a while.
+"""KV events of engines: numbered payloads, published on `pm.kv.<engine>` and stored for a while.
 
-A message is the payload's number, eight bytes with the highest first, and then the payload as
-`workers/engine/core/kv_events.py` writes it: the last two frames of vLLM's publisher in one. An
-engine counts from 0. A reader that misses a number, or comes late, reads the stream; what has been
-removed from it leaves a gap, and the engine's blocks are known again from its next AllBlocksCleared
-on.
+A message is the payload's number, eight bytes in big-endian order, followed by the payload of
+`workers/engine/core/kv_events.py`: the last two frames of vLLM's publisher in one. An engine counts
+from 0. A reader that misses a number, or starts late, reads the stream. If events were already
+removed from it, the engine's blocks are known again after its next AllBlocksCleared.
 """
 
 import asyncio
@@ -23,24 +22,25 @@ _log = structlog.get_logger()
 
 
 class KVLogWriter:
-    """Publishes one after another, apart from whoever puts them in."""
+    """Publishes payloads in order, in a task of its own."""
 
     def __init__(self, bus: Bus, engine: str) -> None:
         self._bus = bus
         self._engine = engine
         self._next_number = 0
-        # What a broker that is away for long would not keep either.
+        # As many as the stream stores; older ones are dropped while the broker is away.
         self._pending: deque[tuple[int, bytes]] = deque(maxlen=subjects.MAX_KV_BATCHES)
         self._changed = asyncio.Event()
 
     def put(self, payloads: Iterable[bytes]) -> None:
+        """Queue payloads for publication."""
         for payload in payloads:
             self._pending.append((self._next_number, payload))
             self._next_number += 1
             self._changed.set()
 
     async def run(self) -> None:
-        """For ever."""
+        """Publish queued payloads until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -55,18 +55,18 @@ class KVLogWriter:
                 await self._bus.publish(subject, message, f"kv-{self._engine}-{number}")
                 return
             except PagemillError as error:
-                _log.warning("kv_events_wait", number=number, reason=error.message)
+                _log.warning("kv_events_not_published", number=number, reason=error.message)
                 if isinstance(error, PayloadTooLarge):
                     return
 
 
 def split_message(message: bytes) -> tuple[int, bytes]:
-    """Number and payload."""
+    """Split a message into its number and its payload."""
     return int.from_bytes(message[:NUMBER_BYTES], "big"), message[NUMBER_BYTES:]
 
 
 async def replay(bus: Bus, engine: str, first: int = 0) -> list[tuple[int, bytes]]:
-    """What is kept of an engine's payloads from number `first` on, each with its number.
+    """Return the stored payloads of an engine from number `first` on, each with its number.
 
     Raises Unavailable when the broker does not answer.
     """

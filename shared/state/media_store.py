@@ -1,10 +1,10 @@
-"""Pictures in a stream of their own, named by the SHA-256 of their bytes.
+"""The stream of images, each named by the SHA-256 of its bytes.
 
-A picture is its chunks, and a head that is written after them. Whoever reads it computes the hash
-again, so nobody can put other bytes under a name; what is not whole is not there.
+An image is stored as chunks, followed by a head. Readers verify the hash, so that no other bytes
+can be served under a name. An incomplete image counts as missing.
 
-A tenant finds only what was stored for that tenant: to know the hash of a file is not to have it,
-and nobody is to learn from it whether others have sent the file.
+A tenant finds only images that were stored for that tenant: knowing the hash of a file does not
+give access to it, and must not reveal whether another tenant has sent it.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from shared.protocol import subjects
 from shared.protocol.messages import MediaHead, to_json
 
 CHUNK_BYTES = 512 * 2**10
-CHUNKS_UNDER_WAY = 8
-# A replica that answers reads may know of a picture a little later than its leader.
+MAX_CHUNKS_IN_FLIGHT = 8
+# A replica that serves reads may store an image a little later than its leader.
 STALE_READ_S = 0.3
 
 _URL = re.compile(r"media:([0-9a-f]{64})")
@@ -33,7 +33,7 @@ def media_url(name: str) -> str:
 
 
 def parse_media_url(url: str) -> str | None:
-    """The name in a `media:` URL; None for any other text."""
+    """Return the name in a `media:` URL; None for any other text."""
     match = _URL.fullmatch(url)
     return match and match.group(1)
 
@@ -43,37 +43,37 @@ async def hash_media(data: bytes) -> str:
 
 
 def storage_name(name: str, tenant: str) -> str:
-    """By which name a tenant's picture is in the stream."""
+    """Return the name under which the stream stores a tenant's image."""
     return hashlib.sha256(f"{tenant}:{name}".encode()).hexdigest() if tenant else name
 
 
 async def store(bus: Bus, name: str, data: bytes, tenant: str = "") -> None:
-    """Have `data` in the stream for longer than any request that begins now may take.
+    """Store `data` for longer than any request that begins now may take.
 
-    What is there already, and not for long, is not written again. Raises Unavailable.
+    An image that was stored recently is not written again. Raises Unavailable.
     """
-    place = storage_name(name, tenant)
-    known = await _find_head(bus, place)
-    if known is not None:
-        head, stored_ms = known
-        young = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
-        if young and head.num_bytes == len(data):
+    stored_name = storage_name(name, tenant)
+    found = await _find_head(bus, stored_name)
+    if found is not None:
+        head, stored_ms = found
+        is_recent = bus.now_ms() - stored_ms < 1000 * MEDIA_REUSE_S
+        if is_recent and head.num_bytes == len(data):
             return
     starts = range(0, len(data), CHUNK_BYTES)
-    credit = asyncio.Semaphore(CHUNKS_UNDER_WAY)
+    credit = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
 
     async def publish(number: int, start: int) -> None:
         async with credit:
             chunk = data[start : start + CHUNK_BYTES]
-            await bus.publish_without_id(subjects.media_chunk(place, number), chunk)
+            await bus.publish_without_id(subjects.media_chunk(stored_name, number), chunk)
 
     await asyncio.gather(*(publish(number, start) for number, start in enumerate(starts)))
     head = MediaHead(len(data), len(starts))
-    await bus.publish_without_id(subjects.media(place), to_json(head))
+    await bus.publish_without_id(subjects.media(stored_name), to_json(head))
 
 
 async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes | None:
-    """The bytes of this name; None if they are not there, or not whole.
+    """Return the bytes of this name; None if they are missing or incomplete.
 
     Raises MediaTooLarge before more than `max_bytes` are read, or Unavailable.
     """
@@ -85,32 +85,33 @@ async def find(bus: Bus, name: str, max_bytes: int, tenant: str = "") -> bytes |
 
 
 async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | None:
-    place = storage_name(name, tenant)
-    known = await _find_head(bus, place)
-    if known is None:
+    stored_name = storage_name(name, tenant)
+    found = await _find_head(bus, stored_name)
+    if found is None:
         return None
-    head, _ = known
+    head, _ = found
     if head.num_bytes > max_bytes:
         raise MediaTooLarge(
-            f"a picture of {head.num_bytes} bytes is over the limit of {max_bytes} bytes"
+            f"an image of {head.num_bytes} bytes is over the limit of {max_bytes} bytes"
         )
     data = bytearray()
-    for first in range(0, head.num_chunks, CHUNKS_UNDER_WAY):
-        numbers = range(first, min(first + CHUNKS_UNDER_WAY, head.num_chunks))
+    for first in range(0, head.num_chunks, MAX_CHUNKS_IN_FLIGHT):
+        numbers = range(first, min(first + MAX_CHUNKS_IN_FLIGHT, head.num_chunks))
         reads = (
-            bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(place, n)) for n in numbers
+            bus.read_last(subjects.MEDIA_STREAM, subjects.media_chunk(stored_name, n))
+            for n in numbers
         )
         for chunk in await asyncio.gather(*reads):
             if chunk is None or len(data) + len(chunk.data) > head.num_bytes:
                 return None
             data += chunk.data
-    found = bytes(data)
-    return found if await hash_media(found) == name else None
+    content = bytes(data)
+    return content if await hash_media(content) == name else None
 
 
-async def _find_head(bus: Bus, place: str) -> tuple[MediaHead, float] | None:
-    """With the time when it was stored, in milliseconds of the broker's clock."""
-    stored = await bus.read_last(subjects.MEDIA_STREAM, subjects.media(place))
+async def _find_head(bus: Bus, stored_name: str) -> tuple[MediaHead, float] | None:
+    """Return the head and its storage time, in Unix milliseconds of the broker's clock."""
+    stored = await bus.read_last(subjects.MEDIA_STREAM, subjects.media(stored_name))
     if stored is None:
         return None
     try:

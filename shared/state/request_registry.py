@@ -1,4 +1,4 @@
-"""Gateways' notes of requests, where every gateway finds them."""
+"""Records of the requests of gateways, in a stream that every gateway reads."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,46 +11,52 @@ from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, RequestRecord, decode_job_record, to_json
 
-# A replica that answers reads may be a moment behind.
+# A replica that serves reads may lag behind for a moment.
 STALE_READ_S = 0.02
-# Whoever lives is heard of every second.
-LOOKS_S = (0.0, 0.75, 0.75)
-# Of those who have come again and again, the last.
+# Pauses before each search for heartbeats, which live workers send every second.
+SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
+# Limit on holders of a request; the latest are stored.
 MAX_HOLDERS = 8
 
 _heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
-    """Answer for a request, of which `record` is noted unless there is a note of it: the first
-    stays. `holder` is a name that nobody else has, and begins with that of the worker and a colon.
+    """Register `holder` as responsible for a request, and return the request's record.
 
-    Raises PayloadTooLarge or Unavailable.
+    `record` is stored only if there is none yet. `holder` is a unique name that begins with the
+    worker's name and a colon. Raises PayloadTooLarge or Unavailable.
     """
     while True:
         try:
-            noted = replace(record, holders=[holder])
-            await bus.append(subjects.job(request_id), to_json(noted), 0)
+            registered = replace(record, holders=[holder])
+            await bus.append(subjects.job(request_id), to_json(registered), 0)
             return record
         except Fenced:
-            # It may be our own, if the ack was lost.
-            held = await _change(bus, request_id, lambda known: [*known, holder][-MAX_HOLDERS:])
-            if held is not None:
-                return held
+            # The stored record may be this one, if its ack was lost.
+            stored = await _change_holders(
+                bus, request_id, lambda holders: [*holders, holder][-MAX_HOLDERS:]
+            )
+            if stored is not None:
+                return stored
 
 
 async def unregister(bus: Bus, request_id: str, holder: str) -> bool:
-    """Whether nobody alive answers for the request any more. Raises Unavailable."""
-    left = await _change(bus, request_id, lambda known: [h for h in known if h != holder])
-    if left is None or not left.holders:
+    """Remove `holder`. Return whether the request has no live holder left. Raises Unavailable."""
+    record = await _change_holders(
+        bus, request_id, lambda holders: [other for other in holders if other != holder]
+    )
+    if record is None or not record.holders:
         return True
-    return await _are_gone(bus, {other.partition(":")[0] for other in left.holders})
+    return await _are_dead(bus, {other.partition(":")[0] for other in record.holders})
 
 
-async def _are_gone(bus: Bus, workers: set[str]) -> bool:
-    """Whether none of them is heard of, nor will be soon: a broker that has just come back has not
-    heard of anybody yet."""
-    for pause_s in LOOKS_S:
+async def _are_dead(bus: Bus, workers: set[str]) -> bool:
+    """Return whether none of the workers has a heartbeat.
+
+    The search is repeated, because a restarted broker has no heartbeats at first.
+    """
+    for pause_s in SEARCH_PAUSES_S:
         await asyncio.sleep(pause_s)
         living = {_heartbeat.decode(data).worker for data in await bus.read_heartbeats()}
         if living & workers:
@@ -59,21 +65,24 @@ async def _are_gone(bus: Bus, workers: set[str]) -> bool:
 
 
 async def find(bus: Bus, request_id: str) -> RequestRecord | None:
-    """None if there is none, or none any more. Raises Unavailable."""
+    """Return the record of a request; None if there is none, or if it has expired.
+
+    Raises Unavailable.
+    """
     stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
     return None if stored is None else decode_job_record(stored.data)
 
 
-async def _change(
+async def _change_holders(
     bus: Bus, request_id: str, change: Callable[[list[str]], list[str]]
 ) -> RequestRecord | None:
-    """With other holders; None if there is no note."""
+    """Apply `change` to the holders. Return the new record, or None if there is no record."""
     subject = subjects.job(request_id)
     while (stored := await bus.read_last(subjects.JOBS_STREAM, subject)) is not None:
-        known = decode_job_record(stored.data)
-        changed = replace(known, holders=change(known.holders))
-        if changed.holders == known.holders:
-            return known
+        record = decode_job_record(stored.data)
+        changed = replace(record, holders=change(record.holders))
+        if changed.holders == record.holders:
+            return record
         try:
             await bus.append(subject, to_json(changed), stored.sequence)
             return changed
