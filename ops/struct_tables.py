@@ -110,7 +110,7 @@ def type_words(schema: dict[str, Any], link: Link) -> str:
     if schema.get("contentEncoding") == "base64":
         return "bytes"
     pattern = f", `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
-    return kind + _size(schema, "Length") + _bounds(schema) + pattern
+    return str(kind) + _size(schema, "Length") + _bounds(schema) + pattern
 
 
 def _size(schema: dict[str, Any], what: str) -> str:

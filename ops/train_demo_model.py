@@ -744,11 +744,16 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    ids: Any = tokenizer.convert_tokens_to_ids(list(SPECIALS))
+    return dict(zip(SPECIALS, ids, strict=True))
+
+
 class Encoder:
     """Turns a sample into token ids; much faster than the chat template, and checked against it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIALS}
+        self.ids = special_ids(tokenizer)
         # The same few thousand segments come again and again.
         self.text = cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
 
@@ -942,7 +947,7 @@ class Batches(IterableDataset[Any]):
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIALS}
+    ids = special_ids(tokenizer)
     ends = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
     config = Qwen2VLConfig(
         text_config={
@@ -1039,7 +1044,10 @@ def tower_forward(visual: Any, pixels: Tensor) -> Tensor:
         mixed = scores.softmax(dim=-1).to(qkv.dtype) @ qkv[2]
         x = x + attention.proj(mixed.transpose(1, 2).flatten(2))
         x = x + block.mlp(block.norm2(x))
-    return visual.merger(x).view(pixels.shape[0], -1, visual.merger.mlp[-1].out_features)
+    features: Tensor = visual.merger(x).view(
+        pixels.shape[0], -1, visual.merger.mlp[-1].out_features
+    )
+    return features
 
 
 class Heads(nn.Module):
@@ -1167,7 +1175,8 @@ class Trainer:
         self.settings = settings
         self.tokenizer = build_tokenizer(settings.seed)
         self.encoder = Encoder(self.tokenizer)
-        self.model = build_model(self.tokenizer).to(settings.device)
+        model: Any = build_model(self.tokenizer)
+        self.model = model.to(settings.device)
         self.heads = Heads(self.model.config.text_config.hidden_size).to(settings.device)
         self.state = State()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -1334,7 +1343,7 @@ class Folder:
     """The finished folder, used as anyone would: through transformers alone."""
 
     def __init__(self, path: Path) -> None:
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        self.model: Any = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
         self.model.eval()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(path)
@@ -1349,7 +1358,7 @@ class Folder:
         if pictures:
             extra = dict(self.processor(images=list(pictures), return_tensors="pt"))
             # Each picture's one placeholder becomes as many as the picture has tokens.
-            before, *after = prompt.split("<|image_pad|>")
+            before, *after = str(prompt).split("<|image_pad|>")
             for (_, rows, columns), rest in zip(
                 extra["image_grid_thw"].tolist(), after, strict=True
             ):
@@ -1486,7 +1495,8 @@ def save_folder(
 ) -> None:
     """Writes a normal Hugging Face folder, with the weights in half precision."""
     out.mkdir(parents=True, exist_ok=True)
-    half = Qwen2VLForConditionalGeneration(model.config).to(torch.float16)
+    half: Any = Qwen2VLForConditionalGeneration(model.config)
+    half.to(torch.float16)
     half.load_state_dict(model.state_dict())
     half.generation_config = model.generation_config
     half.save_pretrained(out)
@@ -1555,7 +1565,7 @@ Greedy decoding in float32 through transformers; only the exact answer counts.
 
 
 def write_card(path: Path, scores: dict[str, Score], training: str) -> None:
-    config = Qwen2VLConfig.from_pretrained(path)
+    config: Any = Qwen2VLConfig.from_pretrained(path)
     model = Qwen2VLForConditionalGeneration.from_pretrained(path)
     rows = [
         f"| {ROW_NAMES[name]} | {score.percent:.1f} % | {score.wanted} |"

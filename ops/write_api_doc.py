@@ -201,7 +201,7 @@ def _spelled(schema: dict[str, Any]) -> str:
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return "object of " + _spelled(schema["additionalProperties"])
     pattern = f", `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
-    return kind + _range(schema, "Length") + _bounds(schema) + pattern
+    return str(kind) + _range(schema, "Length") + _bounds(schema) + pattern
 
 
 def _range(schema: dict[str, Any], what: str) -> str:

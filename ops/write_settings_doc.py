@@ -41,7 +41,12 @@ def document() -> str:
 
 def settings() -> Iterator[tuple[str, str]]:
     """Yield every key with its meaning."""
-    for name, kind in [("", Config), ("models.NAME", ModelConfig), ("gateway.api_keys[]", ApiKey)]:
+    top: list[tuple[str, type[Struct]]] = [
+        ("", Config),
+        ("models.NAME", ModelConfig),
+        ("gateway.api_keys[]", ApiKey),
+    ]
+    for name, kind in top:
         yield from _leaves(f"{name}.".lstrip("."), kind)
     for name, kind in _sections(Config):
         yield from _leaves(f"{name}.", kind)

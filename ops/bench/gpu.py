@@ -11,6 +11,7 @@ dry run mean nothing: it shows that all of it works.
 import argparse
 import gc
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -150,7 +151,7 @@ def report_model(
         ours.append([engine.measure() for _ in range(2)][-1])
         if not dry:
             engine.prefill()
-            idle.append(watch_device(lambda engine=engine: engine.decode(IDLE_STEPS)))
+            idle.append(watch_device(partial(engine.decode, IDLE_STEPS)))
         del engine
     _give_back()
 

@@ -64,7 +64,7 @@ def measure_attention(
     num_blocks = -(-seq_len // BLOCK_SIZE)
     order = torch.randperm(span.num_seqs * num_blocks).view(span.num_seqs, num_blocks).tolist()
     shape = (span.num_seqs * num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-    caches = [torch.randn(shape, device=device).to(dtype) for _ in range(2)]
+    keys, values = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     num_tokens = span.num_seqs * span.new
     query = torch.randn(num_tokens, heads.num_heads, heads.head_dim, device=device).to(dtype)
     plan = plan_for_kernels(
@@ -83,7 +83,7 @@ def measure_attention(
     visible = span.num_seqs * sum(span.past + j + 1 for j in range(span.new))
     return Figure(
         f"{heads.name}: {span.num_seqs} x {span.new} after {span.past}",
-        time_call(lambda: paged_attention(query, *caches, plan, scale), device),
+        time_call(lambda: paged_attention(query, keys, values, plan, scale), device),
         _peers(query, heads, span, dtype) if peers else {},
         2 * span.num_seqs * seq_len * heads.num_kv_heads * row_bytes
         + 2 * num_tokens * heads.num_heads * row_bytes,
@@ -97,16 +97,17 @@ def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[
     starts = span.new * torch.arange(span.num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.full((span.num_seqs,), seq_len, dtype=torch.int32, device=device)
     num_pages = -(-seq_len // PAGE_SIZE)
-    pages = [
+    key_pages, value_pages = (
         torch.randn(span.num_seqs * num_pages, PAGE_SIZE, *row, device=device).to(dtype)
         for _ in range(2)
-    ]
+    )
     table = torch.arange(span.num_seqs * num_pages, dtype=torch.int32, device=device)
 
     def varlen() -> object:
         return varlen_attn(
             query,
-            *pages,
+            key_pages,
+            value_pages,
             starts,
             None,
             span.new,
@@ -118,15 +119,15 @@ def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[
         )
 
     # Without pages, and for a decode or a prompt only: its mask begins at the first key.
-    dense = [
+    keys, values = (
         torch.randn(span.num_seqs, seq_len, *row, device=device).to(dtype).transpose(1, 2)
         for _ in range(2)
-    ]
+    )
     queries = query.view(span.num_seqs, span.new, *query.shape[1:]).transpose(1, 2)
 
     def sdpa() -> object:
         return F.scaled_dot_product_attention(
-            queries, *dense, is_causal=span.new > 1, enable_gqa=True
+            queries, keys, values, is_causal=span.new > 1, enable_gqa=True
         )
 
     others = {"varlen_attn, paged": _try(varlen, device)}

@@ -97,8 +97,9 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCau
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(dtype)
-    return model.eval().requires_grad_(False)
+        model: Any = Qwen2ForCausalLM(config)
+    served: Qwen2ForCausalLM = model.to(dtype).eval().requires_grad_(False)
+    return served
 
 
 def step_bytes(model: Any) -> int:
@@ -107,6 +108,10 @@ def step_bytes(model: Any) -> int:
     total = sum(parameter.nbytes for parameter in model.parameters())
     tied = model.get_output_embeddings().weight is embeddings
     return int(total if tied else total - embeddings.nbytes)
+
+
+def _decode_nothing(token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
+    return ""
 
 
 class Engine:
@@ -120,7 +125,7 @@ class Engine:
         self.vocab_size = served.vocab_size
         self.core = EngineCore(
             ModelRunner(served, num_blocks, BLOCK_SIZE),
-            lambda token_ids: "",
+            _decode_nothing,
             frozenset(),
             pool=BlockPool(num_blocks, BLOCK_SIZE),
             max_num_seqs=load.num_streams,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
+from torch.profiler import DeviceType
 
 NUM_WARM_UPS = 3
 # Calls in one recorded graph: what a launch takes does not count as what a kernel takes.
@@ -24,7 +25,7 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
         for _ in range(NUM_CALLS):
             call()
     graph.replay()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(NUM_REPEATS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
@@ -59,5 +60,5 @@ def watch_device(run: Callable[[], object]) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    kernels = (e for e in profile.events() if e.device_type == DeviceType.CUDA)
     return idle_share([(e.time_range.start, e.time_range.end) for e in kernels])

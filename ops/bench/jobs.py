@@ -155,7 +155,7 @@ def taskiq_client(durable: bool) -> Submitting:
     async def client(url: str) -> AsyncIterator[Submit]:
         broker = taskiq_broker(url, durable)
 
-        @broker.task(task_name="job")
+        @broker.task(task_name="job")  # type: ignore[untyped-decorator]
         async def run(job: str) -> None:
             raise NotImplementedError
 
@@ -172,7 +172,7 @@ def taskiq_worker(durable: bool) -> Worker:
 
         broker = taskiq_broker(site.url, durable, site.fetch)
 
-        @broker.task(task_name="job")
+        @broker.task(task_name="job")  # type: ignore[untyped-decorator]
         async def run(job: str) -> None:
             await site.report(job)
 
@@ -220,13 +220,13 @@ def faststream_worker(durable: bool) -> Worker:
                 "pull_sub": PullSub(site.fetch, FETCH_TIMEOUT_S),
             }
 
-            @broker.subscriber(SUBJECT, **source)
+            @broker.subscriber(SUBJECT, **source)  # type: ignore[untyped-decorator]
             async def run(job: str) -> None:
                 await site.report(job)
 
         else:
 
-            @broker.subscriber(SUBJECT, queue="bench")
+            @broker.subscriber(SUBJECT, queue="bench")  # type: ignore[untyped-decorator]
             async def answer(job: str) -> str:
                 return job[:NUMBER_LEN]
 

@@ -53,7 +53,8 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(tokenizer / name, folder)
 
@@ -79,7 +80,7 @@ def _download(folder: Path) -> Path:
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     dequantized: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = dequantized.config
     if hasattr(config, "quantization_config"):
@@ -177,7 +178,8 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
     tokenizer = write_tokenizer(folder, text["vocab_size"])
 
     def token_id(token: str) -> int:
-        found: int = tokenizer.convert_tokens_to_ids(token)
+        found = tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(found, int)
         return found
 
     ends = {"eos_token_id": token_id("<|im_end|>"), "pad_token_id": token_id("<|endoftext|>")}
@@ -192,7 +194,7 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
         vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=True,
     )
-    model = Qwen2VLForConditionalGeneration(config)
+    model: Any = Qwen2VLForConditionalGeneration(config)
     _randomize(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     _write_json(folder / "generation_config.json", ends)

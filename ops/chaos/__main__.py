@@ -18,7 +18,9 @@ from cyclopts import App
 from msgspec.structs import replace
 from rich.console import Console
 
-from ops.chaos.bugs import catalog
+from ops.chaos.bugs.catalog import settings_of
+from ops.chaos.bugs.registry import BUGS
+from ops.chaos.bugs.scenarios import SCENARIOS
 from ops.chaos.checks.checker import Verdict, check
 from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
@@ -71,13 +73,13 @@ def bugs(*names: str) -> int:
 
     The scenarios without a bug are run first, and must be clean.
     """
-    chosen = names or tuple(catalog.BUGS)
-    scenarios = dict.fromkeys(catalog.BUGS[name].scenario for name in chosen)
-    missed = [name for name in scenarios if not _run(name, catalog.SCENARIOS[name])]
+    chosen = names or tuple(BUGS)
+    scenarios = dict.fromkeys(BUGS[name].scenario for name in chosen)
+    missed = [name for name in scenarios if not _run(name, SCENARIOS[name])]
     for name in chosen:
-        verdict, _ = uvloop.run(run_scenario(catalog.settings_of(name)))
+        verdict, _ = uvloop.run(run_scenario(settings_of(name)))
         found = Counter(violation.invariant for violation in verdict.violations)
-        caught = catalog.BUGS[name].invariants & set(found)
+        caught = BUGS[name].invariants & set(found)
         console.print(f"{'caught' if caught else 'MISSED'} {name}: {dict(found)}")
         missed += [] if caught else [name]
     console.print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")

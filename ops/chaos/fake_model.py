@@ -41,7 +41,7 @@ HANGS_SEED = 666_003
 HANG_S = 12.0
 
 
-def decode(token_ids: list[int]) -> str:
+def decode(token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
     """Some tokens write nothing and some a blank: stop strings then reach over several tokens."""
     return "".join(_piece(token_id) for token_id in token_ids if token_id not in EOS_TOKEN_IDS)
 

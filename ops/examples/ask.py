@@ -16,7 +16,7 @@ async def main(question: str, *images: str) -> None:
     request_id = uuid.uuid4().hex
     # Subscribed before the request is published, so that no record is missed.
     log = await nc.subscribe(f"pm.tokens.{request_id}")
-    content = [{"type": "text", "text": question}]
+    content: list[dict[str, object]] = [{"type": "text", "text": question}]
     for data in map(pathlib.Path.read_bytes, map(pathlib.Path, images)):
         url = "data:image/png;base64," + base64.b64encode(data).decode()
         content.append({"type": "image_url", "image_url": {"url": url}})

@@ -33,10 +33,9 @@ def main() -> None:
         write_tiny(folder / MODEL_PATH)
         with vllm(binary, folder, MODEL_PATH) as theirs, pagemill(folder, MODEL_PATH) as ours:
             console.print(f"{time.monotonic() - began_s:.0f} s  both are ready")
-            limits = {"timeout": PATIENCE_S, "trust_env": False}
             with (
-                httpx.Client(base_url=ours, **limits) as us,
-                httpx.Client(base_url=theirs, **limits) as them,
+                httpx.Client(base_url=ours, timeout=PATIENCE_S, trust_env=False) as us,
+                httpx.Client(base_url=theirs, timeout=PATIENCE_S, trust_env=False) as them,
             ):
                 findings = [_tell(console, finding) for finding in check_all(us, them)]
     differing = sum(not finding.equal for finding in findings)

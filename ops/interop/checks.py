@@ -68,7 +68,8 @@ def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Fi
 
 def _without_items(body: dict[str, Any]) -> dict[str, Any]:
     features = body["features"] and body["features"] | {"kwargs_data": None}
-    return _own_aside(body | {"features": features})
+    aside: dict[str, Any] = _own_aside(body | {"features": features})
+    return aside
 
 
 def _check_items(case: Case, ours: Any, theirs: Any) -> Iterator[Finding]:
@@ -179,7 +180,7 @@ def _check_tokens(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
 def _check_faults(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
     """Where the protocol has a 4xx, we have the same."""
     base: dict[str, Any] = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}}
-    for changed in (
+    changes: tuple[dict[str, Any], ...] = (
         {"token_ids": []},
         {"token_ids": [1, -5]},
         {"token_ids": [1, 999_999]},
@@ -190,7 +191,8 @@ def _check_faults(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
         {"model": "zzz"},
         {"cache_salt": ""},
         {"output_mode": "text", "sampling_params": {"detokenize": False}},
-    ):
+    )
+    for changed in changes:
         ours, theirs = (_refusal(server, base | changed) for server in (us, them))
         if theirs[-1] is None:
             ours[-1] = None  # We may name what they leave open.

@@ -144,7 +144,7 @@ def _message_of(asked: Prepared) -> GenerateRequest:
         return GenerateRequest(
             MODEL, prompt_token_ids=request.token_ids, sampling_params=sampling(request)
         )
-    parts = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
+    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL(asked.url)), TextPart(request.text)]
     return GenerateRequest(MODEL, [Message("user", parts)], sampling(request))
 
 

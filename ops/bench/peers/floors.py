@@ -78,7 +78,7 @@ def _vision_patch(vision: Mapping[str, Any]) -> int:
     # The merger takes a square of patches at a time.
     merged = vision["spatial_merge_size"] ** 2
     merger = (merged * width) ** 2 + merged * width * vision["hidden_size"]
-    return vision["depth"] * block + pixels * width + merger // merged
+    return int(vision["depth"] * block + pixels * width + merger // merged)
 
 
 @dataclass(frozen=True, slots=True)

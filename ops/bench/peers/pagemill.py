@@ -38,7 +38,9 @@ class Pagemill:
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, DecodedImage | None]]:
         self._stopwatch.total_s.clear()
-        return [(request, request.picture and _load(request.picture)) for request in requests]
+        return [
+            (request, _load(request.picture) if request.picture else None) for request in requests
+        ]
 
     def run(self, work: list[tuple[Request, DecodedImage | None]], began_s: float) -> list[Answer]:
         answers = {}

@@ -80,7 +80,7 @@ class Padded:
         token = self.model.config.image_token_id
         prompts = []
         for (request, _), grid in zip(work, pictures["image_grid_thw"], strict=True):
-            ids = self._tokenizer.apply_chat_template(
+            ids: Any = self._tokenizer.apply_chat_template(
                 request.messages, add_generation_prompt=True, return_dict=False
             )
             place = ids.index(token)

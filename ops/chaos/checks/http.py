@@ -103,7 +103,9 @@ def _created_s(readings: list[Reading]) -> int:
 
 def _faults_of(reading: Reading, wanted: list[Shown]) -> Iterator[str]:
     ended = reading.ended is not None
-    due = [(at, shown) for at, shown in wanted if at is not None and at >= reading.asked.start]
+    due: list[Shown] = [
+        (at, shown) for at, shown in wanted if at is not None and at >= reading.asked.start
+    ]
     seen = [(saw.at, json.loads(saw.data)) for saw in reading.saw if saw.data != DONE]
     if [at for at, _ in seen] == [None]:
         # An error in the place of an answer has no number, nor has an answer that is one whole.

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -436,7 +437,7 @@ class Scene:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 
 
-Disturb = Callable[[Scene], Awaitable[None]]
+Disturb = Callable[[Scene], Coroutine[Any, Any, None]]
 
 
 def open_scene(name: str) -> Scene:
