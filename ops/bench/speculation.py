@@ -24,6 +24,7 @@ from shared.config import EngineConfig, ModelConfig, SpeculativeConfig
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
+from workers.engine.loader import load
 from workers.engine.main import build_core
 
 NUM_STREAMS = (1, 2, 4, 8)
@@ -142,10 +143,9 @@ def main() -> None:
         max_step_tokens=given.max_step_tokens,
     )
     plain = EngineConfig(native=not given.torch, kv_cache_mib=512)
-    without = build_core(model, plain)
-    drafting = build_core(
-        model, EngineConfig(native=plain.native, kv_cache_mib=512, speculative=drafts)
-    )
+    speculative = EngineConfig(native=plain.native, kv_cache_mib=512, speculative=drafts)
+    without = build_core(load(model, plain), plain)
+    drafting = build_core(load(model, speculative), speculative)
     prompts_of = {kind: tokenize(given.model, questions) for kind, questions in KINDS.items()}
     table = Table(
         "answers",
