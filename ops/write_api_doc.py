@@ -16,9 +16,7 @@ import msgspec
 
 from shared.errors import PagemillError
 from workers.gateway.http import errors
-from workers.gateway.openapi.document import document
-from workers.gateway.openapi.operation import types_of
-from workers.gateway.openapi.operations import OPERATIONS
+from workers.gateway.openapi.document import OPERATIONS, document, types_of
 
 FILE = Path(__file__).parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)

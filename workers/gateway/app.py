@@ -20,10 +20,11 @@ from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
 from shared.protocol.messages import RequestRecord
-from shared.protocol.renderer_rpc import ErrorReply, ModelCard
+from shared.protocol.renderer_rpc import ModelCard
 from shared.telemetry.metrics import Metrics
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
+from workers.gateway.heartbeat_cache import HeartbeatCache
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring
 from workers.gateway.http.body import BodyBudget
@@ -67,6 +68,7 @@ class AppContext:
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
         self.token_bytes = TokenBytesCache(bus)
+        self.heartbeats = HeartbeatCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories, by the kind of a RequestRecord."""
         self.body_budget = BodyBudget(config.gateway)
@@ -87,11 +89,9 @@ class AppContext:
         received_s, cached = self._cards.get(model, (-math.inf, None))
         if cached is not None and now_s - received_s < CARD_FRESH_S:
             return cached
-        answer = await client.model_card(self.bus, model, CARD_TIMEOUT_S)
-        if isinstance(answer, ErrorReply):
-            raise errors.RequestFailed(answer.error, "")
-        self._cards[model] = now_s, answer
-        return answer
+        card = errors.unwrap_reply(await client.model_card(self.bus, model, CARD_TIMEOUT_S))
+        self._cards[model] = now_s, card
+        return card
 
     def check_model(self, model: str) -> None:
         """Raises UnknownModel."""

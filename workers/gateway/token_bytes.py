@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 from shared import client
 from shared.bus.bus import Bus
-from shared.protocol.renderer_rpc import DetokenizeRequest, ErrorReply
+from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.http.errors import RequestFailed
+from workers.gateway.http.errors import unwrap_reply
 
 
 class TokenBytesCache:
@@ -31,7 +31,5 @@ class TokenBytesCache:
         if not missing:
             return
         request = DetokenizeRequest(missing)
-        answer = await client.detokenize(self._bus, model, request, tenant=tenant)
-        if isinstance(answer, ErrorReply):
-            raise RequestFailed(answer.error, "")
-        cached.update(zip(missing, answer.token_bytes, strict=True))
+        reply = unwrap_reply(await client.detokenize(self._bus, model, request, tenant=tenant))
+        cached.update(zip(missing, reply.token_bytes, strict=True))

@@ -24,25 +24,8 @@ from shared.stage.runtime import Context
 from workers.gateway.app import AppContext, build_application
 from workers.gateway.http.connection import ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.http.tls import TlsServer
-from workers.gateway.openapi import document
-from workers.gateway.routes import (
-    derender,
-    generate,
-    health,
-    models,
-    openai,
-    page,
-    render,
-    requests,
-    tokenize,
-)
-
-FEATURES = (
-    *(health, models, openai, requests),
-    *(render, generate, derender, tokenize),
-    *(page, document),
-)
-"""Modules with `routes(context)`."""
+from workers.gateway.openapi.document import TABLES
+from workers.gateway.routes import page
 
 BACKLOG = 1024
 # Time to send the final error to the clients that still wait when the drain is over.
@@ -86,7 +69,8 @@ async def main(context: Context) -> None:
 
 
 def all_routes(app: AppContext) -> list[Route]:
-    return [route for feature in FEATURES for route in feature.routes(app)]
+    routes = [route for table in TABLES for route in table.routes(app)]
+    return routes + page.routes(app)
 
 
 class _Server(uvicorn.Server):

@@ -23,7 +23,7 @@ from workers.gateway.http.auth import Caller, Keyring, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.rate_limits import RateLimiter
-from workers.gateway.openapi.operations import OPERATIONS
+from workers.gateway.openapi.document import OPERATIONS
 from workers.gateway.worker import all_routes
 
 ALICE, BOB = make_key(), make_key()

@@ -4,7 +4,7 @@ A client's own error carries its message and field. An internal error gets a fix
 not reveal what went wrong inside.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +17,10 @@ from shared.errors import (
     WorkerFailure,
 )
 from shared.protocol.messages import ErrorInfo, error_info
+from shared.protocol.renderer_rpc import ErrorReply
 from shared.validation import split_validation_error
+
+T = TypeVar("T")
 
 
 class InvalidKey(RequestError):
@@ -212,3 +215,10 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
 
 def to_json(answer: Any) -> bytes:
     return msgspec.json.encode(answer)
+
+
+def unwrap_reply(reply: T | ErrorReply) -> T:
+    """Return a renderer's reply. Raises RequestFailed for one that is an error."""
+    if isinstance(reply, ErrorReply):
+        raise RequestFailed(reply.error, "")
+    return reply

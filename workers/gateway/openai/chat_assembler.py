@@ -1,6 +1,5 @@
 """Assembler of chat completions. Pure."""
 
-import hashlib
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, Struct, UnsetType
@@ -8,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 from shared.protocol.messages import ChoiceDelta, TokenChunk, Usage
 from workers.gateway.core.assembler import TokenBytes, or_unset
 from workers.gateway.core.logprobs import openai_logprobs
+from workers.gateway.openai.tool_calls import call_delta, call_id
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call, Piece
 from workers.gateway.schemas.openai_response import (
@@ -22,7 +22,6 @@ from workers.gateway.schemas.openai_response import (
     ChatLogprobs,
     Delta,
     FinishReason,
-    FunctionDelta,
     MaybeUsage,
     TokenLogprob,
     usage_of,
@@ -149,23 +148,17 @@ class ChatAssembler:
         assert isinstance(piece, Call)
         if piece.name is None:
             choice.calls[piece.index][1].append(piece.arguments)
-            return CallDelta(piece.index, FunctionDelta(piece.arguments))
-        choice.calls.append((piece.name, [piece.arguments]))
-        function = FunctionDelta(piece.arguments, piece.name)
-        return CallDelta(piece.index, function, self._call_id(index, piece.index), "function")
-
-    def _call_id(self, choice: int, call: int) -> str:
-        """Return the call's id, which is the same in every process that assembles the answer."""
-        source = f"{self._id}:{choice}:{call}".encode()
-        number = int.from_bytes(hashlib.sha256(source).digest(), "big")
-        if self._options.form == "mistral":
-            return f"{number % 10**9:09d}"  # Mistral's templates accept only 9 characters.
-        return f"call_{number % 16**24:024x}"
+        else:
+            choice.calls.append((piece.name, [piece.arguments]))
+        return call_delta(piece, f"{self._id}:{index}", self._options.form)
 
     def _whole(self, index: int, choice: _Choice) -> ChatChoice:
         text = "".join(choice.text)
         calls: list[CallBody] | UnsetType = [
-            CallBody(self._call_id(index, number), CalledFunction(name, "".join(arguments)))
+            CallBody(
+                call_id(f"{self._id}:{index}", number, self._options.form),
+                CalledFunction(name, "".join(arguments)),
+            )
             for number, (name, arguments) in enumerate(choice.calls)
         ] or UNSET
         return ChatChoice(

@@ -1,34 +1,55 @@
-"""`/openapi.json`: the table of operations in the form of OpenAPI 3.1, with the schemas of
-the Structs."""
+"""`/openapi.json`: the declared endpoints as an OpenAPI 3.1 document, with schemas of Structs."""
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shared.stage.runtime import VERSION
-from workers.gateway.app import AppContext, Json
+from workers.gateway.app import AppContext
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.openapi.json_schema import Schemas
-from workers.gateway.openapi.operation import ApiOperation, is_type, types_of
-from workers.gateway.openapi.operations import OPERATIONS, SCALE_OUT
+from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
+from workers.gateway.routes import (
+    derender,
+    generate,
+    health,
+    models,
+    openai,
+    render,
+    requests,
+    tokenize,
+)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
+ROUTES = RouteTable("Server")
 
-def routes(context: AppContext) -> list[Route]:
-    written = Json(document(scale_out=context.limits.scale_out)).body
 
-    async def send(_: Request, __: Caller) -> Response:
-        return Response(written, media_type=JSON)
+@ROUTES.endpoint("GET", "/openapi.json", "This document", answer=JSON, public=True)
+async def send(context: AppContext, _: Request, __: Caller) -> Response:
+    return Response(_encoded(context.limits.scale_out), media_type=JSON)
 
-    return [context.route("/openapi.json", send, public=True)]
+
+TABLES = (
+    *(openai.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES, derender.ROUTES),
+    *(tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
+)
+"""All endpoints but those of the web page, in the order of the document."""
+
+OPERATIONS = [operation for table in TABLES for operation in table.operations]
+
+
+@cache
+def _encoded(scale_out: bool) -> bytes:
+    return errors.to_json(document(scale_out=scale_out))
 
 
 def document(*, scale_out: bool = True) -> dict[str, Any]:
@@ -36,7 +57,7 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
     schemas = Schemas([*types_of(operations), errors.ErrorAnswer])
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for operation in operations:
-        paths[operation.path][operation.method.lower()] = _described(operation, schemas)
+        paths[operation.path][operation.method.lower()] = _describe(operation, schemas)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -45,7 +66,7 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        # A server without keys wants none.
+        # A server without configured keys needs none.
         "security": [{"key": []}, {}],
         "paths": paths,
         "components": {
@@ -55,7 +76,17 @@ def document(*, scale_out: bool = True) -> dict[str, Any]:
     }
 
 
-def _described(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
+def types_of(operations: Iterable[ApiOperation]) -> list[Any]:
+    """Return every type that has a schema, each once."""
+    found = (t for o in operations for t in (o.body, o.answer, o.chunk) if _is_type(t))
+    return list({repr(one): one for one in found}.values())
+
+
+def _is_type(answer: Any) -> bool:
+    return answer is not None and not isinstance(answer, str)
+
+
+def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _name(operation),
         "tags": [operation.tag],
@@ -86,7 +117,7 @@ def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
         {
             "name": parameter.name,
             "in": parameter.place,
-            "description": parameter.about,
+            "description": parameter.description,
             "schema": msgspec.json.schema(parameter.type),
         }
         for parameter in operation.parameters
@@ -97,12 +128,12 @@ def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
 def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
     answer = operation.answer
     content: dict[str, Any] = {}
-    if is_type(answer):
+    if _is_type(answer):
         content[JSON] = {"schema": schemas.of(answer)}
     elif answer is not None:
         content[answer] = {}
     if operation.chunk is not None:
-        # Of events OpenAPI 3.1 has no schema.
+        # OpenAPI 3.1 has no schema for events.
         content[EVENTS] = {"x-event-data": schemas.of(operation.chunk)}
     described: dict[str, Any] = {"description": operation.summary}
     if content:

@@ -1,5 +1,8 @@
-"""JSON schemas of the types that the API reads and writes, by msgspec; and where it makes none,
-which is for unions of Structs that nothing but their fields tells apart, of their parts. Pure."""
+"""JSON schemas of the types that the API reads and writes. Pure.
+
+msgspec makes them, but not for unions of untagged Structs. The schema of a type that contains such
+a union is put together from the schemas of its parts.
+"""
 
 from collections.abc import Iterable
 from types import NoneType, UnionType
@@ -13,46 +16,46 @@ _REF = "#/components/schemas/{name}"
 
 class Schemas:
     def __init__(self, types: Iterable[Any]) -> None:
-        able: dict[str, Any] = {}
+        supported: dict[str, Any] = {}
         for one in types:
-            _collect(one, able)
-        found, components = msgspec.json.schema_components(able.values(), ref_template=_REF)
-        self._found: dict[str, dict[str, Any]] = dict(zip(able, found, strict=True))
+            _collect(one, supported)
+        found, components = msgspec.json.schema_components(supported.values(), ref_template=_REF)
+        self._found: dict[str, dict[str, Any]] = dict(zip(supported, found, strict=True))
         self.components: dict[str, Any] = components
 
     def of(self, one: Any) -> dict[str, Any]:
-        """The schema of one of the types that were given, or of a part of it."""
-        if (known := self._found.get(repr(one))) is not None:
-            return known
+        """Return the schema of one of the given types, or of a part of one."""
+        if (found := self._found.get(repr(one))) is not None:
+            return found
         if _is_struct(one):
             self.components[one.__name__] = self._of_struct(one)
-            made: dict[str, Any] = {"$ref": _REF.format(name=one.__name__)}
+            schema: dict[str, Any] = {"$ref": _REF.format(name=one.__name__)}
         elif get_origin(one) is list:
-            made = {"type": "array", "items": self.of(get_args(one)[0])}
+            schema = {"type": "array", "items": self.of(get_args(one)[0])}
         else:
-            made = {"anyOf": [self.of(kind) for kind in get_args(one) if kind is not UnsetType]}
-        self._found[repr(one)] = made
-        return made
+            schema = {"anyOf": [self.of(kind) for kind in get_args(one) if kind is not UnsetType]}
+        self._found[repr(one)] = schema
+        return schema
 
     def _of_struct(self, cls: type[Struct]) -> dict[str, Any]:
         hints = get_type_hints(cls, include_extras=True)
         fields = msgspec.structs.fields(cls)
-        needed = [f.name for f in fields if f.default is f.default_factory is NODEFAULT]
+        required = [f.name for f in fields if f.default is f.default_factory is NODEFAULT]
         properties = {field.encode_name: self.of(hints[field.name]) for field in fields}
         return {"title": cls.__name__, "type": "object", "properties": properties} | (
-            {"required": needed} if needed else {}
+            {"required": required} if required else {}
         )
 
 
-def _collect(one: Any, able: dict[str, Any]) -> None:
-    """The types that msgspec has schemas of, of which `one` is made."""
+def _collect(one: Any, supported: dict[str, Any]) -> None:
+    """Add the types that `one` consists of, and that msgspec has schemas for."""
     try:
         msgspec.json.schema_components([one], ref_template=_REF)
     except TypeError:
         for part in _parts(one):
-            _collect(part, able)
+            _collect(part, supported)
     else:
-        able[repr(one)] = one
+        supported[repr(one)] = one
 
 
 def _parts(one: Any) -> list[Any]:

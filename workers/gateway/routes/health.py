@@ -1,27 +1,19 @@
-"""Does the process live; can it serve; what is it; how does it do."""
+"""Liveness, readiness, version and metrics of a gateway."""
 
-import asyncio
-import time
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shared.errors import PagemillError
-from shared.protocol.messages import Heartbeat
 from shared.stage.runtime import VERSION
 from shared.telemetry import prometheus
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
+from workers.gateway.route_table import RouteTable
 
-ASK_S = 2.0
-# Whoever asks for this often does not ask the broker each time.
-FRESH_S = 0.5
-
-_heartbeat = msgspec.json.Decoder(Heartbeat)
+ROUTES = RouteTable("Server")
 
 
 class Health(Struct, frozen=True):
@@ -31,65 +23,54 @@ class Health(Struct, frozen=True):
 class Ready(Struct, frozen=True, omit_defaults=True):
     status: Literal["ok", "not ready", "draining", "no broker"]
     models: dict[str, str] = {}
-    """By model: `ok`, or which roles nobody has taken."""
+    """`ok`, or the roles that no worker has, by model."""
 
 
 class Version(Struct, frozen=True):
     version: str
 
 
-class Living:
-    """The workers that there are, by their heartbeats."""
-
-    def __init__(self, context: AppContext) -> None:
-        self._context = context
-        self._beats: list[Heartbeat] = []
-        self._read_s = float("-inf")
-
-    async def missing(self, model: str) -> list[str]:
-        """Roles without which nobody can be answered by `model`. Raises Unavailable, or
-        TimeoutError."""
-        beats = await self._all()
-        roles = ("coordinator", "renderer", "engine")
-        return [r for r in roles if not any(b.role == r and model in b.models for b in beats)]
-
-    async def _all(self) -> list[Heartbeat]:
-        if time.monotonic() - self._read_s > FRESH_S:
-            async with asyncio.timeout(ASK_S):
-                found = await self._context.bus.read_heartbeats()
-            self._beats = [_heartbeat.decode(data) for data in found]
-            self._read_s = time.monotonic()
-        return self._beats
+@ROUTES.endpoint("GET", "/health", "Whether the process lives", answer=Health, public=True)
+async def health(_: AppContext, __: Request, ___: Caller) -> Response:
+    return Json(Health())
 
 
-def routes(context: AppContext) -> list[Route]:
-    living = Living(context)
+@ROUTES.endpoint(
+    "GET",
+    "/ready",
+    "Whether a request would be answered; status 503 if not",
+    answer=Ready,
+    statuses=(200, 503),
+    public=True,
+)
+async def ready(context: AppContext, _: Request, __: Caller) -> Response:
+    models: dict[str, str] = {}
+    try:
+        for model in context.config.models:
+            missing = await missing_roles(context, model)
+            models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
+    except (PagemillError, TimeoutError):
+        return Json(Ready("no broker"), 503)
+    is_able = "ok" in models.values() and not context.draining
+    status = Ready("ok" if is_able else "draining" if context.draining else "not ready", models)
+    return Json(status, 200 if is_able else 503)
 
-    async def health(_: Request, __: Caller) -> Response:
-        return Json(Health())
 
-    async def ready(_: Request, __: Caller) -> Response:
-        models: dict[str, str] = {}
-        try:
-            for model in context.config.models:
-                missing = await living.missing(model)
-                models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
-        except (PagemillError, TimeoutError):
-            return Json(Ready("no broker"), 503)
-        able = "ok" in models.values() and not context.draining
-        ready = Ready("ok" if able else "draining" if context.draining else "not ready", models)
-        return Json(ready, 200 if able else 503)
+@ROUTES.endpoint("GET", "/version", "The version that runs", answer=Version)
+async def version(_: AppContext, __: Request, ___: Caller) -> Response:
+    return Json(Version(VERSION))
 
-    async def version(_: Request, __: Caller) -> Response:
-        return Json(Version(VERSION))
 
-    async def metrics(_: Request, __: Caller) -> Response:
-        told = prometheus.to_text(context.metrics.snapshot().series)
-        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
+@ROUTES.endpoint(
+    "GET", "/metrics", "Metrics of this gateway in the format of Prometheus", answer="text/plain"
+)
+async def metrics(context: AppContext, _: Request, __: Caller) -> Response:
+    text = prometheus.to_text(context.metrics.snapshot().series)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return [
-        context.route("/health", health, public=True),
-        context.route("/ready", ready, public=True),
-        context.route("/version", version),
-        context.route("/metrics", metrics),
-    ]
+
+async def missing_roles(context: AppContext, model: str) -> list[str]:
+    """Return the roles that `model` needs and no worker has. Raises Unavailable or TimeoutError."""
+    beats = await context.heartbeats.read()
+    roles = ("coordinator", "renderer", "engine")
+    return [r for r in roles if not any(b.role == r and model in b.models for b in beats)]

@@ -1,13 +1,15 @@
-"""`/v1/models`: what is configured here."""
+"""`/v1/models`: the configured models."""
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shared.errors import UnknownModel
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
+from workers.gateway.route_table import RouteTable
+
+ROUTES = RouteTable("Models")
 
 
 class ModelEntry(Struct, frozen=True):
@@ -17,7 +19,7 @@ class ModelEntry(Struct, frozen=True):
     object: str = "model"
     owned_by: str = "pagemill"
     max_model_len: int | UnsetType = UNSET
-    """Where it is configured; else the model's own is not known here."""
+    """The configured limit. The model's own limit is not known here."""
 
 
 class ModelList(Struct, frozen=True):
@@ -25,22 +27,22 @@ class ModelList(Struct, frozen=True):
     object: str = "list"
 
 
-def routes(context: AppContext) -> list[Route]:
-    created = int(context.bus.now_ms() / 1000)
-    entries = {
-        name: ModelEntry(
-            name, created, sorted(model.adapters), max_model_len=model.max_model_len or UNSET
-        )
-        for name, model in context.config.models.items()
-    }
+@ROUTES.endpoint("GET", "/v1/models", "The models that are served here", answer=ModelList)
+async def list_models(context: AppContext, _: Request, __: Caller) -> Response:
+    return Json(ModelList([_entry(context, name) for name in context.config.models]))
 
-    async def every(_: Request, __: Caller) -> Response:
-        return Json(ModelList(list(entries.values())))
 
-    async def one(request: Request, _: Caller) -> Response:
-        name = request.path_params["model"]
-        if name not in entries:
-            raise UnknownModel(f"there is no model {name!r} here", field="model")
-        return Json(entries[name])
+@ROUTES.endpoint(
+    "GET", "/v1/models/{model}", "One of the models", answer=ModelEntry, refuses=(UnknownModel,)
+)
+async def show_model(context: AppContext, request: Request, _: Caller) -> Response:
+    name = request.path_params["model"]
+    if name not in context.config.models:
+        raise UnknownModel(f"there is no model {name!r} here", field="model")
+    return Json(_entry(context, name))
 
-    return [context.route("/v1/models", every), context.route("/v1/models/{model}", one)]
+
+def _entry(context: AppContext, name: str) -> ModelEntry:
+    model = context.config.models[name]
+    max_len = model.max_model_len or UNSET
+    return ModelEntry(name, context.started_s, sorted(model.adapters), max_model_len=max_len)

@@ -1,7 +1,8 @@
-"""The web page at `/`: files of this package, sent as they are.
+"""The web page at `/`: files of this package, sent unchanged.
 
-The page is a client like any other. It loads nothing from elsewhere, and its policy forbids what it
-does not need: inline scripts and styles, frames, forms that leave, and text made markup.
+The page is a client like any other. It loads nothing from elsewhere, and its content security
+policy forbids what it does not need: inline scripts and styles, frames, forms that navigate, and
+text that becomes markup.
 """
 
 from importlib.resources import files
@@ -20,15 +21,19 @@ HEADERS = {
         " require-trusted-types-for 'script'"
     ),
     "cross-origin-opener-policy": "same-origin",
-    # Of another version, one module would not fit to the others.
+    # A cached module of another version would not fit the others.
     "cache-control": "no-cache",
 }
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-MEDIA_TYPES["svg"] = "image/svg+xml"
+MEDIA_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
 
 
 def routes(context: AppContext) -> list[Route]:
-    """`/`, and what it needs under `/page/`."""
+    """Return the routes of `/` and of the files that it loads from `/page/`."""
     if not context.limits.page:
         return []
     folder = files("workers.gateway").joinpath("web")

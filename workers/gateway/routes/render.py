@@ -1,7 +1,7 @@
 """`/v1/chat/completions/render` and `/v1/completions/render`: a request as other engines take it.
 
-Renderers do it, without an engine; what is answered here can be sent to `/inference/v1/generate` of
-any server of the model, and to ours.
+Renderers do the work, and no engine is needed. The response can be sent to `/inference/v1/generate`
+of any server of the model, this one included.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from shared.errors import InvalidGrammar
 from shared.protocol.messages import GenerateRequest
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors
@@ -21,25 +21,38 @@ from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.completions import plan_completion
-from workers.gateway.routes.vllm_common import Payload, VllmRoutes
+from workers.gateway.route_table import RENDERER_ERRORS, SCALE_OUT
+from workers.gateway.routes.vllm_common import (
+    Payload,
+    read_body,
+    render_features,
+    resolve_model,
+    vllm_route_table,
+)
 from workers.gateway.schemas import openai_request
 from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.render_response import num_to_answer, rendered_request, resolved
+from workers.gateway.vllm.render_response import (
+    rendered_request,
+    resolve_max_tokens,
+    resolve_sampling,
+)
+
+ROUTES = vllm_route_table(SCALE_OUT)
 
 
 class RenderChat(openai_request.ChatRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     request_id: str | None = None
     mm_payload: Payload | None = None
     return_mm_kwargs: bool | None = None
-    """An old name: false for the payload `none`."""
+    """An older name: false means the payload `none`."""
     return_token_offsets: Literal[False] | None = None
 
 
 class RenderCompletion(
     openai_request.CompletionRequest, frozen=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """The same fields: Structs have one base."""
+    """The fields of RenderChat are repeated, because a Struct has one base."""
 
     request_id: str | None = None
     mm_payload: Payload | None = None
@@ -47,98 +60,103 @@ class RenderCompletion(
     return_token_offsets: Literal[False] | None = None
 
 
-Asked = RenderChat | RenderCompletion
+RenderBody = RenderChat | RenderCompletion
 
-# Known to renderers, and not done by ours.
+# vLLM's renderers know this option too.
 UNSUPPORTED = openai_request.UNSUPPORTED | {"return_token_offsets"}
 
 _chat = msgspec.json.Decoder(RenderChat).decode
 _completion = msgspec.json.Decoder(RenderCompletion).decode
 
 
-def routes(context: AppContext) -> list[Route]:
-    if not context.limits.scale_out:
-        return []
-    renderer = _Renderer(VllmRoutes(context))
-    return [
-        renderer.routes.post("/v1/chat/completions/render", renderer.chat, counted=True),
-        renderer.routes.post("/v1/completions/render", renderer.completion, counted=True),
-    ]
+@ROUTES.endpoint(
+    "POST",
+    "/v1/chat/completions/render",
+    "The request to an engine that a conversation becomes",
+    answer=RenderedRequest,
+    body=RenderChat,
+    refuses=(*RENDERER_ERRORS, InvalidGrammar),
+    counted=True,
+)
+async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = decode(await read_body(context, request), _chat, UNSUPPORTED)
+    model = resolve_model(context, asked.model)
+    card = await context.model_card(model) if asked.tools else None
+    # Other engines read other grammars.
+    plan = plan_chat(asked, card, strict=False)
+    wire_id = f"chatcmpl-{_base_id(request, asked)}"
+    return Json(await _render(context, plan.requests[0], wire_id, asked, plan, caller))
 
 
-class _Renderer:
-    def __init__(self, vllm_routes: VllmRoutes) -> None:
-        self.routes = vllm_routes
-
-    async def chat(self, request: Request, caller: Caller) -> Response:
-        asked = decode(await self.routes.read(request), _chat, UNSUPPORTED)
-        model = self.routes.model(asked.model)
-        card = await self.routes.context.model_card(model) if asked.tools else None
-        # Other engines read other grammars.
-        order = plan_chat(asked, card, strict=False)
-        wire_id = f"chatcmpl-{_base_id(request, asked)}"
-        return Json(await self._render(order.requests[0], wire_id, asked, order, caller))
-
-    async def completion(self, request: Request, caller: Caller) -> Response:
-        asked = decode(await self.routes.read(request), _completion, UNSUPPORTED)
-        self.routes.model(asked.model)
-        if asked.echo:
-            raise UnsupportedParameter("echo: what is rendered begins no answer", field="echo")
-        order = plan_completion(asked)
-        wire_id, alone = f"cmpl-{_base_id(request, asked)}", len(order.requests) == 1
-        wire_ids = [wire_id if alone else f"{wire_id}-{i}" for i in range(len(order.requests))]
-        rendered = await asyncio.gather(
-            *(
-                self._render(one, its_id, asked, order, caller)
-                for one, its_id in zip(order.requests, wire_ids, strict=True)
-            )
+@ROUTES.endpoint(
+    "POST",
+    "/v1/completions/render",
+    "The request to an engine that each prompt becomes",
+    answer=list[RenderedRequest],
+    body=RenderCompletion,
+    refuses=(*RENDERER_ERRORS, InvalidGrammar),
+    counted=True,
+)
+async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = decode(await read_body(context, request), _completion, UNSUPPORTED)
+    resolve_model(context, asked.model)
+    if asked.echo:
+        raise UnsupportedParameter("echo: a rendered request has no answer yet", field="echo")
+    plan = plan_completion(asked)
+    wire_id, is_single = f"cmpl-{_base_id(request, asked)}", len(plan.requests) == 1
+    wire_ids = [wire_id if is_single else f"{wire_id}-{i}" for i in range(len(plan.requests))]
+    rendered = await asyncio.gather(
+        *(
+            _render(context, part, part_id, asked, plan, caller)
+            for part, part_id in zip(plan.requests, wire_ids, strict=True)
         )
-        return Json(rendered)
+    )
+    return Json(rendered)
 
-    async def _render(
-        self,
-        request: GenerateRequest,
-        wire_id: str,
-        asked: Asked,
-        order: SubmitPlan,
-        caller: Caller,
-    ) -> RenderedRequest:
-        model, payload = request.model, _payload_of(asked)
-        defaults = self.routes.context.config.models[model].sampling_defaults
-        kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
-        with translated_errors(kind, order.options):
-            sampling = resolved(defaults, order.sampling)
-            card, rendered = await asyncio.gather(
-                self.routes.context.model_card(model),
-                self.routes.features_of(request, payload, caller),
-            )
-            num_prompt = len(rendered.prompt_token_ids)
-            max_tokens = num_to_answer(sampling.max_tokens, num_prompt, card.max_model_len)
-        return rendered_request(
-            wire_id,
-            rendered,
-            sampling,
-            max_tokens,
-            model=model,
-            with_tensors=payload == "tensors",
-            stream=bool(asked.stream),
-            stream_options=_stream_options(asked),
-            cache_salt=asked.cache_salt,
-            priority=asked.priority or 0,
+
+async def _render(
+    context: AppContext,
+    request: GenerateRequest,
+    wire_id: str,
+    asked: RenderBody,
+    plan: SubmitPlan,
+    caller: Caller,
+) -> RenderedRequest:
+    model, payload = request.model, _payload_of(asked)
+    defaults = context.config.models[model].sampling_defaults
+    kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
+    with translated_errors(kind, plan.options):
+        sampling = resolve_sampling(defaults, plan.sampling)
+        card, rendered = await asyncio.gather(
+            context.model_card(model), render_features(context, request, payload, caller)
         )
+        num_prompt = len(rendered.prompt_token_ids)
+        max_tokens = resolve_max_tokens(sampling.max_tokens, num_prompt, card.max_model_len)
+    return rendered_request(
+        wire_id,
+        rendered,
+        sampling,
+        max_tokens,
+        model=model,
+        with_tensors=payload == "tensors",
+        stream=bool(asked.stream),
+        stream_options=_stream_options(asked),
+        cache_salt=asked.cache_salt,
+        priority=asked.priority or 0,
+    )
 
 
-def _base_id(request: Request, asked: Asked) -> str:
+def _base_id(request: Request, asked: RenderBody) -> str:
     return request.headers.get("x-request-id") or asked.request_id or secrets.token_hex(8)
 
 
-def _payload_of(asked: Asked) -> Payload:
+def _payload_of(asked: RenderBody) -> Payload:
     if asked.mm_payload is not None:
         return asked.mm_payload
     return "none" if asked.return_mm_kwargs is False else "tensors"
 
 
-def _stream_options(asked: Asked) -> GenerateStreamOptions | None:
+def _stream_options(asked: RenderBody) -> GenerateStreamOptions | None:
     options = asked.stream_options
     if options is None:
         return None

@@ -1,4 +1,4 @@
-"""`/v1/requests/{id}`: what has become of a request; its answer once more; its end."""
+"""`/v1/requests/{id}`: the state of a request, its stream, and its cancellation."""
 
 import asyncio
 from typing import Any, Literal
@@ -6,10 +6,9 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shared import client
-from shared.errors import NotFound
+from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
 from shared.protocol.messages import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final, last_record
@@ -20,7 +19,11 @@ from workers.gateway.core.memory_budget import read_logprob_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
+from workers.gateway.route_table import ANSWER_ERRORS, FROM, LAST_EVENT, RouteTable
 from workers.gateway.routes.timeline import TimelineEntry, timeline_of
+
+ROUTES = RouteTable("Requests")
+PATH = "/v1/requests/{id}"
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 
@@ -29,17 +32,17 @@ class RequestBody(Struct, frozen=True):
     id: str
     state: State
     stage: str | None
-    """Where it is, or has ended."""
+    """The stage that the request is in, or ended in."""
     created: int
     model: str
     durable: bool
     records: int
-    """In its log so far; of several prompts, all together."""
+    """Records in its token log so far. Those of several prompts are added up."""
     attempt: int | None
     path: list[TimelineEntry]
-    """Its way through the stages so far."""
+    """The stages that it has been in so far."""
     now_ms: float
-    """By the clock that the times of the way are of."""
+    """The time now, by the clock of the times in `path`."""
     object: str = "request"
     result: Any = UNSET
     error: errors.ErrorBody | UnsetType = UNSET
@@ -51,58 +54,84 @@ class Cancelling(Struct, frozen=True):
     cancelled: bool = True
 
 
-def routes(context: AppContext) -> list[Route]:
-    async def show(request: Request, caller: Caller) -> Response:
-        active = await find_request(context, request, caller)
-        return Json(await _described(context, request, active))
-
-    async def stream(request: Request, caller: Caller) -> Response:
-        active = await find_request(context, request, caller)
-        await _check_kept(context, active)
-        start = read_start(request, len(active.parts))
-        # Whoever looks on may go again.
-        headers = {"x-request-id": active.request_id}
-        events = active.events(active.follow_logs(), start)
-        return EventStream(
-            events, lambda: None, context.shutting_down, error_response, headers, numbered=True
-        )
-
-    async def cancel(request: Request, caller: Caller) -> Response:
-        active = await find_request(context, request, caller)
-        for part in active.parts:
-            await client.cancel(context.bus, part)
-        return Json(Cancelling(active.request_id), 202)
-
-    path = "/v1/requests/{id}"
-    return [
-        context.route(path, show),
-        context.route(path, cancel, ["DELETE"]),
-        context.route(f"{path}/stream", stream, counted=True),
-    ]
+@ROUTES.endpoint(
+    "GET",
+    PATH,
+    "The state of a request, and its result",
+    answer=RequestBody,
+    refuses=(
+        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
+        errors.AnswerTooLarge,
+    ),
+)
+async def show(context: AppContext, request: Request, caller: Caller) -> Response:
+    active = await find_request(context, request, caller)
+    return Json(await _describe(context, request, active))
 
 
-async def _check_kept(context: AppContext, active: ActiveRequest) -> None:
-    """Raises NotFound for a request that must have ended and has no log: there is none any more, or
-    its gateway died before it was on its way."""
-    if not active.is_overdue:
-        return
+@ROUTES.endpoint(
+    "GET",
+    f"{PATH}/stream",
+    "The answer of a request again, as events",
+    chunk=Any,
+    refuses=(InvalidRequest, NotFound, *ANSWER_ERRORS),
+    parameters=(LAST_EVENT, FROM),
+    counted=True,
+)
+async def stream(context: AppContext, request: Request, caller: Caller) -> Response:
+    active = await find_request(context, request, caller)
+    if active.is_overdue:
+        await _read_last_records(context, active)
+    start = read_start(request, len(active.parts))
+    headers = {"x-request-id": active.request_id}
+    events = active.events(active.follow_logs(), start)
+
+    def ignore_disconnect() -> None:
+        """A client that only looks on does not end the request."""
+
+    return EventStream(
+        events, ignore_disconnect, context.shutting_down, error_response, headers, numbered=True
+    )
+
+
+@ROUTES.endpoint(
+    "DELETE",
+    PATH,
+    "Cancel a request, in whatever stage it is",
+    answer=Cancelling,
+    refuses=(InvalidRequest, NotFound, Unavailable),
+    statuses=(202,),
+)
+async def cancel(context: AppContext, request: Request, caller: Caller) -> Response:
+    active = await find_request(context, request, caller)
+    for part in active.parts:
+        await client.cancel(context.bus, part)
+    return Json(Cancelling(active.request_id), 202)
+
+
+async def _read_last_records(context: AppContext, active: ActiveRequest) -> list[LogRecord | None]:
+    """Return the last record of each log.
+
+    Raises NotFound for a request that must have ended and has no log: the log has been removed, or
+    the gateway died before it published the request.
+    """
     lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
-    if not any(lasts):
-        raise NotFound("there is no such request, or not any more", field="id")
+    if active.is_overdue and not any(lasts):
+        raise NotFound("there is no such request, or it has been removed", field="id")
+    return lasts
 
 
-async def _described(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
-    await _check_kept(context, active)
-    lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
+async def _describe(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
+    lasts = await _read_last_records(context, active)
     ended = [last for last in lasts if last is not None and is_final(last)]
-    # The one that the others wait for.
+    # The part that the others wait for.
     open_part = next(
         (part for part, last in zip(active.parts, lasts, strict=True) if last not in ended),
         active.parts[-1],
     )
-    where = await request_status.find(context.bus, open_part)
+    status = await request_status.find(context.bus, open_part)
     failure = next((last for last in ended if isinstance(last, Failure)), None)
-    state = _state(lasts, ended, failure, where)
+    state = _state(lasts, ended, failure, status)
     result: Any = UNSET
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
@@ -113,13 +142,13 @@ async def _described(context: AppContext, request: Request, active: ActiveReques
     return RequestBody(
         id=active.request_id,
         state=state,
-        stage=where.stage,
+        stage=status.stage,
         created=active.record.created_s,
         model=active.record.model,
         durable=active.record.durable,
         records=sum(last.index + 1 for last in lasts if last is not None),
-        attempt=where.attempt,
-        path=timeline_of(where),
+        attempt=status.attempt,
+        path=timeline_of(status),
         now_ms=context.bus.now_ms(),
         result=result,
         error=UNSET if failure is None else errors.body_of(active.client_error(failure)).error,
@@ -130,10 +159,10 @@ def _state(
     lasts: list[LogRecord | None],
     ended: list[LogRecord],
     failure: Failure | None,
-    where: request_status.RequestStatus,
+    status: request_status.RequestStatus,
 ) -> State:
     if failure is not None:
         return "cancelled" if failure.error.code == "cancelled" else "failed"
     if len(ended) == len(lasts):
         return "finished"
-    return "running" if any(lasts) or where.state == "in_hand" else "queued"
+    return "running" if any(lasts) or status.state == "in_hand" else "queued"

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what a renderer makes of text, and the text of tokens."""
+"""`/tokenize` and `/detokenize`: the token ids of text, and the text of token ids."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,6 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shared import client
 from shared.errors import InvalidRequest
@@ -16,22 +15,31 @@ from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import message_of
-from workers.gateway.routes.vllm_common import VllmRoutes, answered
+from workers.gateway.route_table import RENDERER_ERRORS
+from workers.gateway.routes.vllm_common import (
+    decode_tokens,
+    read_body,
+    resolve_model,
+    vllm_route_table,
+)
 from workers.gateway.schemas.openai_request import ChatMessage
 from workers.gateway.vllm.errors import decode
+
+ROUTES = vllm_route_table("Tokens")
 
 UNSUPPORTED = frozenset({"chat_template", "media_io_kwargs", "mm_processor_kwargs"})
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of the one kind or the other: `prompt`, or `messages` and what goes with them."""
+    """Either a `prompt`, or `messages` and the fields that go with them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
     add_special_tokens: bool | None = None
-    """By default true for a prompt, and what the chat template leaves to do for messages."""
+    """Default: true for a prompt. For messages, only if the chat template does not add them."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -62,35 +70,46 @@ _tokenize = msgspec.json.Decoder(TokenizeBody).decode
 _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
 
 
-def routes(context: AppContext) -> list[Route]:
-    vllm_routes = VllmRoutes(context)
+@ROUTES.endpoint(
+    "POST",
+    "/tokenize",
+    "The tokens of a text, or of a conversation",
+    answer=TokenizeAnswer,
+    body=TokenizeBody,
+    refuses=RENDERER_ERRORS,
+    counted=True,
+)
+async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = decode(await read_body(context, request), _tokenize, UNSUPPORTED)
+    model = resolve_model(context, asked.model)
+    question = question_of(asked)
+    with translated_errors("chat", {}):
+        reply = await client.tokenize(context.bus, model, question, tenant=caller.tenant)
+        tokenized = unwrap_reply(reply)
+    strings = tokenized.token_strs if asked.return_token_strs else None
+    return Json(
+        TokenizeAnswer(tokenized.count, tokenized.max_model_len, tokenized.token_ids, strings)
+    )
 
-    async def tokenize(request: Request, caller: Caller) -> Response:
-        asked = decode(await vllm_routes.read(request), _tokenize, UNSUPPORTED)
-        model = vllm_routes.model(asked.model)
-        question = question_of(asked)
-        with translated_errors("chat", {}):
-            told = answered(
-                await client.tokenize(context.bus, model, question, tenant=caller.tenant)
-            )
-        strings = told.token_strs if asked.return_token_strs else None
-        return Json(TokenizeAnswer(told.count, told.max_model_len, told.token_ids, strings))
 
-    async def detokenize(request: Request, caller: Caller) -> Response:
-        asked = decode(await vllm_routes.read(request), _detokenize)
-        text = await vllm_routes.text_of(
-            vllm_routes.model(asked.model), asked.tokens, False, caller.tenant
-        )
-        return Json(DetokenizeAnswer(text))
-
-    return [
-        vllm_routes.post("/tokenize", tokenize, counted=True),
-        vllm_routes.post("/detokenize", detokenize, counted=True),
-    ]
+@ROUTES.endpoint(
+    "POST",
+    "/detokenize",
+    "The text of tokens",
+    answer=DetokenizeAnswer,
+    body=DetokenizeBody,
+    refuses=RENDERER_ERRORS,
+    counted=True,
+)
+async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = decode(await read_body(context, request), _detokenize)
+    model = resolve_model(context, asked.model)
+    text = await decode_tokens(context, model, asked.tokens, False, caller.tenant)
+    return Json(DetokenizeAnswer(text))
 
 
 def question_of(asked: TokenizeBody) -> TokenizeRequest:
-    """Raises a RequestError."""
+    """Return the question for a renderer. Raises a RequestError."""
     _check(asked)
     if asked.messages is None:
         return TokenizeRequest(prompt=asked.prompt, add_special_tokens=asked.add_special_tokens)
@@ -116,7 +135,7 @@ def _check(asked: TokenizeBody) -> None:
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
             field="body.continue_final_message",
         )
-    of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    for name in (*of_messages, "tools"):
+    message_fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    for name in (*message_fields, "tools"):
         if asked.messages is None and getattr(asked, name):
-            raise InvalidRequest(f"{name} goes with messages alone", field=f"body.{name}")
+            raise InvalidRequest(f"{name} can only be given with messages", field=f"body.{name}")

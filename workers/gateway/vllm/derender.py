@@ -1,4 +1,4 @@
-"""Tokens that generate has answered → chat and text completions, whole or event by event. Pure.
+"""Generated tokens → chat and text completions, whole or event by event. Pure.
 
 Nothing is remembered between the events of a stream: the client carries the StreamState.
 """
@@ -24,7 +24,7 @@ from workers.gateway.vllm.generate_assembler import usage_of
 
 
 def check_sizes(answers: Sequence[Generated], max_model_len: int) -> None:
-    """Raises InvalidRequest for more tokens than the model can have written."""
+    """Raises InvalidRequest for more tokens than the model can have generated."""
     for answer in answers:
         for choice in answer.choices:
             for name, length in (
@@ -49,17 +49,18 @@ def check_prompt(token_ids: list[int] | None, max_model_len: int) -> None:
 
 
 def only_choice(event: Generated) -> GeneratedChoice | None:
-    """Of a stream's event, which has one at most. Raises InvalidRequest for more."""
+    """Return the choice of a stream's event, which has at most one. Raises InvalidRequest."""
     if len(event.choices) > 1:
         raise InvalidRequest(
-            f"expects at most one choice per chunk (got {len(event.choices)}): their states differ",
+            f"expects at most one choice per chunk (got {len(event.choices)}): each choice has a"
+            " state of its own",
             field="body.generate_chunk.choices",
         )
     return event.choices[0] if event.choices else None
 
 
 def whole_tokens(answer: Generated, choice: GeneratedChoice) -> list[int]:
-    """Raises InvalidRequest for none."""
+    """Return the token ids of a choice. Raises InvalidRequest if there are none."""
     if not choice.token_ids:
         raise InvalidRequest(
             f"choice {choice.index} in response {answer.request_id} has empty or null token_ids",
@@ -68,12 +69,16 @@ def whole_tokens(answer: Generated, choice: GeneratedChoice) -> list[int]:
     return choice.token_ids
 
 
+def window_of(state: StreamState) -> TokenWindow:
+    return TokenWindow(state.token_ids, state.num_out, min(state.num_held, len(state.token_ids)))
+
+
 def with_window(state: StreamState, window: TokenWindow) -> StreamState:
     token_ids, num_out, num_held = window
     return msgspec.structs.replace(state, token_ids=token_ids, num_out=num_out, num_held=num_held)
 
 
-def advanced(
+def next_state(
     state: StreamState, window: TokenWindow, token_ids: list[int], text: str
 ) -> StreamState:
     """Return the state after an event with these tokens, which added this text."""
@@ -85,8 +90,8 @@ def advanced(
     )
 
 
-def named_tokens(choice: GeneratedChoice, context: list[int]) -> set[int]:
-    """Whose bytes `logprobs_of` needs."""
+def logprob_token_ids(choice: GeneratedChoice, context: list[int]) -> set[int]:
+    """Return the tokens whose bytes `logprobs_of` needs."""
     if choice.logprobs is None or choice.logprobs.content is None:
         return set()
     entries = choice.logprobs.content
@@ -95,22 +100,27 @@ def named_tokens(choice: GeneratedChoice, context: list[int]) -> set[int]:
 
 
 def logprobs_of(
-    choice: GeneratedChoice, context: list[int], spelling: TokenBytes
+    choice: GeneratedChoice, context: list[int], token_bytes: TokenBytes
 ) -> TextContent | None:
     if choice.logprobs is None:
         return None
-    before = [spelling[token_id] for token_id in context]
+    before = [token_bytes[token_id] for token_id in context]
     entries = choice.logprobs.content
     if entries is None:
         return TextContent()
-    return TextContent(content=[text_logprobs(entry, before, spelling) for entry in entries])
+    return TextContent(content=[text_logprobs(entry, before, token_bytes) for entry in entries])
 
 
-def flat_logprobs(told: TextContent | None, text_offset: int) -> DerenderCompletionLogprobs | None:
-    """`text_offset`: characters that are before the first token."""
-    if told is None:
+def flat_logprobs(
+    logprobs: TextContent | None, text_offset: int
+) -> DerenderCompletionLogprobs | None:
+    """Return log probabilities as completions have them.
+
+    `text_offset` is the number of characters before the first token.
+    """
+    if logprobs is None:
         return None
-    entries = told.content or []
+    entries = logprobs.content or []
     lengths = [len(entry.token) for entry in entries]
     offsets = itertools.accumulate(lengths, initial=text_offset)
     return DerenderCompletionLogprobs(
@@ -124,11 +134,11 @@ def flat_logprobs(told: TextContent | None, text_offset: int) -> DerenderComplet
 
 
 def usage_of_event(event: Generated, prompt_tokens: int | None) -> UsageInfo | None:
-    if event.usage is None:
+    usage = event.usage
+    if usage is None:
         return None
-    told = event.usage
-    num_prompt = told.prompt_tokens if prompt_tokens is None else prompt_tokens
-    return usage_of(num_prompt, told.completion_tokens)
+    num_prompt = usage.prompt_tokens if prompt_tokens is None else prompt_tokens
+    return usage_of(num_prompt, usage.completion_tokens)
 
 
 def usage_of_answers(answers: Sequence[Generated], num_prompt: int) -> UsageInfo:

@@ -1,4 +1,7 @@
-"""The messages of derender: what generate has answered, as OpenAI's clients know it."""
+"""Messages of derender: responses of generate, and the completions that they become.
+
+The fields are those of vLLM in vLLM's order, so many of them are always null.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -7,16 +10,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from shared.protocol.detokenizer import MAX_WINDOW_TOKENS
 from shared.protocol.sampling import MAX_CHOICES, TokenId
 from workers.gateway.core.plan import MAX_PROMPTS
-from workers.gateway.schemas.generate import IdLogprobs, TextContent, UsageInfo
+from workers.gateway.schemas.generate import TextContent, TokensContent, UsageInfo
 from workers.gateway.schemas.openai_response import CallBody, CallDelta
 
 CONTEXT_TOKENS = 4
-# It is read again with each event.
+# The text so far is parsed again with each event.
 MAX_TEXT_LEN = 2**18
-
-
-class IdContent(Struct, frozen=True, kw_only=True):
-    content: list[IdLogprobs] | None = None
 
 
 class GeneratedChoice(Struct, frozen=True, kw_only=True):
@@ -24,14 +23,14 @@ class GeneratedChoice(Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: IdContent | None = None
+    logprobs: TokensContent | None = None
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """An answer of generate, or an event of its stream; of the output mode `tokens` alone, for
-    the text of the other has ended where a stop string began.
+    """A response of generate, or an event of its stream, in the output mode `tokens`. The text of
+    the other mode ends where a stop string began, so it cannot be derendered.
 
-    Fields that another server may add to it are no parameters, and not looked at.
+    Fields that another server adds are ignored.
     """
 
     request_id: str
@@ -45,7 +44,7 @@ class Generated(Struct, frozen=True, kw_only=True):
 
 
 class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that derender knows of a choice from one event to the next; the client carries it."""
+    """The state of a choice between two events of its stream. The client carries it."""
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_WINDOW_TOKENS)] = []
     """The last tokens: those whose text is out, then those that are held."""
@@ -55,11 +54,11 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Tokens at the end whose text is not out, because it ends inside a character."""
     role_sent: bool = False
     context: Annotated[list[TokenId], Meta(max_length=CONTEXT_TOKENS)] = []
-    """Of the tokens whose log probabilities come next."""
+    """Tokens before those whose log probabilities come next."""
     text_offset: Annotated[int, Meta(ge=0)] = 0
     """Characters that are out."""
     text: Annotated[str, Meta(max_length=MAX_TEXT_LEN)] = ""
-    """All of them, where calls of tools may be among them."""
+    """All text that is out, where it may contain tool calls."""
 
 
 class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,23 +121,6 @@ class DerenderChatChoice(Struct, frozen=True, kw_only=True):
     routed_experts: str | None = None
 
 
-class DerenderChatResponse(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[DerenderChatChoice]
-    service_tier: str | None = None
-    system_fingerprint: str | None = None
-    usage: UsageInfo
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_text: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    metrics: dict[str, Any] | None = None
-
-
 class DerenderChatDelta(Struct, frozen=True, kw_only=True):
     role: str | None = None
     content: str | None = None
@@ -155,19 +137,6 @@ class DerenderChatStreamChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
 
 
-class DerenderChatChunk(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[DerenderChatStreamChoice]
-    usage: UsageInfo | None = None
-    system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_text: str | None = None
-    metrics: dict[str, Any] | None = None
-
-
 class DerenderCompletionLogprobs(Struct, frozen=True, kw_only=True):
     """Lists with an entry for each token."""
 
@@ -177,50 +146,76 @@ class DerenderCompletionLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-class DerenderCompletionChoice(Struct, frozen=True, kw_only=True):
+class _CompletionChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: DerenderCompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+class DerenderCompletionChoice(_CompletionChoice, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | None = None
     routed_experts: str | None = None
 
 
-class DerenderCompletionResponse(Struct, frozen=True, kw_only=True):
+class DerenderCompletionStreamChoice(_CompletionChoice, frozen=True, kw_only=True):
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+# A subclass that gives a field another type or default leaves it in its place.
+class _Response(Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[DerenderCompletionChoice]
+    choices: list[Any]
+
+
+class _WholeResponse(_Response, frozen=True, kw_only=True):
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: UsageInfo
+
+
+class _Chunk(_Response, frozen=True, kw_only=True):
+    usage: UsageInfo | None = None
+    system_fingerprint: str | None = None
+
+
+class DerenderChatResponse(_WholeResponse, frozen=True, kw_only=True):
+    object: str = "chat.completion"
+    choices: list[DerenderChatChoice]
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
 
 
-class DerenderCompletionStreamChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    text: str
-    logprobs: DerenderCompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-
-
-class DerenderCompletionChunk(Struct, frozen=True, kw_only=True):
-    id: str
+class DerenderCompletionResponse(_WholeResponse, frozen=True, kw_only=True):
     object: str = "text_completion"
-    created: int
-    model: str
+    choices: list[DerenderCompletionChoice]
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class DerenderChatChunk(_Chunk, frozen=True, kw_only=True):
+    object: str = "chat.completion.chunk"
+    choices: list[DerenderChatStreamChoice]
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class DerenderCompletionChunk(_Chunk, frozen=True, kw_only=True):
+    object: str = "text_completion"
     choices: list[DerenderCompletionStreamChoice]
-    usage: UsageInfo | None = None
-    system_fingerprint: str | None = None
     metrics: dict[str, Any] | None = None
 
 

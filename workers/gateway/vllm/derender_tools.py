@@ -1,10 +1,9 @@
-"""Text that derender has made → choices of a chat, with the calls of tools that are in it. Pure.
+"""Derendered text → choices of a chat completion, with the tool calls in it. Pure.
 
-A parser cannot be carried from one event to the next, but the text that it has read can: it reads
-that again, and tells only what is new.
+A client cannot carry a parser from one event to the next, but it can carry the text that was
+parsed. Each event parses that text again, and returns only the new pieces.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,16 +13,12 @@ from msgspec import UNSET
 from shared.protocol.renderer_rpc import ModelCard
 from shared.validation import split_validation_error
 from workers.gateway.openai.chat import ToolPlan, tool_plan
+from workers.gateway.openai.tool_calls import call_delta
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call
 from workers.gateway.schemas.generate import TextContent
 from workers.gateway.schemas.openai_request import ChatRequest
-from workers.gateway.schemas.openai_response import (
-    CallBody,
-    CallDelta,
-    CalledFunction,
-    FunctionDelta,
-)
+from workers.gateway.schemas.openai_response import CallBody, CallDelta, CalledFunction
 from workers.gateway.vllm.derender_schema import (
     DerenderChatChoice,
     DerenderChatDelta,
@@ -32,16 +27,16 @@ from workers.gateway.vllm.derender_schema import (
     GeneratedChoice,
     StreamState,
 )
-from workers.gateway.vllm.errors import wrong
+from workers.gateway.vllm.errors import body_error
 
-# Of the request that was rendered. The rest of it has done its part, and may be as any server
-# writes it.
-_LOOKED_AT = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+# Fields of the rendered request that decide how its answer is read. Its other fields have had their
+# effect, and may be as any server writes them.
+_FORMAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What is known of a choice, or is new of it."""
+class ChoiceText:
+    """The decoded tokens of a choice, or those that an event adds to it."""
 
     text: str
     logprobs: TextContent | None
@@ -49,31 +44,33 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
-    """What the request that was rendered says of its answer."""
+class ChatFormat:
+    """The format of an answer, as the request that was rendered asks for it."""
 
     plan: ToolPlan = field(default_factory=ToolPlan)
     skips_special: bool = True
     shows_ids: bool = False
 
-    def whole(self, request_id: str, choice: GeneratedChoice, read: Read) -> DerenderChatChoice:
-        divided = divide(self.plan, f"{request_id}:{choice.index}", "", read.text, last=True)
-        calls = whole_calls(divided.calls)
+    def answer(
+        self, request_id: str, choice: GeneratedChoice, text: ChoiceText
+    ) -> DerenderChatChoice:
+        divided = divide(self.plan, f"{request_id}:{choice.index}", "", text.text, is_last=True)
+        calls = join_calls(divided.calls)
         content = None if calls and not divided.content else divided.content
         return DerenderChatChoice(
             index=choice.index,
             message=DerenderChatMessage(content=content, tool_calls=calls or UNSET),
-            logprobs=read.logprobs,
-            finish_reason=_reason(choice, divided),
+            logprobs=text.logprobs,
+            finish_reason=_finish_reason(choice, divided),
             stop_reason=choice.stop_reason,
-            token_ids=read.token_ids if self.shows_ids else None,
+            token_ids=text.token_ids if self.shows_ids else None,
         )
 
     def event(
-        self, request_id: str, choice: GeneratedChoice, read: Read, before: StreamState
+        self, request_id: str, choice: GeneratedChoice, text: ChoiceText, before: StreamState
     ) -> DerenderChatStreamChoice:
-        of, last = f"{request_id}:{choice.index}", choice.finish_reason is not None
-        divided = divide(self.plan, of, before.text, read.text, last)
+        name, is_last = f"{request_id}:{choice.index}", choice.finish_reason is not None
+        divided = divide(self.plan, name, before.text, text.text, is_last=is_last)
         return DerenderChatStreamChoice(
             index=choice.index,
             delta=DerenderChatDelta(
@@ -81,65 +78,66 @@ class Looks:
                 content=divided.content or None,
                 tool_calls=divided.calls or UNSET,
             ),
-            logprobs=read.logprobs,
-            finish_reason=_reason(choice, divided),
+            logprobs=text.logprobs,
+            finish_reason=_finish_reason(choice, divided),
             stop_reason=choice.stop_reason,
-            token_ids=read.token_ids if self.shows_ids else None,
+            token_ids=text.token_ids if self.shows_ids else None,
         )
 
-    def carried(self, before: StreamState, after: StreamState, read: Read) -> StreamState:
+    def with_text(self, before: StreamState, after: StreamState, text: ChoiceText) -> StreamState:
+        """Return the state `after` an event with all the text, where it is needed again."""
         if self.plan.form is None:
             return after
-        return msgspec.structs.replace(after, text=before.text + read.text)
+        return msgspec.structs.replace(after, text=before.text + text.text)
 
 
-def looks_of(model: str, request: dict[str, Any], card: ModelCard | None) -> Looks:
+def chat_format_of(model: str, request: dict[str, Any], card: ModelCard | None) -> ChatFormat:
     """`card` is needed where there are tools. Raises a RequestError with the field."""
-    given = {name: request[name] for name in _LOOKED_AT if request.get(name) is not None}
+    given = {name: request[name] for name in _FORMAT_FIELDS if request.get(name) is not None}
     try:
         asked = msgspec.convert(
             {"model": model, "messages": [{"role": "user", "content": ""}]} | given, ChatRequest
         )
     except msgspec.ValidationError as error:
-        what, path = split_validation_error(error)
-        raise wrong(f"chat_request.{path}", what) from error
+        complaint, path = split_validation_error(error)
+        raise body_error(f"chat_request.{path}", complaint) from error
     plan = tool_plan(asked, card)
     skips = request.get("skip_special_tokens")
-    # The signs by which calls are found may be special tokens.
-    signs = plan.form is not None and plan.structure is None
-    return Looks(
+    # The marks by which calls are found may be special tokens.
+    needs_marks = plan.form is not None and plan.structure is None
+    return ChatFormat(
         plan,
-        skips_special=not signs and (skips is None or bool(skips)),
+        skips_special=not needs_marks and (skips is None or bool(skips)),
         shows_ids=bool(request.get("return_token_ids")),
     )
 
 
-def _reason(choice: GeneratedChoice, divided: "Divided") -> str | None:
-    called = divided.has_calls and choice.finish_reason == "stop"
-    return "tool_calls" if called else choice.finish_reason
+def _finish_reason(choice: GeneratedChoice, divided: "Divided") -> str | None:
+    has_called = divided.has_calls and choice.finish_reason == "stop"
+    return "tool_calls" if has_called else choice.finish_reason
 
 
 class Divided(NamedTuple):
     content: str
     calls: list[CallDelta]
     has_calls: bool
-    """Among all the text so far."""
+    """Whether there is a call in all the text so far."""
 
 
-def divide(plan: ToolPlan, of: str, before: str, text: str, last: bool) -> Divided:
-    """`text`, which follows `before`; `of` names the choice, and its calls after it."""
+def divide(plan: ToolPlan, choice: str, before: str, text: str, *, is_last: bool) -> Divided:
+    """Divide `text`, which follows `before`, into content and calls. `choice` names the choice."""
     if plan.form is None:
         return Divided(text, [], False)
     parser = ToolParser(plan.form, plan.names, one_call=plan.one_call)
     parser.feed(before)
-    pieces = parser.feed(text) + (parser.end() if last else [])
+    pieces = parser.feed(text) + (parser.end() if is_last else [])
     content = "".join(piece.text for piece in pieces if not isinstance(piece, Call))
-    calls = [_delta(piece, of, plan.form) for piece in pieces if isinstance(piece, Call)]
+    calls = [call_delta(piece, choice, plan.form) for piece in pieces if isinstance(piece, Call)]
     return Divided(content, calls, parser.has_calls)
 
 
-def whole_calls(deltas: list[CallDelta]) -> list[CallBody]:
-    """Of all the deltas of a choice; each call comes in one or more, the first with its name."""
+def join_calls(deltas: list[CallDelta]) -> list[CallBody]:
+    """Join all the deltas of a choice. A call has one or more, the first of them with its name."""
     names: dict[int, tuple[str, str]] = {}
     arguments: dict[int, str] = {}
     for delta in deltas:
@@ -150,18 +148,3 @@ def whole_calls(deltas: list[CallDelta]) -> list[CallBody]:
         CallBody(call_id, CalledFunction(name, arguments[index]))
         for index, (call_id, name) in sorted(names.items())
     ]
-
-
-def _delta(call: Call, of: str, form: str) -> CallDelta:
-    if call.name is None:
-        return CallDelta(call.index, FunctionDelta(call.arguments))
-    function = FunctionDelta(call.arguments, call.name)
-    return CallDelta(call.index, function, _call_id(f"{of}:{call.index}", form), "function")
-
-
-def _call_id(call: str, form: str) -> str:
-    """The same whoever makes it, so that nothing of it need be carried."""
-    number = int.from_bytes(hashlib.sha256(call.encode()).digest(), "big")
-    if form == "mistral":
-        return f"{number % 10**9:09d}"  # Its templates take no others.
-    return f"call_{number % 16**24:024x}"

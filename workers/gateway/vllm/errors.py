@@ -1,5 +1,7 @@
-"""What the token endpoints answer when they refuse: statuses and types of the protocol that they
-speak, where those differ from OpenAI's; codes are ours, for the other has none that tell. Pure.
+"""Error responses of the endpoints that speak vLLM's token protocol. Pure.
+
+Statuses and types are those of the protocol, where they differ from OpenAI's. The codes are
+Pagemill's own, because the protocol's do not tell errors apart.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ _STATUSES = {WrongContentType.code: 400, "invalid_media": 400, "media_not_found"
 _BODY = "body"
 
 
-def is_their_fault(error: ErrorInfo) -> bool:
+def is_client_error(error: ErrorInfo) -> bool:
     return error.fault == "client"
 
 
@@ -34,37 +36,37 @@ def status_of(error: ErrorInfo | type[PagemillError]) -> int:
 
 
 def body_of(error: ErrorInfo) -> ErrorAnswer:
-    told = errors.body_of(error).error
-    kind = _type_of(status_of(error), error.field) or told.type
-    return ErrorAnswer(ErrorBody(told.message, kind, told.param, told.code))
+    openai = errors.body_of(error).error
+    error_type = _type_of(status_of(error), error.field) or openai.type
+    return ErrorAnswer(ErrorBody(openai.message, error_type, openai.param, openai.code))
 
 
 def _type_of(status: int, field: str | None) -> str | None:
-    """None for what is no fault of the request itself."""
+    """Return the protocol's type, or None for an error that the request itself did not cause."""
     if status == 404:
         return "NotFoundError"
     if status not in (400, 422):
         return None
-    of_body = field is not None and field.partition(".")[0] == _BODY
-    return "Bad Request" if of_body else "BadRequestError"
+    is_in_body = field is not None and field.partition(".")[0] == _BODY
+    return "Bad Request" if is_in_body else "BadRequestError"
 
 
 def decode(
     data: bytes, decoder: Callable[[bytes], T], unsupported: frozenset[str] = frozenset()
 ) -> T:
-    """What `decoder` makes of a body. Raises a RequestError with `body.` and the path as field.
+    """Decode a body. Raises a RequestError with `body.` and the path as field.
 
-    `unsupported` are paths that are known, and not done here.
+    `unsupported` are paths that the protocol has and this server does not support.
     """
     try:
         return decoder(data)
     except msgspec.ValidationError as error:
-        raise _refused(error, unsupported) from error
+        raise _refusal(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}", field=_BODY) from error
 
 
-def _refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
+def _refusal(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     what, path = split_validation_error(error)
     path = path.partition("[")[0]
     unknown, missing = "Object contains unknown field `", "Object missing required field `"
@@ -81,5 +83,5 @@ def _refused(error: msgspec.ValidationError, unsupported: frozenset[str]) -> Req
     return InvalidRequest(f"{field}: {what}", field=field)
 
 
-def wrong(path: str, message: str) -> InvalidRequest:
+def body_error(path: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, field=f"body.{path}" if path else "body")

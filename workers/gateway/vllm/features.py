@@ -1,4 +1,4 @@
-"""Pictures in a generate body: what must hold of them together, and their bytes. Pure."""
+"""Images in a generate body: consistency checks, and their bytes. Pure."""
 
 import base64
 import binascii
@@ -12,7 +12,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.multimodal import IMAGE
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo
-from workers.gateway.vllm.errors import wrong
+from workers.gateway.vllm.errors import body_error
 
 _decode_item = msgspec.msgpack.Decoder().decode
 _encode_item = msgspec.msgpack.Encoder().encode
@@ -20,30 +20,30 @@ _encode_item = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class WireItem:
-    """A picture of the prompt, as somebody else has processed it."""
+    """An image of the prompt, processed by another server."""
 
     mm_hash: str
     place: PlaceholderInfo
     data: bytes | None
-    """None for one that is known by its hash."""
+    """None for an image that is sent by its hash alone."""
 
 
 def check_features(features: FeaturesInfo) -> None:
-    """Raises a RequestError for what does not belong together, or is no picture."""
+    """Raises a RequestError for inconsistent features, and for items that are not images."""
     _check_ranges(features)
     modalities = set(features.mm_hashes)
     if set(features.mm_placeholders) != modalities:
-        raise wrong("features", "mm_hashes and mm_placeholders must use the same modalities")
+        raise body_error("features", "mm_hashes and mm_placeholders must use the same modalities")
     for name in ("kwargs_data", "mm_metadata"):
-        told = getattr(features, name)
-        if told is not None and set(told) != modalities:
-            raise wrong("features", f"{name} must use the same modalities as mm_hashes")
+        given = getattr(features, name)
+        if given is not None and set(given) != modalities:
+            raise body_error("features", f"{name} must use the same modalities as mm_hashes")
     for modality, hashes in features.mm_hashes.items():
         _check_lengths(features, modality, len(hashes))
-    places = [place for told in features.mm_placeholders.values() for place in told]
+    places = [place for found in features.mm_placeholders.values() for place in found]
     ranges = sorted((place.offset, place.offset + place.length) for place in places)
     if any(start < end for (_, end), (start, _) in itertools.pairwise(ranges)):
-        raise wrong("features", "mm_placeholders must be globally non-overlapping and sorted")
+        raise body_error("features", "mm_placeholders must be globally non-overlapping and sorted")
     for modality in modalities - {IMAGE}:
         raise UnsupportedParameter(
             f"items of modality {modality!r} are not supported here",
@@ -56,28 +56,30 @@ def _check_ranges(features: FeaturesInfo) -> None:
         for i, place in enumerate(places):
             path = f"features.mm_placeholders.{modality}.{i}"
             if place.offset < 0:
-                raise wrong(f"{path}.offset", "Input should be greater than or equal to 0")
+                raise body_error(f"{path}.offset", "Input should be greater than or equal to 0")
             if place.length <= 0:
-                raise wrong(f"{path}.length", "Input should be greater than 0")
+                raise body_error(f"{path}.length", "Input should be greater than 0")
 
 
 def _check_lengths(features: FeaturesInfo, modality: str, length: int) -> None:
     if len(features.mm_placeholders[modality]) != length:
-        raise wrong(
+        raise body_error(
             "features", f"{modality} mm_hashes and mm_placeholders must have the same length"
         )
     for name in ("kwargs_data", "mm_metadata"):
-        told = getattr(features, name)
-        if told is not None and len(told[modality]) != length:
-            raise wrong("features", f"{modality} {name} and mm_hashes must have the same length")
+        given = getattr(features, name)
+        if given is not None and len(given[modality]) != length:
+            raise body_error(
+                "features", f"{modality} {name} and mm_hashes must have the same length"
+            )
 
 
 def items_of(features: FeaturesInfo) -> list[WireItem]:
-    """In the order of the prompt."""
+    """Return the images in the order of the prompt."""
     hashes = features.mm_hashes.get(IMAGE, [])
-    nothing: list[str | None] = [None] * len(hashes)
-    data = (features.kwargs_data or {}).get(IMAGE, nothing)
-    metadata = (features.mm_metadata or {}).get(IMAGE, nothing)
+    absent: list[str | None] = [None] * len(hashes)
+    data = (features.kwargs_data or {}).get(IMAGE, absent)
+    metadata = (features.mm_metadata or {}).get(IMAGE, absent)
     items = [
         WireItem(mm_hash, place, _item_bytes(i, data[i], metadata[i]))
         for i, (mm_hash, place) in enumerate(
@@ -88,30 +90,32 @@ def items_of(features: FeaturesInfo) -> list[WireItem]:
 
 
 def _item_bytes(index: int, data: str | None, metadata: str | None) -> bytes | None:
-    """The item, overlaid with what its metadata say otherwise."""
+    """Return the item. Fields in its metadata replace those of the item."""
     if data is None:
         return None
     field = f"body.features.kwargs_data.{IMAGE}.{index}"
-    item = _unpacked(data, field)
+    item = _decode_base64(data, field)
     if metadata is None:
         return item
-    other = _decoded(_unpacked(metadata, field.replace("kwargs_data", "mm_metadata")), field)
-    mine = _decoded(item, field)
-    return item if mine | other == mine else _encode_item(mine | other)
+    overrides = _decode_map(
+        _decode_base64(metadata, field.replace("kwargs_data", "mm_metadata")), field
+    )
+    fields = _decode_map(item, field)
+    return item if fields | overrides == fields else _encode_item(fields | overrides)
 
 
-def _unpacked(text: str, field: str) -> bytes:
+def _decode_base64(text: str, field: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"not base64: {error}", field=field) from error
 
 
-def _decoded(item: bytes, field: str) -> dict[Any, Any]:
+def _decode_map(item: bytes, field: str) -> dict[Any, Any]:
     try:
-        fields = _decode_item(item)
+        decoded = _decode_item(item)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"not an item in msgpack: {error}", field=field) from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest("not an item in msgpack: it is no map", field=field)
-    return fields
+    if not isinstance(decoded, dict):
+        raise InvalidRequest("not an item in msgpack: it is not a map", field=field)
+    return decoded

@@ -1,7 +1,7 @@
-"""The body of `/inference/v1/generate` → what the engines are asked for, or what is wrong. Pure.
+"""The body of `/inference/v1/generate` → a parsed request, or an error. Pure.
 
-Checks come in the order of the server whose protocol this is: the body's form, what belongs
-together in it, then the parameters of sampling.
+The checks come in the order in which vLLM makes them: the form of the body, the combination of its
+fields, then the sampling parameters.
 """
 
 from dataclasses import dataclass
@@ -12,41 +12,41 @@ import msgspec
 from shared.errors import InvalidRequest
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, RenderedRequest
-from workers.gateway.vllm.errors import decode, wrong
+from workers.gateway.vllm.errors import body_error, decode
 from workers.gateway.vllm.features import WireItem, check_features, items_of
 from workers.gateway.vllm.generate_assembler import GenerateShape
 from workers.gateway.vllm.sampling import read_sampling
 
 MAX_SALT_LEN = 128
-_NOT_IN_SALTS = frozenset("@/\\\x00")
+_FORBIDDEN_IN_SALT = frozenset("@/\\\x00")
 
 _decode = msgspec.json.Decoder(RenderedRequest).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedRequest:
     body: RenderedRequest
     sampling: dict[str, Any]
-    """Every parameter, see `samplingwire.read_sampling`."""
+    """Every parameter, see `vllm.sampling.read_sampling`."""
     items: list[WireItem]
 
 
-def parse(data: bytes) -> Parsed:
+def parse(data: bytes) -> ParsedRequest:
     """Raises a RequestError that names the field, as `body.` and its path."""
     body = decode(data, _decode)
     _check_salt(body.cache_salt)
     if not body.token_ids:
-        raise wrong("token_ids", "Expected at least 1 token id")
+        raise body_error("token_ids", "Expected at least 1 token id")
     if min(body.token_ids) < 0:
-        raise wrong("token_ids", "token_ids must not contain negative values")
+        raise body_error("token_ids", "token_ids must not contain negative values")
     if body.features is not None:
         check_features(body.features)
     sampling = read_sampling(body.sampling_params)
-    _check_together(body, sampling)
-    return Parsed(body, sampling, [] if body.features is None else items_of(body.features))
+    _check_combination(body, sampling)
+    return ParsedRequest(body, sampling, [] if body.features is None else items_of(body.features))
 
 
-def shape_of(parsed: Parsed, wire_id: str) -> GenerateShape:
+def shape_of(parsed: ParsedRequest, wire_id: str) -> GenerateShape:
     body, sampling = parsed.body, parsed.sampling
     options = body.stream_options
     usage = bool(body.stream and options is not None and options.include_usage)
@@ -71,7 +71,7 @@ def _check_salt(salt: str | None) -> None:
         raise InvalidRequest(
             "Parameter 'cache_salt' must be a non-empty string if provided.", field="cache_salt"
         )
-    if salt is not None and (len(salt) > MAX_SALT_LEN or not _NOT_IN_SALTS.isdisjoint(salt)):
+    if salt is not None and (len(salt) > MAX_SALT_LEN or not _FORBIDDEN_IN_SALT.isdisjoint(salt)):
         raise InvalidRequest(
             f"Parameter 'cache_salt' must be at most {MAX_SALT_LEN} characters and must not contain"
             " '@', '/', '\\', or NUL.",
@@ -79,24 +79,24 @@ def _check_salt(salt: str | None) -> None:
         )
 
 
-def _check_together(body: RenderedRequest, sampling: dict[str, Any]) -> None:
+def _check_combination(body: RenderedRequest, sampling: dict[str, Any]) -> None:
     if body.content_parts and body.features is not None:
-        raise wrong("", "content_parts and features are mutually exclusive")
-    # What would be done otherwise by a server that supports them.
+        raise body_error("", "content_parts and features are mutually exclusive")
+    # A server that supports these would answer differently.
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if getattr(body, name):
             raise UnsupportedParameter(f"{name} are not supported here", field=f"body.{name}")
     if body.reasoning_ended is False and sampling["structured_outputs"] is not None:
         raise UnsupportedParameter(
-            "structured_outputs hold from the first token on: there is no reasoning parser here",
+            "structured_outputs hold from the first token on, because there is no reasoning parser",
             field="body.reasoning_ended",
         )
     _check_metadata(body.features)
     if body.output_mode == "text" and not sampling["detokenize"]:
-        raise wrong("", "output_mode='text' requires sampling_params.detokenize to be true")
+        raise body_error("", "output_mode='text' requires sampling_params.detokenize to be true")
     for places in body.features.mm_placeholders.values() if body.features else ():
         if any(place.offset + place.length > len(body.token_ids) for place in places):
-            raise wrong("", "mm_placeholders must remain within the token_ids sequence")
+            raise body_error("", "mm_placeholders must remain within the token_ids sequence")
     if body.stream and sampling["prompt_logprobs"] is not None:
         raise UnsupportedParameter(
             "prompt_logprobs are not available when stream=true", field="prompt_logprobs"
@@ -108,4 +108,4 @@ def _check_metadata(features: FeaturesInfo | None) -> None:
         assert features is not None
         items = (features.kwargs_data or {}).get(modality, [None] * len(metadata))
         if any(m is not None and k is None for m, k in zip(metadata, items, strict=True)):
-            raise wrong("", "metadata-only multimodal items require ec_transfer_params")
+            raise body_error("", "metadata-only multimodal items require ec_transfer_params")

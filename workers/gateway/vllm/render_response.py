@@ -1,4 +1,4 @@
-"""What another server is given for a request: the answer of render. Pure."""
+"""Responses of render: the request that another server is to be sent. Pure."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -19,23 +19,23 @@ from workers.gateway.schemas.generate import (
 from workers.gateway.vllm.sampling import check_greedy, write_sampling
 
 
-def resolved(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
-    """Parameters as this model has them by default, and as they were given.
+def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters: the given ones over the model's defaults.
 
-    Raises InvalidRequest for what no request may have.
+    Raises InvalidRequest for values that no request may have.
     """
     try:
         params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        what, field = split_validation_error(error)
+        complaint, field = split_validation_error(error)
         field = f"sampling_params.{field}"
-        raise InvalidRequest(f"{field}: {what}", field=field) from error
+        raise InvalidRequest(f"{field}: {complaint}", field=field) from error
     check_greedy(params)
     return params
 
 
-def num_to_answer(asked: int | None, num_prompt: int, max_model_len: int) -> int:
-    """`max_tokens`, or all that there is room for. Raises ContextTooLong."""
+def resolve_max_tokens(max_tokens: int | None, num_prompt: int, max_model_len: int) -> int:
+    """Return `max_tokens`, or as many tokens as there is room for. Raises ContextTooLong."""
     room = max_model_len - num_prompt
     if room < 1:
         raise ContextTooLong(
@@ -43,18 +43,18 @@ def num_to_answer(asked: int | None, num_prompt: int, max_model_len: int) -> int
             f" {max_model_len}, which an answer must fit into too.",
             field="messages",
         )
-    if asked is not None and asked > room:
+    if max_tokens is not None and max_tokens > room:
         raise ContextTooLong(
-            f"{num_prompt} tokens of the prompt and {asked} of the answer are over the maximum"
+            f"{num_prompt} tokens of the prompt and {max_tokens} of the answer are over the maximum"
             f" model length of {max_model_len}",
             field="sampling_params.max_tokens",
         )
-    return room if asked is None else asked
+    return room if max_tokens is None else max_tokens
 
 
 def rendered_request(
     request_id: str,
-    told: RenderedFeatures,
+    rendered: RenderedFeatures,
     sampling: SamplingParams,
     max_tokens: int,
     *,
@@ -67,8 +67,8 @@ def rendered_request(
 ) -> RenderedRequest:
     return RenderedRequest(
         request_id=request_id,
-        token_ids=told.prompt_token_ids,
-        features=_features(told.features, with_tensors) if told.features else None,
+        token_ids=rendered.prompt_token_ids,
+        features=_features(rendered.features, with_tensors) if rendered.features else None,
         sampling_params=write_sampling(sampling, max_tokens, stream),
         model=model,
         stream=stream,
@@ -78,28 +78,28 @@ def rendered_request(
     )
 
 
-def _features(told: Sequence[RenderedFeature], with_tensors: bool) -> FeaturesInfo:
+def _features(rendered: Sequence[RenderedFeature], with_tensors: bool) -> FeaturesInfo:
     by_modality: dict[str, list[RenderedFeature]] = {}
-    for feature in told:
+    for feature in rendered:
         by_modality.setdefault(feature.modality, []).append(feature)
     return FeaturesInfo(
-        mm_hashes={m: [f.mm_hash for f in found] for m, found in by_modality.items()},
+        mm_hashes={m: [f.mm_hash for f in items] for m, items in by_modality.items()},
         mm_placeholders={
-            m: [PlaceholderInfo(f.placeholder.offset, f.placeholder.length) for f in found]
-            for m, found in by_modality.items()
+            m: [PlaceholderInfo(f.placeholder.offset, f.placeholder.length) for f in items]
+            for m, items in by_modality.items()
         },
         kwargs_data=(
-            {m: [_text(f.kwargs_data) for f in found] for m, found in by_modality.items()}
+            {m: [_encode_base64(f.kwargs_data) for f in items] for m, items in by_modality.items()}
             if with_tensors
             else None
         ),
         mm_metadata=(
-            {m: [_text(f.mm_metadata) for f in found] for m, found in by_modality.items()}
+            {m: [_encode_base64(f.mm_metadata) for f in items] for m, items in by_modality.items()}
             if with_tensors
             else None
         ),
     )
 
 
-def _text(data: bytes | None) -> str | None:
+def _encode_base64(data: bytes | None) -> str | None:
     return None if data is None else base64.b64encode(data).decode()

@@ -1,0 +1,214 @@
+"""Endpoints, each declared once at its handler: the route, its access and its documentation."""
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shared.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    InvalidGrammar,
+    InvalidMedia,
+    InvalidRequest,
+    LogTruncated,
+    MediaBlocked,
+    MediaNotFound,
+    MediaTooLarge,
+    Overloaded,
+    PagemillError,
+    PayloadTooLarge,
+    Poisoned,
+    Unavailable,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedContent,
+    WorkerFailure,
+)
+from shared.protocol.messages import ErrorInfo
+from workers.gateway.app import AppContext, MakeAssembler, RouteHandler, error_response
+from workers.gateway.http import errors
+from workers.gateway.http.auth import Caller
+from workers.gateway.http.sse import ErrorResponder
+
+SCALE_OUT = "Scale-out"
+"""Tag of the endpoints that `gateway.scale_out` enables."""
+
+ErrorLike = ErrorInfo | type[PagemillError]
+Errors = tuple[type[PagemillError], ...]
+Handler = Callable[[AppContext, Request, Caller], Awaitable[Response]]
+
+
+class Parameter(Struct, frozen=True):
+    name: str
+    place: str
+    """`path`, `query` or `header`."""
+    description: str
+    type: Any = str
+
+
+class ApiOperation(Struct, frozen=True):
+    """One method of one path, as the OpenAPI document and docs/api.md describe it."""
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    answer: Any = None
+    """The type of a JSON response, or the media type of any other response."""
+    body: Any = None
+    """The type of the JSON body."""
+    chunk: Any = None
+    """The type of the data of events, where the response may be a stream."""
+    refuses: Errors = ()
+    """Errors in addition to those of every operation."""
+    parameters: tuple[Parameter, ...] = ()
+    statuses: tuple[int, ...] = (200,)
+    """Statuses of the response."""
+    public: bool = False
+    """Whether no API key is needed."""
+    counted: bool = False
+    """Whether requests count for the limits of the key."""
+    status_of: Callable[[ErrorLike], int] = errors.status_of
+
+    @property
+    def refusals(self) -> dict[int, list[str]]:
+        """Error codes, by their status."""
+        found: set[type[PagemillError]] = {errors.HeadersTooLarge, WorkerFailure, *self.refuses}
+        if not self.public:
+            found.add(errors.InvalidKey)
+        if self.counted:
+            found.add(errors.RateLimited)
+        if self.body is not None:
+            found |= {InvalidRequest, *_BODY_ERRORS}
+        by_status: dict[int, list[str]] = {}
+        for error in sorted(found, key=lambda error: error.code):
+            by_status.setdefault(self.status_of(error), []).append(error.code)
+        return dict(sorted(by_status.items()))
+
+
+class RouteTable:
+    """The endpoints of one module."""
+
+    def __init__(
+        self,
+        tag: str,
+        *,
+        status_of: Callable[[ErrorLike], int] = errors.status_of,
+        refuse: ErrorResponder = error_response,
+    ) -> None:
+        """`refuse` makes the responses for errors, and `status_of` documents their statuses."""
+        self.tag = tag
+        self._status_of = status_of
+        self._refuse = refuse
+        self._endpoints: list[tuple[ApiOperation, Handler]] = []
+        self._assemblers: dict[str, MakeAssembler] = {}
+
+    @property
+    def operations(self) -> list[ApiOperation]:
+        return [operation for operation, _ in self._endpoints]
+
+    def endpoint(
+        self, method: str, path: str, summary: str, **details: Any
+    ) -> Callable[[Handler], Handler]:
+        """Declare the decorated handler as an endpoint. `details` are fields of ApiOperation."""
+        operation = ApiOperation(
+            method, path, self.tag, summary, status_of=self._status_of, **details
+        )
+
+        def declare(handler: Handler) -> Handler:
+            self._endpoints.append((operation, handler))
+            return handler
+
+        return declare
+
+    def assembler(self, kind: str) -> Callable[[MakeAssembler], MakeAssembler]:
+        """Declare the decorated function as the assembler factory of a kind of RequestRecord."""
+
+        def declare(make: MakeAssembler) -> MakeAssembler:
+            self._assemblers[kind] = make
+            return make
+
+        return declare
+
+    def routes(self, context: AppContext) -> list[Route]:
+        """Register the assemblers, and return the routes that the configuration enables."""
+        context.assemblers |= self._assemblers
+        if self.tag == SCALE_OUT and not context.limits.scale_out:
+            return []
+        return [
+            context.route(
+                operation.path,
+                self._bind(context, handler),
+                [operation.method],
+                public=operation.public,
+                counted=operation.counted,
+            )
+            for operation, handler in self._endpoints
+        ]
+
+    def _bind(self, context: AppContext, handler: Handler) -> RouteHandler:
+        async def handle(request: Request, caller: Caller) -> Response:
+            try:
+                return await handler(context, request, caller)
+            except PagemillError as error:
+                return self._refuse(error)
+
+        return handle
+
+
+_BODY_ERRORS: Errors = (
+    errors.BodyTooLarge,
+    errors.RequestTimeout,
+    errors.UnknownParameter,
+    errors.UnsupportedParameter,
+    errors.WrongContentType,
+)
+"""Errors that any body may have."""
+
+RENDERER_ERRORS: Errors = (
+    ContextTooLong,
+    InvalidMedia,
+    MediaBlocked,
+    MediaNotFound,
+    MediaTooLarge,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedContent,
+)
+"""Errors with which a renderer may reply."""
+
+ANSWER_ERRORS: Errors = (
+    *RENDERER_ERRORS,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidGrammar,
+    LogTruncated,
+    Poisoned,
+    errors.AnswerTooLarge,
+    errors.Interrupted,
+    errors.ReusedId,
+)
+"""Errors with which an answer may end."""
+
+LAST_EVENT = Parameter("Last-Event-ID", "header", "The last event of the stream that was read")
+FROM = Parameter(
+    "from", "query", "The first record of the stream to send", Annotated[int, Meta(ge=0)]
+)
+STREAM_PARAMETERS = (
+    Parameter(
+        "X-Request-Id",
+        "header",
+        "1 to 256 printable characters that name the request. Sent again, they continue its answer",
+    ),
+    Parameter("Idempotency-Key", "header", "Another header for the same name. It takes precedence"),
+    LAST_EVENT,
+    FROM,
+)
