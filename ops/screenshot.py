@@ -35,9 +35,9 @@ def photograph(url: str, folder: Path) -> None:
 
 
 def ask(browser: Browser) -> None:
-    browser.run("document.querySelector('#pictures button')?.click()")
+    browser.run("document.querySelector('#images button')?.click()")
     browser.type("#file", str(PICTURES / "yellow_star.jpg"))
-    browser.wait("document.querySelectorAll('#pictures li').length === 1")
+    browser.wait("document.querySelectorAll('#images li').length === 1")
     browser.run("document.querySelector('#question').value = ''")
     browser.type("#question", "Describe the picture." + ENTER)
     browser.wait("document.querySelector('#send').disabled === false")

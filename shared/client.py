@@ -1,5 +1,4 @@
-"""What a client does: publish a request, follow its token log, cancel it; store a picture; ask a
-renderer what it would make of a request."""
+"""Client: publish requests, follow their token logs, cancel them, store images, ask renderers."""
 
 import asyncio
 import secrets
@@ -37,13 +36,13 @@ from shared.protocol.renderer_rpc import (
 from shared.state import media_store
 from shared.state.token_log import is_final
 
-# Live records may be lost on the way; after this silence the log itself is asked, and less and less
-# often while it has nothing new.
+# Live records may be lost. After this silence the log itself is read, and ever less often while it
+# has nothing new.
 SILENCE_S = 2.0
 MAX_SILENCE_S = 15.0
-# By then the coordinator has ended what nobody else has.
+# Time after its deadline by which the coordinator has ended any request.
 GRACE_S = 15.0
-# Of a renderer: as long as it takes to fetch and process the pictures of one request.
+# A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
 
 
@@ -60,12 +59,12 @@ async def ask(
 ) -> AsyncIterator[LogRecord]:
     """Publish `request` and yield its log, each record once and in order, to the final one.
 
-    `sampling` are the sampling parameters that were given, in place of the request's: they win over
-    the model's configured defaults even where they are equal to the defaults of SamplingParams.
+    `sampling` are sampling parameters that replace the request's. They take precedence over the
+    model's configured defaults, even where they are equal to the defaults of SamplingParams.
 
     A request id that was used before yields the log of the request that used it. Raises Overloaded
-    when the queue is full, Unavailable when the broker does not take the request, or when a request
-    with a `timeout_s` has no final record well after it.
+    when the queue is full, Unavailable when the broker does not store the request, or when a
+    request with a `timeout_s` has no final record well after it.
     """
     _check_request_id(request_id)
     _check_name(request.model, "model")
@@ -74,8 +73,8 @@ async def ask(
     try:
         data = encode_request(request, sampling)
         subject = subjects.request(request.model)
-        known = await bus.publish(subject, data, request_id, tenant=tenant)
-        async for record in reader.records(at_once=known, timeout_s=request.timeout_s):
+        is_duplicate = await bus.publish(subject, data, request_id, tenant=tenant)
+        async for record in reader.records(has_log=is_duplicate, timeout_s=request.timeout_s):
             yield record
     finally:
         await reader.close()
@@ -84,17 +83,17 @@ async def ask(
 async def follow(
     bus: Bus, request_id: str, start: int = 0, timeout_s: float | None = None
 ) -> AsyncIterator[LogRecord]:
-    """Yield the log of a request from record `start` on, as far as it is and as it grows.
+    """Yield the log of a request from record `start` on: the stored records, then new ones.
 
-    Raises LogTruncated when the record that comes next is not there any more; with `timeout_s`,
-    by which the request must have ended, also when well after it there is none at all, and
-    Unavailable when there is no final one.
+    Raises LogTruncated when the next record has been removed. `timeout_s` is the time by which the
+    request must have ended. Well after it this raises LogTruncated if there is no record at all,
+    and Unavailable if there is no final one.
     """
     _check_name(request_id, "request_id")
     reader = _Reader(bus, request_id, start)
     await reader.open()
     try:
-        async for record in reader.records(at_once=True, timeout_s=timeout_s):
+        async for record in reader.records(has_log=True, timeout_s=timeout_s):
             yield record
     except _Unended:
         if reader.is_empty:
@@ -105,20 +104,20 @@ async def follow(
 
 
 async def cancel(bus: Bus, request_id: str) -> None:
-    """Have a request ended, wherever it is; returns when that cannot be lost any more.
+    """Cancel a request in whatever stage it is. Returns when the broker has stored this.
 
-    Its log then ends with the error `cancelled`, unless it has ended before.
+    The log then ends with the error `cancelled`, unless it ended before.
     """
     _check_request_id(request_id)
-    # The stream keeps one of them at a time, and needs no id to tell.
+    # The stream stores one cancellation per request, so duplicates need no message id.
     await bus.publish_without_id(subjects.cancel(request_id), b"")
 
 
 async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
-    """Store a picture's file once, and return the URL by which any number of requests may name it.
+    """Store the file of an image, and return the URL by which any number of requests may name it.
 
-    It is there for at least as long as the longest request may take, and anew from each request
-    that names it. Requests of other tenants do not find it. Raises Unavailable.
+    The file stays for at least as long as the longest request may take, counted again from each
+    request that names it. Requests of other tenants do not find it. Raises Unavailable.
     """
     name = await media_store.hash_media(data)
     await media_store.store(bus, name, data, tenant)
@@ -128,13 +127,13 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
 async def render(
     bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
 ) -> tuple[RenderedPrompt, list[TensorData]] | ErrorReply:
-    """What an engine would be given for `request`, and the tensors that its items name.
+    """Return the prompt that an engine would get for `request`, and the tensors of its items.
 
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
     renderer of the model answers.
     """
-    question = to_json(request)
-    answer = await _question(bus, request.model, subjects.render, question, timeout_s, tenant)
+    data = to_json(request)
+    answer = await _request(bus, request.model, subjects.render, data, timeout_s, tenant)
     refusal = decode_error_reply(answer)
     return envelope.decode(answer, RenderedPrompt) if refusal is None else refusal
 
@@ -142,9 +141,9 @@ async def render(
 async def render_features(
     bus: Bus, request: FeaturesRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
 ) -> RenderedFeatures | ErrorReply:
-    """What another server would be given for a request. Raises what `render` raises."""
-    question, model = to_json(request), request.request.model
-    answer = await _question(bus, model, subjects.features, question, timeout_s, tenant)
+    """Return the features that another server would get for a request. Raises as `render` does."""
+    data, model = to_json(request), request.request.model
+    answer = await _request(bus, model, subjects.features, data, timeout_s, tenant)
     refusal = decode_error_reply(answer)
     return decode_rendered_features(answer) if refusal is None else refusal
 
@@ -156,9 +155,9 @@ async def tokenize(
     timeout_s: float = ANSWER_TIMEOUT_S,
     tenant: str = "",
 ) -> Tokenized | ErrorReply:
-    """The tokens of a prompt. Raises what `render` raises."""
-    question = to_json(request)
-    answer = await _question(bus, model, subjects.tokenize, question, timeout_s, tenant)
+    """Return the tokens of a prompt. Raises as `render` does."""
+    data = to_json(request)
+    answer = await _request(bus, model, subjects.tokenize, data, timeout_s, tenant)
     return decode_tokenized(answer)
 
 
@@ -169,84 +168,84 @@ async def detokenize(
     timeout_s: float = ANSWER_TIMEOUT_S,
     tenant: str = "",
 ) -> Detokenized | ErrorReply:
-    """The text of tokens. Raises what `render` raises."""
-    question = to_json(request)
-    answer = await _question(bus, model, subjects.detokenize, question, timeout_s, tenant)
+    """Return the text of tokens. Raises as `render` does."""
+    data = to_json(request)
+    answer = await _request(bus, model, subjects.detokenize, data, timeout_s, tenant)
     return decode_detokenized(answer)
 
 
 async def model_card(
     bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> ModelCard | ErrorReply:
-    """What can be asked of a model. Raises Unavailable when no renderer of it answers."""
-    return decode_model_card(await _question(bus, model, subjects.card, b"", timeout_s))
+    """Return the card of a model. Raises Unavailable when no renderer of the model replies."""
+    return decode_model_card(await _request(bus, model, subjects.card, b"", timeout_s))
 
 
-async def _question(
+async def _request(
     bus: Bus,
     model: str,
     subject_of: Callable[[str], str],
-    question: bytes,
+    data: bytes,
     timeout_s: float,
     tenant: str = "",
 ) -> bytes:
     _check_name(model, "model")
-    bus.check_size(question, subject_of(model))
+    bus.check_size(data, subject_of(model))
     try:
-        return await bus.request(subject_of(model), question, timeout_s, tenant)
+        return await bus.request(subject_of(model), data, timeout_s, tenant)
     except TimeoutError:
-        raise Unavailable(f"no renderer of {model} has answered in {timeout_s:g} s") from None
+        raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
 
 
 class _Unended(Unavailable):
-    """A request whose time is over."""
+    """The deadline of a request has passed, and its log has no final record."""
 
 
 class _Reader:
-    """Live records as long as they come in order, the log itself where they do not."""
+    """Reads a log: live records while they arrive in order, and the stored log when they do not."""
 
     def __init__(self, bus: Bus, request_id: str, start: int) -> None:
         self._bus = bus
         self._subject = subjects.tokens(request_id)
         self._expected = start
         self._first = 1
-        """The sequence from which on the log has not been read yet."""
+        """Stream sequence of the first message that has not been read."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no record of the log has been seen."""
+        """Whether no record of the log has been read."""
         return self._expected == 0
 
     async def open(self) -> None:
         self._listener = await self._bus.subscribe(self._subject)
 
     async def close(self) -> None:
-        """Does nothing the second time."""
+        """Stop listening. A second call does nothing."""
         await self._bus.unsubscribe(self._listener)
 
-    async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
-        """`at_once`: there may be a log already."""
+    async def records(self, *, has_log: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
+        """Yield the records to the final one. With `has_log`, the stored log is read at once."""
         loop = asyncio.get_running_loop()
         give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
-        silence_s = 0.0 if at_once else SILENCE_S
+        silence_s = 0.0 if has_log else SILENCE_S
         while True:
             began = loop.time()
-            fresh = await self._next(silence_s)
-            silent = not fresh and loop.time() - began >= silence_s
+            new_records = await self._next(silence_s)
+            silent = not new_records and loop.time() - began >= silence_s
             silence_s = min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S) if silent else SILENCE_S
-            for record in fresh:
+            for record in new_records:
                 if not is_final(record):
                     yield record
                     continue
-                # Who has the last one may not come back, and then nobody knows when we are closed.
+                # A caller may never resume this generator after the final record.
                 await self.close()
                 yield record
                 return
-            if give_up is not None and not fresh and loop.time() > give_up:
+            if give_up is not None and not new_records and loop.time() > give_up:
                 raise _Unended("no worker has ended the request by its deadline")
 
     async def _next(self, silence_s: float) -> list[LogRecord]:
-        """New records in order, live or from the log; none after `silence_s` without any."""
+        """Return new records in order, live or from the log, or none after `silence_s`."""
         live = await self._listener.next(silence_s) if silence_s else None
         if live is not None:
             record = decode_log_record(live.data)
@@ -257,22 +256,25 @@ class _Reader:
                 self._first = live.sequence + 1
                 return [record]
         stored = await self._bus.read(subjects.TOKENS_STREAM, self._subject, self._first)
-        fresh = []
+        new_records = []
         for message in stored:
             self._first = message.sequence + 1
             record = decode_log_record(message.data)
             if record.index > self._expected:
                 raise LogTruncated("the beginning of this log has been removed to make room")
             if record.index == self._expected:
-                fresh.append(record)
+                new_records.append(record)
                 self._expected = record.index + 1
-        return fresh
+        return new_records
 
 
 def _check_request_id(value: str) -> None:
     _check_name(value, "request_id")
     if not subjects.is_request_id(value):
-        raise InvalidRequest("names that begin so are those of encoders' tasks", field="request_id")
+        raise InvalidRequest(
+            'request ids must not start with "encode_": that prefix is reserved for encoder tasks',
+            field="request_id",
+        )
 
 
 def _check_name(value: str, field: str) -> None:

@@ -98,7 +98,7 @@ def wait_for_text(page: Browser) -> None:
 
 def test_a_question_about_a_picture(page: Browser) -> None:
     page.type("#file", str(PICTURES / "red.png"))
-    page.wait("document.querySelectorAll('#pictures li').length === 1")
+    page.wait("document.querySelectorAll('#images li').length === 1")
     ask(page, "What color is this image? Answer in one word.")
     assert ended(page).startswith("Done in ")
     assert "red" in answer_of(page).lower()
@@ -122,7 +122,7 @@ def test_an_encoder_is_a_stage_where_there_is_one(
     try:
         visit(window, gateway.url)
         window.type("#file", str(PICTURES / "red.png"))
-        window.wait("document.querySelectorAll('#pictures li').length === 1")
+        window.wait("document.querySelectorAll('#images li').length === 1")
         ask(window, "What color is this image? Answer in one word.")
         assert ended(window).startswith("Done in ")
         window.wait(f"{STAGES}.join() === 'done,done,done,done'")
@@ -148,9 +148,9 @@ def test_pictures_are_dropped_and_taken_away_again(page: Browser) -> None:
         """,
         "iVBORw0KGgo=",
     )
-    page.wait("document.querySelectorAll('#pictures li').length === 1")
-    page.click("#pictures button")
-    page.wait("document.querySelectorAll('#pictures li').length === 0")
+    page.wait("document.querySelectorAll('#images li').length === 1")
+    page.click("#images button")
+    page.wait("document.querySelectorAll('#images li').length === 0")
     assert page.run("return document.activeElement.id") == "file"
 
 

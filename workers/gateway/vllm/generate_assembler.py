@@ -1,7 +1,7 @@
 """The log of a request → the answer of `/inference/v1/generate`, or the events of its stream. Pure.
 
-Whoever reads the log again from its first record arrives at the same events, so that a stream goes
-on at any gateway.
+An assembler that reads the log again from its first record produces the same events, so a stream
+can continue at any gateway.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ from workers.gateway.schemas.generate import (
 
 
 class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the answer depends on besides the log; in the JobRecord's options."""
+    """Options of the RequestRecord: all that the answer depends on besides the log."""
 
     wire_id: str
-    """By which the client knows the request."""
+    """The id by which the client knows the request."""
     num_prompt_tokens: int
     n: int = 1
     output_mode: OutputMode = "tokens"
     logprobs: int | None = None
     prompt_token_ids: list[int] = []
-    """Where the answer has them, or their log probabilities."""
+    """Empty unless the answer has them or their log probabilities."""
     return_token_ids: bool = False
     placeholders: list[PlaceholderInfo] = []
     stream: bool = False
@@ -47,8 +47,8 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     continuous_usage: bool = False
 
 
-class _Progress:
-    """Of one choice."""
+class _ChoiceState:
+    """A choice so far."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -61,68 +61,68 @@ class _Progress:
 
 
 class GenerateAssembler:
-    """Of one request, whose choices have events of their own: whoever derenders them carries a
-    state for each."""
+    """Assembler of one request. Every event has one choice, because a client that derenders the
+    events carries a state for each choice."""
 
     def __init__(
-        self, shape: GenerateShape, model: str, created_s: int, spelling: TokenBytes
+        self, shape: GenerateShape, model: str, created_s: int, token_bytes: TokenBytes
     ) -> None:
-        # An abort tells of every choice, and then of usage.
+        # An abort has an event for every choice, and then one for usage.
         self.max_events = 1 if shape.n == 1 else shape.n + 1
         self.prompt_token_ids = shape.prompt_token_ids
         self._shape = shape
         self._model = model
         self._created_s = created_s
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self.collects_answer = True
-        self._choices = [_Progress() for _ in range(shape.n)]
+        self._choices = [_ChoiceState() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
-        self._begun = False
+        self._has_begun = False
 
     def add(self, part: int, record: TokenChunk) -> Events:
-        """An event for each choice that has something new."""
+        """Return an event for each choice that has something new."""
         if record.prompt_logprobs is not None:
-            self._take_prompt(record.prompt_logprobs)
+            self._add_prompt_logprobs(record.prompt_logprobs)
         return Events(
             self._event(delta.index, choice)
             for delta in record.choices
-            if (choice := self._take_delta(delta)) is not None
+            if (choice := self._add_delta(delta)) is not None
         )
 
     def finish(self, part: int, usage: Usage) -> Events:
         self._usage = usage.prompt_tokens, usage.completion_tokens
-        return self._last()
+        return self._usage_event()
 
     def abort(self) -> Events:
         open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
-        return Events([*(self._abort(i) for i in open_choices), *self._last()])
+        return Events([*(self._abort_choice(i) for i in open_choices), *self._usage_event()])
 
     def answer(self) -> GenerateResponse:
-        """The whole, once the last record was taken."""
+        """Return the whole answer. The last record must have been added."""
         shape = self._shape
         return GenerateResponse(
             request_id=shape.wire_id,
             model=self._model,
             created=self._created_s,
-            usage=usage_of(*self._totals()),
+            usage=usage_of(*self._num_tokens()),
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=shape.prompt_token_ids if shape.return_token_ids else None,
             mm_placeholders=self._placeholders(),
             output_mode=shape.output_mode,
-            choices=[self._whole(i, choice) for i, choice in enumerate(self._choices)],
+            choices=[self._whole_choice(i, choice) for i, choice in enumerate(self._choices)],
         )
 
-    def _take_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
-        """What is new of a choice; None for nothing that this output mode shows."""
-        mine, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
-        ids, texts = self._logprobs_of(mine, delta)
-        mine.token_ids += delta.token_ids
-        mine.text += delta.text
-        mine.finish_reason, mine.stop_reason = delta.finish_reason, delta.stop_reason
+    def _add_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
+        """Return the news of a choice, or None if this output mode shows none."""
+        state, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
+        ids, texts = self._logprobs_of(state, delta)
+        state.token_ids += delta.token_ids
+        state.text += delta.text
+        state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
         if self.collects_answer:
-            mine.id_logprobs += ids
-            mine.text_logprobs += texts
+            state.id_logprobs += ids
+            state.text_logprobs += texts
         if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
             return None
         return GenerateChoice(
@@ -130,21 +130,21 @@ class GenerateAssembler:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids,
-            weight_versions=_spans(mine) if delta.finish_reason else None,
+            weight_versions=_weight_versions(state) if delta.finish_reason else None,
             text=delta.text if text_mode else UNSET,
             logprobs=self._content(ids, texts),
         )
 
-    def _abort(self, index: int) -> GenerateChunk:
-        mine = self._choices[index]
-        mine.finish_reason = "abort"
+    def _abort_choice(self, index: int) -> GenerateChunk:
+        state = self._choices[index]
+        state.finish_reason = "abort"
         return self._event(
             index,
             GenerateChoice(
                 index=index,
                 finish_reason="abort",
                 token_ids=[],
-                weight_versions=_spans(mine),
+                weight_versions=_weight_versions(state),
                 text="" if self._shape.output_mode == "text" else UNSET,
                 logprobs=self._content([], []),
             ),
@@ -152,8 +152,8 @@ class GenerateAssembler:
 
     def _event(self, index: int, choice: GenerateChoice) -> GenerateChunk:
         shape = self._shape
-        shows_prompt = shape.return_token_ids and not self._begun
-        self._begun = True
+        shows_prompt = shape.return_token_ids and not self._has_begun
+        self._has_begun = True
         num_tokens = len(self._choices[index].token_ids)
         return GenerateChunk(
             request_id=shape.wire_id,
@@ -164,11 +164,11 @@ class GenerateAssembler:
             choices=[choice],
         )
 
-    def _last(self) -> Events:
+    def _usage_event(self) -> Events:
         shape = self._shape
         if not shape.include_usage:
             return Events()
-        num_prompt, num_answer = self._totals()
+        num_prompt, num_answer = self._num_tokens()
         usage = TotalUsage(
             prompt_tokens=num_prompt,
             total_tokens=num_prompt + num_answer,
@@ -177,8 +177,11 @@ class GenerateAssembler:
         last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
         return Events([last])
 
-    def _totals(self) -> tuple[int, int]:
-        """As the log's last record has counted, or of an aborted request what was seen."""
+    def _num_tokens(self) -> tuple[int, int]:
+        """Return the numbers of prompt and answer tokens, as the last record of the log has them.
+
+        An aborted request has no such record: the tokens seen so far are counted.
+        """
         num_seen = sum(len(choice.token_ids) for choice in self._choices)
         return self._usage or (self._shape.num_prompt_tokens, num_seen)
 
@@ -187,15 +190,15 @@ class GenerateAssembler:
         shown = shape.return_token_ids and shape.placeholders
         return {IMAGE: shape.placeholders} if shown else None
 
-    def _whole(self, index: int, mine: _Progress) -> GenerateChoice:
+    def _whole_choice(self, index: int, state: _ChoiceState) -> GenerateChoice:
         return GenerateChoice(
             index=index,
-            finish_reason=mine.finish_reason or "stop",
-            stop_reason=mine.stop_reason,
-            token_ids=mine.token_ids,
-            weight_versions=_spans(mine),
-            text=mine.text if self._shape.output_mode == "text" else UNSET,
-            logprobs=self._content(mine.id_logprobs, mine.text_logprobs),
+            finish_reason=state.finish_reason or "stop",
+            stop_reason=state.stop_reason,
+            token_ids=state.token_ids,
+            weight_versions=_weight_versions(state),
+            text=state.text if self._shape.output_mode == "text" else UNSET,
+            logprobs=self._content(state.id_logprobs, state.text_logprobs),
         )
 
     def _content(
@@ -208,7 +211,7 @@ class GenerateAssembler:
         return TokensContent(content=ids)
 
     def _logprobs_of(
-        self, mine: _Progress, delta: ChoiceDelta
+        self, state: _ChoiceState, delta: ChoiceDelta
     ) -> tuple[list[IdLogprobs], list[TextLogprobs]]:
         ids = [
             id_logprobs(token_id, logprobs, max(self._shape.logprobs or 0, 1))
@@ -216,25 +219,25 @@ class GenerateAssembler:
         ]
         if self._shape.output_mode == "tokens":
             return ids, []
-        return [], [text_logprobs(found, mine.context, self._spelling) for found in ids]
+        return [], [text_logprobs(found, state.context, self._token_bytes) for found in ids]
 
-    def _take_prompt(self, told: Sequence[TokenLogprobs]) -> None:
-        """Nothing comes before the first token."""
+    def _add_prompt_logprobs(self, logprobs_of_prompt: Sequence[TokenLogprobs]) -> None:
+        """The first token has no log probability, because nothing comes before it."""
         token_ids = self._shape.prompt_token_ids
         self._prompt_logprobs = [None]
-        context = [self._spelling[token_ids[0]]]
-        for token_id, logprobs in zip(token_ids[1:], told, strict=True):
+        context = [self._token_bytes[token_ids[0]]]
+        for token_id, logprobs in zip(token_ids[1:], logprobs_of_prompt, strict=True):
             self._prompt_logprobs.append(
                 {
                     top.token_id: PromptLogprob(
                         logprob=top.logprob,
                         rank=top.rank,
-                        decoded_token=token_text(self._spelling[top.token_id], context),
+                        decoded_token=token_text(self._token_bytes[top.token_id], context),
                     )
                     for top in ranked_tokens(token_id, logprobs)
                 }
             )
-            context.append(self._spelling[token_id])
+            context.append(self._token_bytes[token_id])
 
 
 def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
@@ -245,5 +248,5 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
     )
 
 
-def _spans(choice: _Progress) -> list[WeightVersionSpan]:
+def _weight_versions(choice: _ChoiceState) -> list[WeightVersionSpan]:
     return [WeightVersionSpan(end=len(choice.token_ids))]

@@ -1,17 +1,17 @@
-// The page: a question in, an answer out, by the public API alone.
+// The page: sends a question and shows its answer, through the public API alone.
 
-import { Pictures } from "./pictures.js";
+import { Images } from "./images.js";
 import { Stages, duration, hasEnded } from "./stages.js";
 import { Refused, ask, refusal } from "./stream.js";
 
 const POLL_MS = 150;
 const HEALTH_MS = 5000;
-// Of less there is no telling how many tokens a second they are.
-const LEAST_RATE_MS = 200;
+// A shorter time is too inexact for a rate of tokens per second.
+const MIN_RATE_MS = 200;
 const $ = (id) => document.getElementById(id);
 
 const stages = new Stages($("stages"));
-const pictures = new Pictures($("drop"), $("file"), $("pictures"));
+const images = new Images($("drop"), $("file"), $("images"));
 let running = null;
 
 // -- asking -----------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ class Run {
     this.id = null;
     this.began = performance.now();
     this.first = null;
-    this.counted = null; // tokens that had come with the first
+    this.counted = null; // tokens that arrived with the first event
     this.resumes = 0;
     this.cancelled = false;
     this.over = false;
@@ -79,13 +79,13 @@ class Run {
     }
     this.counted ??= usage.completion_tokens;
     const more = usage.completion_tokens - this.counted;
-    if (more > 0 && now - this.first > LEAST_RATE_MS) $("rate").textContent = ((1000 * more) / (now - this.first)).toFixed(1);
+    if (more > 0 && now - this.first > MIN_RATE_MS) $("rate").textContent = ((1000 * more) / (now - this.first)).toFixed(1);
   }
 
   /** Follow the request through the stages, until it has ended. */
   async watch() {
     for (;;) {
-      const request = await this.whereabouts();
+      const request = await this.fetchState();
       if (this !== running) return;
       if (request !== null) stages.show(request);
       if (this.abort.signal.aborted || (request === null ? this.over : hasEnded(request.state))) return;
@@ -93,8 +93,8 @@ class Run {
     }
   }
 
-  /** Null when the server does not answer; the stream knows how to wait for it. */
-  async whereabouts() {
+  /** Return the state of the request, or null when the server does not answer: the stream waits for it. */
+  async fetchState() {
     try {
       const response = await fetch(this.address, { headers: this.headers });
       return response.ok ? await response.json() : null;
@@ -107,13 +107,13 @@ class Run {
     return `v1/requests/${encodeURIComponent(this.id ?? this.name)}`;
   }
 
-  /** The request ends, and so does its stream, with an error that says why. */
+  /** Cancel the request. Its stream then ends with an error that says so. */
   async cancel() {
     this.cancelled = true;
     say("Cancelling");
     const options = { method: "DELETE", headers: this.headers, keepalive: true };
     const done = await fetch(this.address, options).catch(() => null);
-    // A server that has not heard of it, or does not answer, has nothing to stop reading for.
+    // A server that does not know the request, or does not answer, will not end the stream.
     if (!done?.ok) this.abort.abort(new Error("cancelled"));
   }
 }
@@ -137,7 +137,7 @@ async function submit() {
   busy(false);
 }
 
-/** The request's body, or null with the reason on the page. */
+/** Return the request's body, or null after showing what is wrong. */
 function compose() {
   const question = $("question").value.trim();
   if (question === "") return complain("Write a question first.", $("question"));
@@ -153,8 +153,8 @@ function compose() {
   for (const id of ["max-tokens", "temperature"]) {
     if (!$(id).checkValidity()) return complain($(id).validationMessage, $(id));
   }
-  const images = pictures.urls.map((url) => ({ type: "image_url", image_url: { url } }));
-  const content = images.length ? [...images, { type: "text", text: question }] : question;
+  const parts = images.urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = parts.length ? [...parts, { type: "text", text: question }] : question;
   return JSON.stringify({
     model: $("model").value,
     messages: [{ role: "user", content }],
@@ -194,10 +194,10 @@ function write(index, text) {
 
 const say = (text) => ($("status").textContent = text);
 
-function busy(is) {
-  $("answer").ariaBusy = String(is);
-  $("send").disabled = is || $("model").disabled;
-  $("cancel").disabled = !is;
+function busy(isBusy) {
+  $("answer").ariaBusy = String(isBusy);
+  $("send").disabled = isBusy || $("model").disabled;
+  $("cancel").disabled = !isBusy;
 }
 
 function fail(error) {
@@ -249,7 +249,7 @@ function offer(names, otherwise) {
   $("send").disabled = select.disabled || (running !== null && !running.over);
 }
 
-async function lookAfterHealth() {
+async function pollHealth() {
   const health = $("health");
   const show = (state, text) => {
     health.dataset.state = state;
@@ -262,7 +262,7 @@ async function lookAfterHealth() {
   } catch {
     show("away", "Not reachable");
   }
-  setTimeout(lookAfterHealth, HEALTH_MS);
+  setTimeout(pollHealth, HEALTH_MS);
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
@@ -276,6 +276,6 @@ document.addEventListener("keydown", (event) => {
 });
 $("cancel").addEventListener("click", () => running?.cancel());
 $("key").addEventListener("change", () => loadModels().catch(fail));
-// Nobody reads any more; a page that comes back from the cache has its answer as far as it was.
+// The answer has no reader any more. A page restored from the cache shows it as far as it came.
 addEventListener("pagehide", () => { if (running !== null && !running.over) running.cancel(); });
-lookAfterHealth();
+pollHealth();

@@ -1,13 +1,13 @@
-// One answer, read to its end whatever happens to the connection. Knows no page.
+// Reads one answer to its end over any number of connections. Independent of the page.
 
 const FIRST_PAUSE_MS = 250;
 const MAX_PAUSE_MS = 4000;
-// A connection that has been away for so long is not waited for any longer.
-const PATIENCE_MS = 120_000;
-// What a restarting server or a full queue answers; anything else would be answered again.
-const PASSING = new Set([429, 502, 503]);
+// After this time without a connection the request is given up.
+const MAX_OUTAGE_MS = 120_000;
+// Statuses of a restarting server or a full queue. Any other would only come again.
+const TRANSIENT = new Set([429, 502, 503]);
 
-/** The server has said no. */
+/** The server has refused the request. */
 export class Refused extends Error {
   constructor(status, error, retryAfterMs = 0) {
     super(error?.message || `The server answered with status ${status}.`);
@@ -21,11 +21,11 @@ export class Refused extends Error {
 /**
  * Post `body` and yield the answer's chunks, each once and in order.
  *
- * A broken connection is opened again behind the last event that was read; `tell` has the methods
- * accepted(id), lost(error) and resumed(last event's id or null). Throws Refused, or what `signal`
- * was aborted with.
+ * A broken connection is opened again after the last event that was read. `listener` has the methods
+ * accepted(id), lost(error) and resumed(last event's id or null). Throws Refused, or the reason with
+ * which `signal` was aborted.
  */
-export async function* ask(name, body, headers, signal, tell) {
+export async function* ask(name, body, headers, signal, listener) {
   let id = null;
   let last = null;
   let lostAt = null;
@@ -35,8 +35,8 @@ export async function* ask(name, body, headers, signal, tell) {
     try {
       const response = await open(name, body, headers, signal, id, last);
       id ??= response.headers.get("X-Request-Id") ?? name;
-      tell.accepted(id);
-      if (lostAt !== null) tell.resumed(last);
+      listener.accepted(id);
+      if (lostAt !== null) listener.resumed(last);
       lostAt = null;
       for await (const event of events(response.body)) {
         if (event.data === "[DONE]") return;
@@ -46,12 +46,12 @@ export async function* ask(name, body, headers, signal, tell) {
       }
       error = new Error("The connection has ended before the answer.");
     } catch (thrown) {
-      if (signal.aborted || !(thrown instanceof TypeError || PASSING.has(thrown.status))) throw thrown;
+      if (signal.aborted || !(thrown instanceof TypeError || TRANSIENT.has(thrown.status))) throw thrown;
       error = thrown;
     }
     lostAt ??= performance.now();
-    if (performance.now() - lostAt > PATIENCE_MS) throw error;
-    tell.lost(error);
+    if (performance.now() - lostAt > MAX_OUTAGE_MS) throw error;
+    listener.lost(error);
     await sleep(Math.max(pauseMs, error.retryAfterMs ?? 0), signal);
     pauseMs = Math.min(2 * pauseMs, MAX_PAUSE_MS);
   }
@@ -64,7 +64,7 @@ async function open(name, body, headers, signal, id, last) {
         method: "POST",
         headers: {
           ...headers,
-          Accept: "text/event-stream", // with the ids of events, to go on from
+          Accept: "text/event-stream", // asks for event ids, from which to resume
           "Content-Type": "application/json",
           "X-Request-Id": name,
         },
@@ -76,14 +76,14 @@ async function open(name, body, headers, signal, id, last) {
   return response;
 }
 
-/** What a response that is none says, as an error. */
+/** Return the error of a response that is not OK. */
 export async function refusal(response) {
   const answer = await response.json().catch(() => null);
   const seconds = Number(response.headers.get("Retry-After"));
   return new Refused(response.status, answer?.error, 1000 * (seconds || 0));
 }
 
-/** The server-sent events of a body: their data, and the id of the event or null. */
+/** Yield the server-sent events of a body: their data, and their id or null. */
 export async function* events(body) {
   let rest = "";
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,7 +1,7 @@
-// The pictures of a question: chosen, dropped or pasted.
+// The images of a question: chosen, dropped or pasted.
 
-/** `urls` has them as data: URLs, in order. */
-export class Pictures {
+/** The list of images. `urls` returns them as data: URLs, in order. */
+export class Images {
   constructor(area, input, list) {
     this.area = area;
     this.list = list;
@@ -11,7 +11,7 @@ export class Pictures {
       input.value = "";
     });
     addEventListener("paste", (event) => this.add(event.clipboardData.files));
-    // A picture that misses the area would otherwise replace the page.
+    // Otherwise an image that is dropped beside the area would replace the page.
     addEventListener("dragover", (event) => {
       event.preventDefault();
       area.toggleAttribute("data-over", area.contains(event.target));
@@ -25,33 +25,33 @@ export class Pictures {
   }
 
   get urls() {
-    return this.chosen.map((picture) => picture.url);
+    return this.chosen.map((image) => image.url);
   }
 
   async add(files) {
-    const images = [...files].filter((file) => file.type.startsWith("image/"));
-    const read = await Promise.all(images.map(async (file) => ({ file, url: await dataUrl(file) })));
+    const imageFiles = [...files].filter((file) => file.type.startsWith("image/"));
+    const read = await Promise.all(imageFiles.map(async (file) => ({ file, url: await dataUrl(file) })));
     this.chosen.push(...read);
     this.draw();
   }
 
-  remove(picture) {
-    this.chosen = this.chosen.filter((other) => other !== picture);
+  remove(image) {
+    this.chosen = this.chosen.filter((other) => other !== image);
     this.draw();
     document.getElementById("file").focus();
   }
 
   draw() {
     this.area.toggleAttribute("data-filled", this.chosen.length > 0);
-    this.list.replaceChildren(...this.chosen.map((picture) => this.item(picture)));
+    this.list.replaceChildren(...this.chosen.map((image) => this.item(image)));
   }
 
-  item(picture) {
-    const { file, url } = picture;
+  item(image) {
+    const { file, url } = image;
     const item = document.createElement("li");
-    const image = item.appendChild(document.createElement("img"));
-    image.src = url;
-    image.alt = "";
+    const preview = item.appendChild(document.createElement("img"));
+    preview.src = url;
+    preview.alt = "";
     const name = item.appendChild(document.createElement("span"));
     name.textContent = file.name;
     const size = name.appendChild(document.createElement("small"));
@@ -61,7 +61,7 @@ export class Pictures {
     remove.className = "remove";
     remove.textContent = "×";
     remove.ariaLabel = `Remove ${file.name}`;
-    remove.addEventListener("click", () => this.remove(picture));
+    remove.addEventListener("click", () => this.remove(image));
     return item;
   }
 }
