@@ -1,7 +1,7 @@
-"""Writes the tables of docs/api.md: endpoints, errors, and the fields of each body and answer.
+"""Writes the tables of docs/api.md: endpoints, errors, and the fields of each body and response.
 
-They stand between `<!-- NAME -->` and `<!-- end -->`, with the prose around them left as it is. A
-test holds the file equal to what this makes of it.
+A table stands between `<!-- NAME -->` and `<!-- end -->`. The prose around the tables is left
+unchanged. A test checks that the file is up to date.
 """
 
 import ast
@@ -24,41 +24,41 @@ BLOCK = re.compile(r"(<!-- (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 ABOUT = {
     "answer_too_large": "log probabilities over `gateway.max_answer_mib`; streams have no limit",
-    "body_too_large": "the body is over `gateway.max_body_mib`, or has countless chunks",
-    "cancelled": "somebody has cancelled the request",
-    "context_length_exceeded": "prompt and answer do not fit into the model's context",
-    "deadline_exceeded": "it did not end within `timeout_s`, or the configured time",
+    "body_too_large": "the body is over `gateway.max_body_mib`, or has too many chunks",
+    "cancelled": "the request was cancelled",
+    "context_length_exceeded": "the prompt and the answer do not fit into the model's context",
+    "deadline_exceeded": "the request did not end within `timeout_s`, or the configured time",
     "headers_too_large": "the headers are over `gateway.max_header_kib`, or more than 128",
-    "internal_error": "an error of ours; the request may be sent again",
-    "interrupted": "the gateway is being stopped; the request goes on, and is read by its id",
-    "invalid_api_key": "no key, or one that is not known here",
-    "invalid_grammar": "a schema, expression or grammar that answers cannot be held to",
-    "invalid_media": "a picture that cannot be read, fetched or decoded",
-    "invalid_request": "a field is missing, of a wrong type or out of range; `param` says which",
-    "log_truncated": "the beginning of the answer is not kept any more",
-    "media_not_found": "a `media:` URL of nothing that the tenant has stored",
-    "media_too_large": "a picture over the limit on bytes, pixels or number",
-    "media_url_blocked": "a URL from which pictures are not fetched here",
-    "method_not_allowed": "there is nothing of this method at the URL; `Allow` says of which",
-    "mm_cache_miss": "features by hash alone, of nothing that the tenant has sent before",
-    "not_found": "no such request of this tenant, or none any more",
+    "internal_error": "an error of the server; the request may be sent again",
+    "interrupted": "the gateway is being stopped; the request continues, and can be read by its id",
+    "invalid_api_key": "the key is missing or unknown",
+    "invalid_grammar": "a schema, expression or grammar that cannot be enforced",
+    "invalid_media": "an image that cannot be read, fetched or decoded",
+    "invalid_request": "a field is missing, of a wrong type or out of range; `param` names it",
+    "log_truncated": "the beginning of the answer has been removed",
+    "media_not_found": "a `media:` URL of a file that the tenant has not stored",
+    "media_too_large": "images over the limit on bytes, pixels or number",
+    "media_url_blocked": "a URL from which this server does not fetch images",
+    "method_not_allowed": "the URL does not have this method; `Allow` lists those it has",
+    "mm_cache_miss": "features by hash alone that the tenant has not sent before",
+    "not_found": "the tenant has no such request, or it has been removed",
     "overloaded": "too many requests wait; `Retry-After` says for how long",
-    "payload_too_large": "a request that fits into no message, its pictures left aside",
-    "poison": "given up, after workers had died with it in hand",
+    "payload_too_large": "a request that does not fit into a message, even without its images",
+    "poison": "the request was given up after several workers died while they had it in flight",
     "rate_limit_exceeded": "over a limit of the key; `Retry-After` says for how long",
-    "request_id_reused": "the request that goes by this `X-Request-Id` has asked something else",
-    "request_timeout": "headers or body did not arrive in time",
-    "unavailable": "no broker, or no worker, answers",
-    "unknown_adapter": "the model has no adapter of this name here",
-    "unknown_model": "no such model is served here",
-    "unknown_parameter": "a field that there is not",
-    "unsupported_content": "a part of a message that the model has no stage for",
+    "request_id_reused": "this `X-Request-Id` belongs to a request with other content",
+    "request_timeout": "the headers or the body did not arrive in time",
+    "unavailable": "no broker or no worker replies",
+    "unknown_adapter": "the model has no adapter of this name",
+    "unknown_model": "the server has no such model",
+    "unknown_parameter": "the API has no such field",
+    "unsupported_content": "a part of a message that the model does not support",
     "unsupported_content_type": "the body is not `application/json`",
-    "unsupported_parameter": "a field, or a value of one, that is known and not done here",
-    "unknown_url": "there is nothing at the URL",
-    "worker_failure": "a worker has failed on the request",
+    "unsupported_parameter": "a known field, or a value of one, that this server does not support",
+    "unknown_url": "the API has no such URL",
+    "worker_failure": "a worker failed on the request",
 }
-"""When each error comes, by its code."""
+"""The cause of each error, by its code."""
 
 
 def main() -> None:
@@ -73,14 +73,14 @@ def rewritten(text: str) -> str:
         begin, kind, name, end = match.groups()
         match kind:
             case "endpoints":
-                made = _endpoints()
+                table = _endpoints()
             case "errors":
-                made = _errors()
+                table = _errors()
             case "types":
-                made = _types(structs, above)
+                table = _types(structs, above)
             case _:
-                made = _fields(name, structs[name])
-        return f"{begin}\n{made}\n{end}"
+                table = _fields(name, structs[name])
+        return f"{begin}\n{table}\n{end}"
 
     return BLOCK.sub(block, text)
 
@@ -101,7 +101,7 @@ def _endpoints() -> str:
 
 
 def bodies() -> str:
-    """Names of all types that bodies may be of."""
+    """Return the names of all types of bodies."""
     return " ".join(_name(operation.body) for operation in OPERATIONS)
 
 
@@ -128,7 +128,7 @@ def _subclasses(cls: type[PagemillError]) -> list[type[PagemillError]]:
 
 
 def _structs() -> dict[str, Any]:
-    """By name: every Struct that the document has a schema of."""
+    """Return every Struct that the document has a schema of, by name."""
     found: dict[str, Any] = {}
     pending = [*types_of(OPERATIONS), errors.ErrorAnswer]
     while pending:
@@ -148,7 +148,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _types(structs: dict[str, Any], above: set[str]) -> str:
-    """A table of each that has none above."""
+    """Return a table of each type that has none above."""
     rest = sorted(structs.keys() - above)
     return "\n".join(f"`{name}`\n\n{_fields(name, structs[name])}" for name in rest)
 
@@ -166,7 +166,7 @@ def _fields(name: str, cls: Any) -> str:
 
 
 def _docstrings(cls: Any) -> dict[str, str]:
-    """By field: the string that follows it in the source."""
+    """Return the string that follows a field in the source, by field."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, msgspec.Struct) or base is msgspec.Struct:
@@ -182,7 +182,7 @@ def _docstrings(cls: Any) -> dict[str, str]:
 
 
 def _spelled(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Return a short text for a JSON schema."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rpartition('/')[2]}`"
     if "anyOf" in schema:
