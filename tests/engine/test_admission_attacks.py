@@ -1,4 +1,4 @@
-"""Requests that no renderer would make, at the engine's door: rows S28 to S30 and S32."""
+"""Malformed requests that no renderer would produce: rows S28 to S30 and S32."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -275,7 +275,7 @@ def test_an_empty_prompt_is_rejected_by_add(core: EngineCore, good: EngineReques
     assert not core.has_work
 
 
-# -- S29: what is received is only read -----------------------------------------------------------
+# -- S29: received tensors are only read -----------------------------------------------------------
 
 
 def test_the_engine_does_not_write_to_received_tensors(
@@ -296,7 +296,7 @@ def test_the_engine_does_not_write_to_received_tensors(
 
 
 def test_the_renderers_table_is_not_changed(core: EngineCore, processor: Processor) -> None:
-    """It is one for all pictures."""
+    """All images share the table."""
     first = message(processor)
     run(core, [unpack(first)])
     assert message(processor) == first

@@ -1,4 +1,4 @@
-"""What an engine counts is what it has done: over any requests, preemptions and chunks."""
+"""Engine metrics match the work done, over any requests, preemptions and chunks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,7 +158,7 @@ def test_a_cancellation_reports_no_new_requests() -> None:
 
 
 def test_first_tokens_of_an_earlier_attempt_are_not_counted() -> None:
-    """Who resumes a request prefills its prompt, and its client has not waited for that."""
+    """A resumed request prefills its prompt again, but its client has not waited for that."""
     rig = Rig()
     params = SamplingParams(temperature=0.0, max_tokens=4)
     rig.core.add(EngineRequest("0", [1, 2, 3], [], params, [LoggedChoice([7, 7], False)]))

@@ -1,4 +1,4 @@
-"""The step thread: what goes in, what comes out, and that a cancellation frees its blocks."""
+"""The step thread: requests, outputs, and cancellations, which free blocks."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from workers.engine.step_thread import StepThread
 
 
 class SlowRunner(FakeRunner):
-    """A step that lasts until it is told to end, so that a test knows where the loop is."""
+    """A runner whose step lasts until released, so that a test knows the state of the loop."""
 
     def __init__(self) -> None:
         super().__init__(block_size=4, vocab_size=100)

@@ -17,7 +17,7 @@ class RequestTiming:
     arrived_ms: float
     num_prompt_tokens: int
     resumed: bool
-    """Whether the client has got its first tokens from an earlier attempt."""
+    """True if an earlier attempt has sent the client its first tokens."""
     finished_reason: str = ""
     """Finish reason of the choice that ended last."""
     prefilled: bool = False

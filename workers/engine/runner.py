@@ -48,7 +48,7 @@ class ModelRunner:
         on_encoded: Callable[[str, Tensor], None] | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """Without a tower, all items must come with embeddings.
+        """If `tower` is None, all items must come with embeddings.
 
         `on_encoded` is called with the hash of each item that the tower encodes and its embedding,
         [num_embeds, width], which it may store.
@@ -97,19 +97,19 @@ class ModelRunner:
     def encode(self, request: EngineRequest, item_indexes: Sequence[int]) -> None:
         """Attach embeddings to a prepared request: given, cached, or computed by the tower."""
         items = [request.items[index] for index in item_indexes]
-        found, new = {}, {}
+        embeddings, new = {}, {}
         for item in items:
             if item.embedding is not None:
-                found[item.mm_hash] = item.embedding.to(self._model.device, self._model.dtype)
+                embeddings[item.mm_hash] = item.embedding.to(self._model.device, self._model.dtype)
             elif (embedding := self._embeddings.get(item.mm_hash)) is not None:
-                found[item.mm_hash] = embedding
+                embeddings[item.mm_hash] = embedding
             else:
                 new[item.mm_hash] = item
         if new:
-            found |= self._run_tower(list(new.values()))
+            embeddings |= self._run_tower(list(new.values()))
         for item in items:
-            embedding = found[item.mm_hash]
-            assert len(embedding) == item.placeholder.num_embeds, "one hash, two contents"
+            embedding = embeddings[item.mm_hash]
+            assert len(embedding) == item.placeholder.num_embeds, "two contents have the same hash"
             self._prepared[request.request_id].embeddings.append((item.placeholder, embedding))
 
     def _run_tower(self, items: Sequence[Item]) -> dict[str, Tensor]:
@@ -179,8 +179,8 @@ class ModelRunner:
         if len(rows) > num_sampled:
             _record_prompt_logprobs(logits[num_sampled:], scheduled)
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
-        for i, found in zip(sampling, sampled, strict=True):
-            tokens[i] = found
+        for i, sampled_tokens in zip(sampling, sampled, strict=True):
+            tokens[i] = sampled_tokens
         return tokens
 
     def _embed(
@@ -281,13 +281,13 @@ def _record_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) 
         positions = range(
             sequence.num_computed_tokens + 1, sequence.num_computed_tokens + 1 + num_rows
         )
-        found = logprobs_of(
+        logprobs = logprobs_of(
             logits[:num_rows],
             list(range(num_rows)),
-            [sequence.token_ids[place] for place in positions],
+            [sequence.token_ids[position] for position in positions],
             [sequence.request.sampling.prompt_logprobs or 0] * num_rows,
         )
-        sequence.prompt_logprobs.update(zip(positions, found, strict=True))
+        sequence.prompt_logprobs.update(zip(positions, logprobs, strict=True))
         logits = logits[num_rows:]
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 BLOCK_SIZE = 3
 PAD = 0
 LENGTHS = {"a": 2, "b": 2, "c": 4}
-"""Of pictures: one content has one length."""
+"""Placeholder lengths of images: each content has one length."""
 
 
 def sequence_of(
@@ -35,7 +35,7 @@ def hashes_of(sequence: Sequence) -> list[str]:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
-    """Text and pictures in turn, of few kinds each, so that many have much in common."""
+    """Prompts of alternating text and images, few of each, so that many share a prefix."""
     token_ids, items = [], []
     for _ in range(draw(st.integers(0, 3))):
         token_ids += draw(st.lists(st.integers(PAD, 2), max_size=3))
@@ -94,7 +94,7 @@ def test_images_of_equal_size_share_no_block_from_the_first_on() -> None:
 
 
 def test_an_item_hash_covers_its_position_in_the_block() -> None:
-    """The same picture in the same row of placeholders, one further on."""
+    """The same image in the same placeholders, one token later."""
     token_ids = [PAD] * 6
     one, other = (
         hashes_of(sequence_of(token_ids, [Item("image", "a", PlaceholderRange(offset, 2), {})], ""))

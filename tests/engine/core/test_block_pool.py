@@ -17,7 +17,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, 4, initial_order=reversed(range(NUM_BLOCKS)))
         self.held: list[list[int]] = []
         self.written: dict[int, str] = {}
-        """What is in blocks that nobody writes any more."""
+        """Contents of the blocks that are no longer written."""
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS))
     def allocate(self, num_blocks: int) -> None:

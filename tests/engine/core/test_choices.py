@@ -1,4 +1,4 @@
-"""How sampling parameters shape a choice: its ends, its text, its grammar, and what is refused."""
+"""Sampling parameters of choices: stop events, text, grammars and rejected requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,8 +43,10 @@ def decode(token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
 
 
 class Script(FakeRunner):
-    """Says what it is told to, several tokens a step where `stride` is more than 1. What a mask
-    does not allow it skips over; it has log probabilities for everything."""
+    """Runner that samples the given tokens, `stride` of them a step.
+
+    It skips tokens that a mask does not allow, and returns log probabilities for all tokens.
+    """
 
     def __init__(self, answer: list[int], stride: int = 1) -> None:
         super().__init__(BLOCK_SIZE, VOCAB_SIZE)

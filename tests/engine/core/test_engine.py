@@ -103,7 +103,7 @@ def item(mm_hash: str, offset: int, length: int) -> Item:
     return Item("image", mm_hash, PlaceholderRange(offset, length), {})
 
 
-# Few pictures, tokens and tenants, so that requests have beginnings in common.
+# Few images, tokens and tenants, so that requests share prefixes.
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[int], list[Item]]:
     token_ids = draw(st.lists(st.integers(1, 2), min_size=1, max_size=6))
@@ -254,7 +254,7 @@ def test_unverified_blocks_are_overwritten_before_reuse() -> None:
     core.add(good)
     core.step()
     assert set(runner.zeroed) == held
-    # Behind what is left now, tokens have been sampled.
+    # The remaining tokens are verified.
     finish_all(core)
     assert set(runner.zeroed) == held
 
@@ -347,8 +347,7 @@ def test_a_running_request_is_not_added_twice() -> None:
 # -- the prefix cache -----------------------------------------------------------------------------
 
 LONG = [1, 2, 1, 7, 7, 7, 7, 2, 1]
-"""With room for a picture, which fills half of the second block, the third, and half of the next.
-"""
+"""A prompt for an image, which fills half of the second block, the third, and half of the fourth."""
 
 
 def pictured(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object) -> EngineRequest:
@@ -435,7 +434,7 @@ def test_a_cached_image_is_encoded_if_its_blocks_are_evicted_after_a_preemption(
 
 
 class RaisesAtTheEnd(FakeRunner):
-    """Of the prompt: what was run before has done no harm that anybody has noticed."""
+    """Prompt logprobs, which show that earlier runs have not spoiled the blocks."""
 
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         tokens = super().run(batch)
@@ -468,7 +467,7 @@ def test_a_failure_keeps_the_blocks_shared_with_other_requests() -> None:
     core.add(good)
     outputs = core.step()
     core.add(pictured("bad"))
-    outputs += finish_all(core)  # the runner verifies what the blocks hold
+    outputs += finish_all(core)  # The runner verifies the blocks.
     assert runner.zeroed
     assert [output.request_id for output in outputs if output.error] == ["bad"]
     assert answers_of(outputs, good) == answers_of(run_alone(good), good)

@@ -52,7 +52,7 @@ def decode(payload: bytes) -> list[KVEvent]:
 
 
 class Findable:
-    """What a router that reads the events takes for findable."""
+    """Blocks that a router considers cached after reading the events."""
 
     def __init__(self) -> None:
         self.hashes: set[int] = set()
@@ -103,7 +103,7 @@ def registered(core: EngineCore) -> set[int]:
 
 
 def test_the_bytes_are_those_of_vllm() -> None:
-    """What its own encoder (0.32.0) makes of these events."""
+    """Payload of these events by vLLM's own encoder (0.32.0)."""
     events: list[KVEvent] = [
         AllBlocksCleared(),
         BlockStored(
@@ -155,7 +155,7 @@ requests = st.builds(
 def test_events_describe_exactly_the_cached_blocks(
     wanted: list[EngineRequest], num_blocks: int
 ) -> None:
-    """Whatever is computed, shared, evicted, preempted, or fails and is forgotten."""
+    """The events hold for computed, shared, evicted, preempted and failed blocks."""
     events = KVEvents()
     core = make_core(num_blocks, events)
     findable = Findable()

@@ -22,9 +22,11 @@ def full_len(sequence: Sequence) -> int:
     return sequence.num_prompt_tokens + sequence.max_tokens
 
 
-class TurnsMachine(RuleBasedStateMachine):
-    """The runner verifies, before it samples, that blocks hold what they must: so whatever has been
-    preempted, shared, copied or drafted, each answer is the one that it would be without."""
+class LaneOrderMachine(RuleBasedStateMachine):
+    """Random requests in both lanes, with preemption, shared blocks, copies and drafts.
+
+    The fake runner verifies all blocks before it samples, so each output is what it would be alone.
+    """
 
     @initialize(
         num_blocks=st.integers(8, 20),
@@ -118,7 +120,7 @@ class TurnsMachine(RuleBasedStateMachine):
                 self.scheduler.remove(s.sequence)
 
     def crown(self) -> None:
-        """Who is before all others ends in time, unless somebody comes in before it."""
+        """The first sequence finishes in time, unless one of higher priority arrives."""
         first = min(self.alive, key=lambda sequence: sequence.priority)
         if first is not self.first:
             running = [s for s in self.alive if s.status is Status.RUNNING and s is not first]
@@ -150,8 +152,8 @@ class TurnsMachine(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_blocks
 
 
-TestTurns = TurnsMachine.TestCase
-TestTurns.settings = settings(deadline=None, max_examples=100)
+TestLaneOrder = LaneOrderMachine.TestCase
+TestLaneOrder.settings = settings(deadline=None, max_examples=100)
 
 
 def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
@@ -173,7 +175,7 @@ def test_the_interactive_lane_has_priority_for_a_limited_time() -> None:
         scheduler.remove(s.sequence)
         num_steps += 1
         assert (s.sequence is batch) == (num_steps > 2 * LANE_DELAY_STEPS["batch"])
-    # Those that came within its patience were before it, and nobody else.
+    # Only sequences that arrived within its delay were scheduled before it.
     assert num_steps == 2 * LANE_DELAY_STEPS["batch"] + 1
 
 

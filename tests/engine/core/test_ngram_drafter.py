@@ -1,4 +1,4 @@
-"""Drafts are what a plain search of all that came before finds; and they cost little that fails."""
+"""Drafts equal those of a plain search over all earlier tokens, and failing drafts cost little."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What comes from caches against transformers' own `generate`, and against runs without them."""
+"""Outputs with caches against those of transformers' `generate`, and of runs without caches."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ def twins(request: pytest.FixtureRequest) -> Twins:
 
 
 def case_of(*parts: str | int, tenant: str = "") -> Case:
-    """Names stand for pictures, numbers for seven words each; the same ones for the same number."""
+    """Names stand for images, numbers for seven words each; equal numbers for equal words."""
     token_ids: list[int] = []
     items, images = [], []
     for part in parts:

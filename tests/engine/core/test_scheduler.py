@@ -21,7 +21,7 @@ def make_sequence(
 
 
 def advance(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
-    """Sample, settle, and remove what is finished; returns that."""
+    """Sample a token for each sequence, update, and remove and return finished sequences."""
     sampled = [s.sequence for s in batch.scheduled if s.samples]
     for sequence in sampled:
         sequence.token_ids.append(0)
@@ -135,13 +135,13 @@ def test_blocks_are_cached_only_after_a_later_sample() -> None:
     first, second = make_sequence(9), make_sequence(9)
     scheduler.add(first)
     assert new_tokens(scheduler) == {first: 6}
-    # Its blocks are written, but nobody knows yet whether with numbers.
+    # Its blocks are written but not verified yet.
     scheduler.add(second)
     scheduler.remove(first)
     assert new_tokens(scheduler) == {second: 6}
 
 
-# -- what another is computing --------------------------------------------------------------------
+# -- prefixes being computed ----------------------------------------------------------------------
 
 
 def test_a_common_prefix_is_computed_once() -> None:
@@ -234,7 +234,7 @@ def test_a_prompt_is_computed_once_for_all_choices(prefix_caching: bool) -> None
         (third, 1),
     ]
     assert first.block_table[:4] == second.block_table[:4] == third.block_table[:4]
-    # The block of the prompt's last token: each writes it anew, and goes on in it.
+    # Each choice writes its own block of the prompt's last token, and continues in it.
     assert batch.copies == [
         (first.block_table[4], second.block_table[4]),
         (first.block_table[4], third.block_table[4]),
@@ -380,7 +380,7 @@ def test_drafts_take_no_budget_or_blocks_from_other_sequences() -> None:
     scheduler.add(first)
     scheduler.add(second)
     num_drafts(scheduler)
-    # Three blocks and four: what is free has room for two, and who comes first has them.
+    # Three blocks and four are held; the free one has room for two drafts of the first sequence.
     assert num_drafts(scheduler) == {first: 2, second: 1}
     assert scheduler.num_preemptions == 0
     small = Scheduler(BlockPool(8, BLOCK_SIZE), 2, 3, MAX_MODEL_LEN, max_drafting_tokens=99)
@@ -397,7 +397,7 @@ def test_drafts_take_no_budget_or_blocks_from_other_sequences() -> None:
 
 
 def test_prompt_logits_are_computed_in_small_chunks() -> None:
-    """A row of them is large; all that ask share what a step may make, and others do not wait."""
+    """Requests for prompt logprobs share the limit of a step; others do not wait."""
     num_tokens = MAX_PROMPT_LOGITS
     scheduler = Scheduler(BlockPool(2048, BLOCK_SIZE), 4, 4 * num_tokens, 2 * num_tokens)
     first, second, plain = (make_sequence(num_tokens - 10 * (i + 1), first=i) for i in range(3))

@@ -1,5 +1,4 @@
-"""The C++ kernels: token for token what transformers generates, and number for number what the
-torch path computes."""
+"""The C++ kernels yield the tokens of transformers and the logits of the torch path."""
 
 import copy
 import ctypes
@@ -230,7 +229,7 @@ def test_a_long_context_and_then_a_short_one():
 
 @needs_kernels
 def test_nan_stays_within_its_sequence():
-    """Nothing that one sequence brings is seen by another; what is not a number stays visible."""
+    """Sequences do not see each other; a NaN stays visible in its own sequence."""
     model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
     native = make_native(model)
     cache = native.new_cache(4, 8)
@@ -246,7 +245,7 @@ def test_nan_stays_within_its_sequence():
 
 @needs_kernels
 def test_levels_are_added_after_the_first_layers():
-    """As Qwen3-VL's decoder does with what its tower sees in between."""
+    """Qwen3-VL's decoder adds intermediate features of its tower (deepstack)."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=16)).eval().requires_grad_(False)
     widen(model)
@@ -271,7 +270,7 @@ def test_levels_are_added_after_the_first_layers():
 @needs_kernels
 @needs_bf16
 def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its code path gives what the vector path gives, on a processor that need not have it."""
+    """The AMX code path, emulated in software, yields the results of the vector path."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     target = tmp_path / "tiles.so"
@@ -372,7 +371,7 @@ def test_without_kernels_models_run_on_torch(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # What is compiled for these tests is opened, and nothing is computed with it.
+    # The library compiled here is only opened; nothing is computed with it.
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
     library.load.cache_clear()
     yield
@@ -401,7 +400,7 @@ def test_a_cache_that_others_can_write_is_not_executed(
     assert library.load() is not None
     (file,) = folder.iterdir()
     assert file.suffix == ".so"
-    # What a power cut may leave is made again.
+    # A file truncated by a power cut is compiled again.
     whole = file.read_bytes()
     file.unlink()
     file.write_bytes(whole[:100])

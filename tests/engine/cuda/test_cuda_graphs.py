@@ -68,7 +68,7 @@ def test_a_smaller_step_leaves_nothing_of_the_larger_one_before() -> None:
 
 
 class Recorder:
-    """Records as a graph does: what ran once runs again on the same memory."""
+    """Record like a CUDA graph: a replay runs the same function on the same memory."""
 
     def __init__(self) -> None:
         self.num_recorded = 0

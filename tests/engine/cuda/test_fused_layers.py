@@ -82,7 +82,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def sharpen(model: PreTrainedModel) -> None:
-    """Weights with more in them than what a model starts with, so that tokens differ."""
+    """Enlarge a model's initial weights, so that different inputs yield different tokens."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             parameter.data.normal_(0, 0.25)

@@ -1,4 +1,4 @@
-"""What the kernels are told of a step: index arithmetic, without a kernel."""
+"""Step plans of the kernels: index arithmetic, without running a kernel."""
 
 import numpy as np
 import torch

@@ -17,7 +17,7 @@ SCALE = 0.3
 
 @dataclass
 class Case:
-    """What sequences look like in a step: tokens cached before it, and tokens it brings."""
+    """Sequences of a step: tokens cached before it, and new tokens."""
 
     spans: list[tuple[int, int]]
     block_size: int
@@ -197,7 +197,7 @@ def test_a_write_touches_its_slots_only():
 
 
 def test_a_short_sequence_is_padded_with_its_own_blocks() -> None:
-    """What another's hold may be no numbers, and that comes through a mask."""
+    """Blocks of other sequences may hold NaN, which would pass a mask."""
     plan = plan_step(
         [[3], [5, 7]],
         [0, 1, 2],

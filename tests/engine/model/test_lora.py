@@ -47,7 +47,7 @@ NAMES = (None, "small", "large")
 
 @dataclass(frozen=True)
 class Mixed:
-    """A model with two adapters of different ranks, and what it would be with each merged."""
+    """A model with two adapters of different ranks, and copies with each of them merged."""
 
     twins: Twins
     references: dict[str | None, PreTrainedModel]
@@ -155,7 +155,7 @@ def test_sampled_choices_are_those_of_an_engine_of_merged_weights(seeing: Mixed)
         assert answer.token_ids == expected.token_ids
 
 
-# -- what is shared, and what is not --------------------------------------------------------------
+# -- sharing between adapters ---------------------------------------------------------------------
 
 
 def test_no_block_is_shared_between_adapters_and_each_finds_its_own(seeing: Mixed) -> None:

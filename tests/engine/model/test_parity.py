@@ -94,7 +94,7 @@ class Twins:
     served: FlatModel
     tower: Tower | None
     answers: dict[str, list[int]] = field(default_factory=dict)
-    """What the reference said, by request id."""
+    """Tokens of the reference by request id."""
     adapters: Adapters | None = None
 
     @property
@@ -177,7 +177,7 @@ def make_twins(name: str) -> Twins:
     return Twins(model, FlatModel(family), tower)
 
 
-# -- prompts with pictures ------------------------------------------------------------------------
+# -- prompts with images --------------------------------------------------------------------------
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -218,7 +218,7 @@ class Case:
 
 
 def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_tokens: int) -> Case:
-    """Words, then each picture followed by words."""
+    """Words, then each image followed by words."""
     rng = np.random.default_rng(sum(name.encode()))
 
     def words() -> list[int]:
@@ -366,7 +366,7 @@ def test_any_schedule_yields_the_tokens_of_generate(
 
 
 def test_images_change_the_output(seeing: Twins):
-    """Other pictures under the same words give another answer, in the reference already."""
+    """Other images with the same words change the output, also that of the reference."""
     case = make_case("seen", [(90, 60)], 9, 12)
     image = picture(999, 90, 60)
     offset = case.request.items[0].placeholder.offset
@@ -556,7 +556,7 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
 
 
 def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twins):
-    """n > 1, pictures, chunked prefill, preemption and a resume at any cut, all at once."""
+    """n > 1, images, chunked prefill, preemption and a resume at any token, all combined."""
     num_recomputed = 0
     for seed in range(8):
         rng = random.Random(seed)
@@ -582,7 +582,7 @@ def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twi
 
 
 def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seeing: Twins):
-    """Not even through what is masked: 0 times a NaN that stays in a reused block is a NaN."""
+    """The mask alone does not help: 0 times a NaN in a reused block is a NaN."""
 
     class Spoilt(CountingRunner):
         def run(self, batch: Batch) -> list[list[SampledToken]]:
@@ -674,7 +674,7 @@ def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel):
     assert answers == expected
 
 
-# -- what an adapter restores and refuses ---------------------------------------------------------
+# -- restoring and rejecting fields ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
@@ -743,7 +743,7 @@ def test_a_text_model_rejects_images():
         family.check(make_case("picture", [(56, 56)], 4, 4).request)
 
 
-# -- what the loader takes ------------------------------------------------------------------------
+# -- the loader -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def train(model: Any, folder: Path, config: dict[str, Any]) -> None:
-    """As if: random numbers for what training begins with zeros."""
+    """Fill weights that training starts at zero with random numbers, as if trained."""
     tuned = get_peft_model(copy.deepcopy(model), LoraConfig(task_type="CAUSAL_LM", **config))
     generator = torch.Generator().manual_seed(config["r"])
     for name, parameter in tuned.named_parameters():

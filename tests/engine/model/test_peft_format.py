@@ -59,7 +59,7 @@ def refusal(model: PreTrainedModel, adapter: Path) -> str:
     return caught.value.message
 
 
-# -- what is read ---------------------------------------------------------------------------------
+# -- reading --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_model_in_another_dtype(adapter: Path):
     assert {low_rank.b.dtype for low_rank in found.values()} == {torch.bfloat16}
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- rejected adapters ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

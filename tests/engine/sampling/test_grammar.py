@@ -1,5 +1,4 @@
-"""Answers that are held to a grammar: whatever the model would rather say, and however often the
-answer is interrupted."""
+"""Structured outputs follow their grammar for any model, also across resumes."""
 
 import asyncio
 import json
@@ -129,7 +128,7 @@ Ended = tuple[list[ChoiceDelta], type[PagemillError] | None]
 
 
 def run(core: EngineCore, *requests: EngineRequest) -> dict[str, Ended]:
-    """Whole choices by request, and what it has failed with."""
+    """Return the whole choice and the error of each request."""
     outputs: dict[str, list[RequestOutput]] = {}
     for request in requests:
         core.add(request)
@@ -152,7 +151,7 @@ def say(rig: Rig, wanted: StructuredOutputs, **params: Any) -> list[ChoiceDelta]
     return choices
 
 
-# -- what is said -------------------------------------------------------------------------------
+# -- outputs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("indented", ['{"a":1,"b":[]}', '{ "a": 1, "b": [] }', '{\n  "a": 1,\n'])
@@ -459,7 +458,7 @@ async def test_invalid_grammars_are_cached_and_failures_are_not(
 
 
 class Left(Exception):
-    """Whoever waits has gone."""
+    """The waiting request is gone."""
 
 
 async def leave() -> None:
@@ -467,7 +466,7 @@ async def leave() -> None:
 
 
 def held_up(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
-    """The trial lasts until it is let go on; meanwhile it is often asked who still waits."""
+    """The trial lasts until released, while `progress` is called often."""
     trial.go_on.clear()
     monkeypatch.setattr(grammars_module, "PROGRESS_S", 0.01)
     return grammars_with(rig, trial, monkeypatch)

@@ -1,4 +1,4 @@
-"""What requests change of their logits, against transformers' processors and published formulas."""
+"""Logits processors against those of transformers and against published formulas."""
 
 from typing import Any
 

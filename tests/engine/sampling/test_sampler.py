@@ -49,7 +49,7 @@ def column(value: float) -> Tensor:
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
-    """What is left after the filters, as a distribution over the vocabulary."""
+    """Distribution over the vocabulary after the filters."""
     weights = truncate(
         unnormalized_probs(logits[None].clone(), column(params.temperature).float()),
         column(params.min_p),
@@ -75,7 +75,7 @@ def transformers_filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 
 @settings(deadline=None, max_examples=200)
 @given(
-    # Not less apart than float32 tells them from each other, for transformers is given float64.
+    # Far enough apart for float32, because transformers receives float64.
     logits=st.lists(st.integers(-4000, 4000), min_size=1, max_size=60, unique=True),
     temperature=st.floats(0.1, 2.0),
     top_k=st.sampled_from([0, 1, 5, 50, 1000]),

@@ -105,7 +105,7 @@ def whole_answers(request: EngineRequest, outputs: list[RequestOutput]) -> list[
 def test_drafts_never_change_an_output(
     wanted: list[EngineRequest], half_blocks: int, budget: int, max_drafting_tokens: int, seed: int
 ) -> None:
-    """The runner verifies what blocks hold, those that were found in the cache among them."""
+    """The runner verifies all blocks, including those found in the cache."""
     alone = {request.request_id: run_alone(request) for request in wanted}
     answers = [a for r in wanted for a in whole_answers(r, alone[r.request_id])]
     core = drafting_core(
@@ -256,7 +256,7 @@ def test_a_rejected_draft_without_allowed_successor_fails_no_request() -> None:
 
 
 def test_logits_of_a_rejected_draft_must_be_finite_too() -> None:
-    """They tell that its keys and values are, which stay in the cache."""
+    """They show whether its keys and values are finite, which stay in the cache."""
     logits = rows_for(3, 4, 5)
     logits[2, 1] = torch.nan
     with pytest.raises(ArithmeticError):
@@ -352,7 +352,7 @@ def no_drafter() -> None:
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_models_yield_the_same_tokens_with_drafts(name: str, native: bool) -> None:
-    """Greedy and sampled, with a picture where the model sees; preempted, and resumed."""
+    """Greedy and sampled, with an image if the model supports it; preempted and resumed."""
     engine = Engine(name, native)
     requests = engine.requests()
     plain, plain_logprobs = run(engine.core(no_drafter), requests)

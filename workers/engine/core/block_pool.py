@@ -48,7 +48,7 @@ class BlockPool:
         return len(self._empty) + len(self._findable)
 
     def can_allocate(self, num_blocks: int, also_held: Collection[int] = ()) -> bool:
-        """Whether `num_blocks` would be free if the blocks of `also_held` were held."""
+        """Return True if `num_blocks` are free, not counting those of `also_held`."""
         return num_blocks <= self.num_free - sum(not self._ref_counts[block] for block in also_held)
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -94,12 +94,12 @@ class BlockPool:
 
     def find(self, hashes: Sequence[str]) -> list[int]:
         """Return the blocks of the longest registered prefix of the chain, without references."""
-        found = []
+        blocks = []
         for block_hash in hashes:
             if (block := self._block_by_hash.get(block_hash)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; blocks must be held, or just have been found."""

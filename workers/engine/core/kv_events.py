@@ -32,7 +32,7 @@ class BlockStored(Struct, frozen=True, tag=True, omit_defaults=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
-    """What each block's hash covers beside its parent and tokens; see `block_hash.extra_keys`."""
+    """Extra keys of each block's hash, beside parent and tokens; see `block_hash.extra_keys`."""
 
 
 class BlockRemoved(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -38,7 +38,7 @@ class PrefixCache:
         self.query_tokens = 0
         """Tokens of all sequences when they were first admitted."""
         self.hit_tokens = 0
-        """Those of them that were cached."""
+        """Queried tokens that were cached."""
         self._pool = pool
         self._prefix_caching = prefix_caching
         self._computed_by: dict[str, Sequence] = {}
@@ -61,7 +61,7 @@ class PrefixCache:
         return sibling_match if sibling_match.num_tokens > match.num_tokens else match
 
     def is_being_computed(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether a sequence scheduled before this one is computing the next full block it needs.
+        """Return True if a sequence of higher priority computes the next full block of this one.
 
         That sequence gets its share of each step's budget first, so waiting for it costs at most
         the rest of a step.

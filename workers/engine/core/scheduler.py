@@ -2,13 +2,13 @@
 
 It works on integers only. A sequence gets its priority when it arrives: the number of the current
 step, plus the delay of its lane. Interactive sequences thus overtake batch sequences that arrived
-up to `LANE_DELAY_STEPS` steps earlier, and no others. The priority decides who is admitted, who
-gets the token budget first and who is preempted: the last of the running sequences.
+up to `LANE_DELAY_STEPS` steps earlier, and no others. Sequences are admitted and get their share of
+the token budget in order of priority; the running sequence with the lowest one is preempted first.
 
 No sequence starves. Only finitely many sequences can ever have a better priority, because it
 derives from the step count and not from other requests. The first sequence of all makes progress at
 every step; or it waits for blocks while nothing else is admitted and the first running sequence
-makes progress, until enough of them have finished. Two bounds keep the first one going: the pool
+makes progress, until enough of them have finished. Two bounds ensure this progress: the pool
 can hold a sequence of `max_model_len` tokens, and no more sequences run than the budget has tokens,
 so that decodes leave at least one token for it.
 """
@@ -38,8 +38,8 @@ class _StepBudget:
         """Return the budget, limited to `MAX_PROMPT_LOGITS` for prompt log probabilities."""
         if sequence.prompt_logprobs is None:
             return self.budget
-        others = (s for s in self.scheduled.values() if s.sequence.prompt_logprobs is not None)
-        return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in others))
+        requesting = (s for s in self.scheduled.values() if s.sequence.prompt_logprobs is not None)
+        return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in requesting))
 
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
@@ -79,7 +79,7 @@ class Scheduler:
         self.num_slots = 0
         """KV slots in held blocks, summed over all steps."""
         self.num_unused_slots = 0
-        """Those of them that held no token."""
+        """KV slots in held blocks that held no token, summed over all steps."""
         self._pool = pool
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens

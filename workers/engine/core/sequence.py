@@ -162,7 +162,7 @@ class Sequence:
 
     @property
     def can_read_prefix_cache(self) -> bool:
-        """Whether cached blocks may be used. They yield no prompt log probabilities."""
+        """True if the sequence may use cached blocks, which yield no prompt log probabilities."""
         skips = self.request.sampling.skip_reading_prefix_cache
         return not skips and self.prompt_logprobs is None
 

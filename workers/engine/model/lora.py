@@ -90,9 +90,9 @@ class Adapters:
 
         The rows of sequence i are [query_start_loc[i], query_start_loc[i + 1]).
         """
-        places = zip(names, query_start_loc, query_start_loc[1:], strict=False)
+        spans = zip(names, query_start_loc, query_start_loc[1:], strict=False)
         runs = []
-        for name, group in itertools.groupby(places, key=lambda place: place[0]):
+        for name, group in itertools.groupby(spans, key=lambda span: span[0]):
             if name is not None:
                 rows = list(group)
                 runs.append(AdapterRun(self._numbers[name], rows[0][1], rows[-1][2]))

@@ -137,14 +137,14 @@ def _read_config(file: Path) -> _Config:
         if isinstance(config.target_modules, str):
             re.compile(config.target_modules)
     except msgspec.ValidationError as error:
-        what, path = split_validation_error(error)
-        _refuse(f"{CONFIG}: {path}: {what}")
+        reason, path = split_validation_error(error)
+        _refuse(f"{CONFIG}: {path}: {reason}")
     except (OSError, ValueError, RecursionError) as error:
         _refuse(f"{CONFIG}: {error}")
     except re.error as error:
         _refuse(f"{CONFIG}: {error.pattern!r} is no regular expression: {error}")
-    known = {*_Config.__struct_fields__, *_IRRELEVANT}
-    for key in sorted(tree.keys() - known):
+    known_keys = {*_Config.__struct_fields__, *_IRRELEVANT}
+    for key in sorted(tree.keys() - known_keys):
         if tree[key]:
             _refuse(f"{CONFIG}: {key} is {tree[key]!r}; the engine serves plain LoRA only")
     return config
@@ -161,8 +161,8 @@ def _read_pairs(file: Path) -> dict[str, dict[str, Tensor]]:
         match = _KEY.fullmatch(key)
         if match is None:
             _refuse(f"{WEIGHTS}: {key}: only low-rank weights of linear layers are served")
-        module, which = match.groups()
-        pairs.setdefault(module, {})[f"{module}.lora_{which}"] = tensor
+        module, matrix = match.groups()
+        pairs.setdefault(module, {})[f"{module}.lora_{matrix}"] = tensor
     if not pairs:
         _refuse(f"{WEIGHTS} is empty")
     return pairs

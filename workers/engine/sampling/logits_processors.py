@@ -18,7 +18,7 @@ from workers.engine.core.sequence import Sequence
 
 
 def needs_processing(sequence: Sequence) -> bool:
-    """Whether any processor applies to the next token of the sequence."""
+    """Return True if a processor applies to the next token of the sequence."""
     params = sequence.request.sampling
     return (
         _has_penalties(params)

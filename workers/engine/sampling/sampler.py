@@ -34,19 +34,19 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     request has banned every token.
     """
     greedy: list[int] = []
-    others: list[int] = []
+    nontrivial: list[int] = []
     for row, sequence in enumerate(sequences):
         is_plain_greedy = _is_greedy(sequence) and not needs_processing(sequence)
-        (greedy if is_plain_greedy else others).append(row)
-    if not others:
+        (greedy if is_plain_greedy else nontrivial).append(row)
+    if not nontrivial:
         return _argmax(logits)
     token_ids = [0] * len(sequences)
     if greedy:
         for row, token_id in zip(greedy, _argmax(logits[greedy]), strict=True):
             token_ids[row] = token_id
     # Rows that need the same operations become adjacent, and share chunks.
-    others.sort(key=lambda row: (_is_greedy(sequences[row]), _is_filtered(sequences[row])))
-    for chunk in iterate_chunks(others, logits):
+    nontrivial.sort(key=lambda row: (_is_greedy(sequences[row]), _is_filtered(sequences[row])))
+    for chunk in iterate_chunks(nontrivial, logits):
         chosen = _sample_chunk(logits[chunk].float(), [sequences[row] for row in chunk])
         for row, token_id in zip(chunk, chosen, strict=True):
             token_ids[row] = token_id

@@ -65,11 +65,11 @@ def draw(weights: Tensor, points: Tensor) -> Tensor:
     sums = chunks.sum(-1)
     ends = sums.cumsum(-1)
     total = ends[:, -1:]
-    place = (total * points[:, None]).long().clamp(max=total - 1)
-    chunk = torch.searchsorted(ends, place, right=True)
-    place -= (ends - sums).gather(1, chunk)
+    offset = (total * points[:, None]).long().clamp(max=total - 1)
+    chunk = torch.searchsorted(ends, offset, right=True)
+    offset -= (ends - sums).gather(1, chunk)
     within = chunks[torch.arange(len(chunks), device=chunks.device), chunk[:, 0]].cumsum(-1)
-    token_ids: Tensor = chunk * size + torch.searchsorted(within, place, right=True)
+    token_ids: Tensor = chunk * size + torch.searchsorted(within, offset, right=True)
     return token_ids[:, 0]
 
 

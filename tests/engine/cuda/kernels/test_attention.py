@@ -71,7 +71,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Te
 
 @dataclass
 class Step:
-    """What a case's batch consists of; the pool is full of noise but for the sequences' blocks."""
+    """Batch of a case; blocks of the pool that no sequence holds are filled with noise."""
 
     tables: list[list[int]]
     starts: list[int]

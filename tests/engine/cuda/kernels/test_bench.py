@@ -1,4 +1,4 @@
-"""What `ops.bench.gpu` computes from its clocks, and what it says where there is no GPU."""
+"""Arithmetic of `ops.bench.gpu`, and its message on a machine without a GPU."""
 
 import sys
 

@@ -18,7 +18,7 @@ SHARED_BYTES = 99 * 2**10
 
 
 def test_every_kernel_compiles_for_hopper_and_would_fit_elsewhere(tmp_path: Path):
-    # Its own process: in this one Triton may have been told to interpret.
+    # A separate process, because Triton may be set to interpret in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(

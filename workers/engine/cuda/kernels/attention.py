@@ -38,21 +38,21 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads, head_dim)
     group = num_heads // key_cache.shape[2]
-    rest = (query, key_cache, value_cache, plan, scale, window, softcap)
+    arguments = (query, key_cache, value_cache, plan, scale, window, softcap)
     if len(plan.chunks):
         rows = pad_to_power_of_two(count_queries(group, head_dim, query.dtype) * group, MIN_SIDE)
-        _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *rest)
+        _launch(output, None, plan.chunks, 1, rows, CHUNK_BYTES, *arguments)
     if len(plan.decodes):
         rows = pad_to_power_of_two(group, MIN_SIDE)
         if plan.num_splits == 1:
-            _launch(output, None, plan.decodes, 1, rows, DECODE_BYTES, *rest)
+            _launch(output, None, plan.decodes, 1, rows, DECODE_BYTES, *arguments)
         else:
             shape = (len(plan.decodes), num_heads, plan.num_splits)
             parts = (
                 torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device),
                 torch.empty(shape, dtype=torch.float32, device=query.device),
             )
-            _launch(output, parts, plan.decodes, plan.num_splits, rows, DECODE_BYTES, *rest)
+            _launch(output, parts, plan.decodes, plan.num_splits, rows, DECODE_BYTES, *arguments)
             _merge_splits[shape[:2]](
                 output,
                 *parts,

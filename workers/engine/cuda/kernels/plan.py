@@ -116,8 +116,8 @@ def count_splits(num_decodes: int, num_kv_heads: int) -> int:
     The lengths are ignored, although short contexts leave some programs idle: a graph is captured
     for all lengths, and each number of splits is a kernel of its own.
     """
-    wanted = TARGET_PROGRAMS // max(1, num_decodes * num_kv_heads)
-    return 1 << (min(max(wanted, 1), MAX_SPLITS).bit_length() - 1)
+    num_programs = TARGET_PROGRAMS // max(1, num_decodes * num_kv_heads)
+    return 1 << (min(max(num_programs, 1), MAX_SPLITS).bit_length() - 1)
 
 
 def _cut_tiles(
