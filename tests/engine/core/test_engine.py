@@ -347,7 +347,7 @@ def test_a_running_request_is_not_added_twice() -> None:
 # -- the prefix cache -----------------------------------------------------------------------------
 
 LONG = [1, 2, 1, 7, 7, 7, 7, 2, 1]
-"""A prompt for an image, which fills half of the second block, the third, and half of the fourth."""
+"""A prompt for an image, which fills half of the second block, the third and half of the fourth."""
 
 
 def pictured(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object) -> EngineRequest:
