@@ -34,7 +34,7 @@ from rich.table import Table
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
-from shared.bus.embedded_server import EmbeddedServer
+from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
 from shared.stage.loop import Shutdown, serve
@@ -371,14 +371,14 @@ def measure(name: str, url: str, count: int, window: int, peers: Path | None) ->
 
 
 class RelaxedBroker(EmbeddedServer):
-    """As a server is without our settings: it acknowledges before it syncs."""
+    """A server that acknowledges messages before it syncs them."""
 
-    @property
-    def _config_file(self) -> Path:
-        shipped = super()._config_file.read_text()
-        file = self.store_dir / "nats.conf"
+    def __init__(self, store_dir: Path) -> None:
+        store_dir.mkdir(parents=True)
+        shipped = (CONFIG_DIR / "nats.conf").read_text()
+        file = store_dir / "nats.conf"
         file.write_text(shipped.replace("sync_interval: always", "sync_interval: 2m"))
-        return file
+        super().__init__(store_dir, config_file=file)
 
 
 def main(

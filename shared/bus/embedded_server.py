@@ -9,8 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import shared
@@ -21,15 +20,6 @@ START_TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterMember:
-    """Name and route port of a server in a cluster, and the route ports of all members."""
-
-    name: str
-    port: int
-    all_ports: Sequence[int]
-
-
 class EmbeddedServer:
     """One nats-server process; clients connect to `url`."""
 
@@ -38,11 +28,16 @@ class EmbeddedServer:
         store_dir: Path,
         port: int = 0,
         log_file: Path | None = None,
-        member: ClusterMember | None = None,
+        config_file: Path = CONFIG_DIR / "nats.conf",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Configure the server without starting it. `port` 0 takes a free one."""
+        """Configure the server without starting it. `port` 0 takes a free one.
+
+        `variables` are those of `config_file` besides the port and the folder.
+        """
         self.store_dir = store_dir
-        self._member = member
+        self._config_file = config_file
+        self._variables = variables or {}
         self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.pid_file = store_dir / "nats-server.pid"
@@ -83,21 +78,10 @@ class EmbeddedServer:
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
 
-    @property
-    def _config_file(self) -> Path:
-        return CONFIG_DIR / ("nats.conf" if self._member is None else "nats-cluster.conf")
-
     def _settings(self) -> dict[str, str]:
         # The server parses a variable like the rest of its configuration, so a path needs quotes.
-        settings = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
-        if self._member is not None:
-            routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._member.all_ports)
-            settings |= {
-                "NATS_NAME": self._member.name,
-                "NATS_CLUSTER_PORT": str(self._member.port),
-                "NATS_ROUTES": f"[{routes}]",
-            }
-        return settings
+        own = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
+        return own | dict(self._variables)
 
     @property
     def has_exited(self) -> bool:

@@ -58,17 +58,3 @@ class KVLogWriter:
                 _log.warning("kv_events_not_published", number=number, reason=error.message)
                 if isinstance(error, PayloadTooLarge):
                     return
-
-
-def split_message(message: bytes) -> tuple[int, bytes]:
-    """Split a message into its number and its payload."""
-    return int.from_bytes(message[:NUMBER_BYTES], "big"), message[NUMBER_BYTES:]
-
-
-async def replay(bus: Bus, engine: str, first: int = 0) -> list[tuple[int, bytes]]:
-    """Return the stored payloads of an engine from number `first` on, each with its number.
-
-    Raises Unavailable when the broker does not answer.
-    """
-    stored = await bus.read(subjects.KV_STREAM, subjects.kv(engine))
-    return [(n, payload) for n, payload in (split_message(s.data) for s in stored) if n >= first]

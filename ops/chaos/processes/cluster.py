@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from ops.chaos.processes import network
-from shared.bus.embedded_server import ClusterMember, EmbeddedServer, free_port
+from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer, free_port
 from shared.errors import Unavailable
 
 SIZE = 3
@@ -38,11 +38,17 @@ class Cluster3:
     def __init__(self, folder: Path, ports: list[int] | None = None) -> None:
         """With `ports` the servers listen where somebody expects them."""
         self.route_ports = [free_port() for _ in range(SIZE)]
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.route_ports)
         self.members = [
             EmbeddedServer(
                 folder / f"n{number}",
                 port=0 if ports is None else ports[number],
-                member=ClusterMember(f"n{number}", self.route_ports[number], self.route_ports),
+                config_file=CONFIG_DIR / "nats-cluster.conf",
+                variables={
+                    "NATS_NAME": f"n{number}",
+                    "NATS_CLUSTER_PORT": str(self.route_ports[number]),
+                    "NATS_ROUTES": f"[{routes}]",
+                },
             )
             for number in range(SIZE)
         ]
@@ -68,7 +74,7 @@ class Cluster3:
     # -- harm -------------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
-        """The member has `ended` then, and stays away until it is restarted."""
+        """The member has exited then, and stays away until it is restarted."""
         self._signal(number, signal.SIGKILL)
 
     async def terminate(self, number: int) -> None:

@@ -19,7 +19,7 @@ from shared.protocol.messages import EngineTask, Finish, RequestTicket
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.stage.runtime import Context
-from shared.state import kv_event_log
+from shared.state.kv_event_log import NUMBER_BYTES
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
@@ -39,6 +39,17 @@ from workers.engine.worker import EngineWorker
 
 BLOCK_SIZE = 2
 VOCAB_SIZE = 50
+
+
+def split_message(message: bytes) -> tuple[int, bytes]:
+    """Split a message into its number and its payload, as a router does."""
+    return int.from_bytes(message[:NUMBER_BYTES], "big"), message[NUMBER_BYTES:]
+
+
+async def replay(bus: Bus, engine: str, first: int = 0) -> list[tuple[int, bytes]]:
+    """Return the stored payloads of an engine from number `first` on, each with its number."""
+    stored = await bus.read(subjects.KV_STREAM, subjects.kv(engine))
+    return [(n, payload) for n, payload in (split_message(s.data) for s in stored) if n >= first]
 
 
 class Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -247,14 +258,14 @@ async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -
     findable, numbers = Findable(), []
     while findable.hashes != registered(core) or not numbers:
         findable, numbers = Findable(), []
-        for number, payload in await kv_event_log.replay(bus, engine):
+        for number, payload in await replay(bus, engine):
             numbers.append(number)
             findable.apply(decode(payload))
     assert core.stats().prefix_evictions > 0
     assert numbers == list(range(len(numbers)))
-    assert [n for n, _ in await kv_event_log.replay(bus, engine, 3)] == numbers[3:]
+    assert [n for n, _ in await replay(bus, engine, 3)] == numbers[3:]
     await subscription.unsubscribe()
-    assert [number for number, _ in map(kv_event_log.split_message, live)] == numbers
+    assert [number for number, _ in map(split_message, live)] == numbers
 
 
 async def put_task(
