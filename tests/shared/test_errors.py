@@ -15,7 +15,7 @@ LEAVES = [
 ]
 
 
-def test_an_endless_message_is_cut() -> None:
+def test_a_long_message_is_truncated() -> None:
     error = InvalidRequest("x" * 5_000_000, field="y" * 5_000_000)
     assert len(to_json(error_info(error))) < 2000
 
@@ -25,7 +25,7 @@ def test_a_clients_fault_is_never_retried(kind: type[PagemillError]) -> None:
     assert not (kind.fault == "client" and kind.retryable)
 
 
-def test_codes_are_unlike() -> None:
+def test_codes_are_unique() -> None:
     codes = [kind.code for kind in LEAVES if not kind.__subclasses__()]
     # InvalidRequest speaks for all that has no name of its own.
     assert len(codes) == len(set(codes))

@@ -9,7 +9,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_it_is_a_list_in_order_of_use_cut_off_at_its_limit(operations: list) -> None:
+def test_the_cache_equals_a_list_in_order_of_use(operations: list) -> None:
     """`None` reads, a number writes an entry of so many bytes."""
     cache: ByteLRU[str, int] = ByteLRU(10)
     model: list[tuple[str, int]] = []  # least recently used first

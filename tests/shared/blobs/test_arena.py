@@ -37,7 +37,7 @@ def test_wider_items_count_by_bytes() -> None:
     assert bytes(arena.view(slot)) == b"abcdefgh"
 
 
-def test_nobody_can_shrink_grow_or_write_it() -> None:
+def test_a_sealed_arena_cannot_shrink_grow_or_be_written() -> None:
     arena = Arena(MIB)
     for size in (0, MIB - 1, 2 * MIB):
         with pytest.raises(PermissionError):
@@ -48,7 +48,7 @@ def test_nobody_can_shrink_grow_or_write_it() -> None:
         os.pwrite(arena.fd, b"x", 0)
 
 
-def test_memory_that_could_be_taken_away_is_not_read() -> None:
+def test_unsealed_memory_is_not_mapped() -> None:
     fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
@@ -85,7 +85,7 @@ signal.pause()
 """
 
 
-def test_a_killed_writer_leaves_nothing_and_takes_nothing_from_its_reader() -> None:
+def test_a_killed_writer_frees_its_arena_and_readers_keep_their_mapping() -> None:
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None

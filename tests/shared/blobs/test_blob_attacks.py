@@ -70,7 +70,7 @@ def mappings(access: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
-async def test_no_forged_reference_brings_anything(start: Callable, told: Callable) -> None:
+async def test_forged_references_are_refused(start: Callable, told: Callable) -> None:
     owner, reader = await start(told=told), await start()
     ours = put(owner, b"a" * 5000)
     forged = [
@@ -92,7 +92,7 @@ async def test_no_forged_reference_brings_anything(start: Callable, told: Callab
 
 
 @pytest.mark.parametrize("worker", ["", "*", ">", "a.b", "a b", "a\r\nPUB x 0\r\n", "é", "a" * 200])
-async def test_no_worker_of_a_strange_name_is_asked(start: Callable, worker: str) -> None:
+async def test_invalid_worker_names_are_not_contacted(start: Callable, worker: str) -> None:
     reader = await start()
     ref = BlobRef(worker, bytes(32), 5)
     with pytest.raises(BlobLost):
@@ -100,7 +100,7 @@ async def test_no_worker_of_a_strange_name_is_asked(start: Callable, worker: str
     await reader.release(ref)
 
 
-async def test_over_the_network_a_name_brings_no_key(start: Callable) -> None:
+async def test_names_cannot_be_looked_up_over_the_network(start: Callable) -> None:
     owner = await start()
     put(owner, b"abc")
     assert owner.address.tcp is not None
@@ -112,7 +112,7 @@ async def test_over_the_network_a_name_brings_no_key(start: Callable) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [math.nan, math.inf, -math.inf, -1.0])
-async def test_no_key_is_given_for_a_time_that_is_none(start: Callable, ttl_s: float) -> None:
+async def test_invalid_ttls_give_no_key(start: Callable, ttl_s: float) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     await owner.release(put(owner, b"a" * MIB))
     road = SharedMemoryTransport(owner.address.local)
@@ -126,7 +126,7 @@ async def test_no_key_is_given_for_a_time_that_is_none(start: Callable, ttl_s: f
     ("offset", "num_bytes"),
     [(5, 1), (0, CHUNK_BYTES + 1), (0, 2**64 - 1), (2**64 - 1, 1), (2**63, 2**63), (0, 0)],
 )
-async def test_no_piece_lies_outside_of_a_blob(
+async def test_chunks_outside_of_a_blob_are_refused(
     start: Callable, offset: int, num_bytes: int
 ) -> None:
     owner, asker = await start(), await start()
@@ -177,7 +177,7 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
 
 
 @pytest.mark.parametrize("offset", [MIB - 99, MIB, 2**63, 2**64 - 1])
-async def test_a_place_outside_of_the_arena_is_not_read(
+async def test_offsets_outside_of_the_arena_are_refused(
     start: Callable, lie: Callable, offset: int
 ) -> None:
     arena, reader = Arena(MIB), await start()
@@ -218,7 +218,7 @@ async def test_another_users_memory_is_not_mapped(
     road.close()
 
 
-async def test_the_memory_under_a_reader_cannot_be_cut(start: Callable) -> None:
+async def test_an_arena_in_use_cannot_be_truncated(start: Callable) -> None:
     owner, reader = await start(), await start()
     ref = put(owner, b"a" * MIB)
     blob = await reader.get(ref)

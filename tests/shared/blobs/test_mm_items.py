@@ -18,13 +18,13 @@ from shared.protocol.sampling import SamplingParams
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
-def test_a_mask_says_of_each_token_whether_it_is_replaced(is_embed: list[bool]):
+def test_a_mask_marks_the_replaced_tokens(is_embed: list[bool]):
     placeholder = PlaceholderRange(5, len(is_embed), pack_mask(is_embed))
     assert placeholder.embed_indexes() == [i for i, embeds in enumerate(is_embed) if embeds]
     assert placeholder.num_embeds == sum(is_embed)
 
 
-def test_without_a_mask_all_are_replaced():
+def test_without_a_mask_all_tokens_are_replaced():
     assert PlaceholderRange(5, 11).embed_indexes() == list(range(11))
     assert PlaceholderRange(5, 11).num_embeds == 11
 

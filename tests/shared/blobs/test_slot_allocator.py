@@ -83,7 +83,7 @@ def put(pool: SlotPool, name: str, num_pages: int) -> Slot | None:
     return slot
 
 
-def test_the_least_recently_used_makes_room() -> None:
+def test_the_least_recently_used_slot_is_evicted() -> None:
     pool = SlotPool(CAPACITY)
     for name in "abcd":
         put(pool, name, 2)
@@ -93,7 +93,7 @@ def test_the_least_recently_used_makes_room() -> None:
     assert [name for name in "abcde" if name in pool] == ["a", "c", "d", "e"]
 
 
-def test_what_is_pinned_is_not_evicted_and_the_newcomer_refused() -> None:
+def test_pinned_slots_are_not_evicted_and_a_new_one_is_refused() -> None:
     pool = SlotPool(CAPACITY)
     put(pool, "a", 4)
     pool.pin("a", "reader")
@@ -104,14 +104,14 @@ def test_what_is_pinned_is_not_evicted_and_the_newcomer_refused() -> None:
     assert "a" not in pool
 
 
-def test_more_than_there_is_evicts_nothing() -> None:
+def test_a_payload_beyond_the_capacity_evicts_nothing() -> None:
     pool = SlotPool(CAPACITY)
     put(pool, "a", 1)
     assert pool.add("b", CAPACITY + 1, "writer") is None
     assert "a" in pool
 
 
-def test_freed_neighbours_become_one() -> None:
+def test_adjacent_free_extents_merge() -> None:
     pool = SlotPool(CAPACITY)
     for name in "abcd":
         put(pool, name, 2)

@@ -72,7 +72,7 @@ ROADS = {
 
 @pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 64 * 1024, 3 * MIB + 5])
-async def test_every_road_brings_the_same_bytes(
+async def test_every_transport_reads_the_same_bytes(
     start: Callable, told: Callable, num_bytes: int
 ) -> None:
     owner, reader = await start(told=told), await start()
@@ -84,14 +84,14 @@ async def test_every_road_brings_the_same_bytes(
             assert blob.data.readonly
 
 
-async def test_the_owner_reads_its_own(start: Callable) -> None:
+async def test_the_owner_reads_its_own_blobs(start: Callable) -> None:
     owner = await start()
     with await owner.get(put(owner, b"abc")) as blob:
         assert bytes(blob.data) == b"abc"
 
 
 @pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
-async def test_what_was_released_or_has_expired_is_lost(start: Callable, told: Callable) -> None:
+async def test_released_and_expired_blobs_are_lost(start: Callable, told: Callable) -> None:
     owner, reader = await start(told=told), await start()
     released, expired = put(owner, b"abc"), put(owner, b"abc", ttl_s=0.05)
     await reader.release(released)
@@ -103,14 +103,14 @@ async def test_what_was_released_or_has_expired_is_lost(start: Callable, told: C
         assert bytes(blob.data) == b"abc"
 
 
-async def test_an_owner_that_nobody_knows_is_lost_at_once(start: Callable) -> None:
+async def test_a_blob_of_an_unknown_owner_is_lost_at_once(start: Callable) -> None:
     reader = await start()
     async with asyncio.timeout(1):
         with pytest.raises(BlobLost):
             await reader.get(BlobRef("nobody", bytes(32), 3))
 
 
-async def test_nothing_changes_under_the_eyes_of_a_reader(start: Callable) -> None:
+async def test_an_open_blob_does_not_change(start: Callable) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     reader = await start()
     ref = put(owner, b"a" * MIB)
@@ -122,7 +122,7 @@ async def test_nothing_changes_under_the_eyes_of_a_reader(start: Callable) -> No
     await until_there_is_room(owner, b"b" * MIB)
 
 
-async def test_two_references_to_one_content_keep_it_once(start: Callable) -> None:
+async def test_equal_content_is_stored_once(start: Callable) -> None:
     owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
     first, second = put(owner, b"a" * MIB), put(owner, b"a" * MIB)
     await reader.release(first)
@@ -149,7 +149,7 @@ async def test_many_readers_at_once(start: Callable) -> None:
     await asyncio.gather(*(read(r, i) for r in readers for i in range(8) for _ in range(3)))
 
 
-async def test_a_cancelled_reader_does_not_confuse_the_next(start: Callable) -> None:
+async def test_a_cancelled_read_does_not_affect_the_next(start: Callable) -> None:
     owner, reader = await start(told=elsewhere), await start()
     large, small = put(owner, bytes(32 * MIB)), put(owner, b"abc", name="cd" * 32)
     for pause_s in (0.0, 0.001, 0.005, 0.02):
@@ -181,9 +181,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_owner_is_lost_and_what_is_being_read_stays(
-    broker: EmbeddedServer, start: Callable
-) -> None:
+async def test_open_blobs_survive_a_killed_owner(broker: EmbeddedServer, start: Callable) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
         assert owner.stdout is not None
@@ -198,9 +196,7 @@ async def test_a_killed_owner_is_lost_and_what_is_being_read_stays(
             await reader.get(ref)
 
 
-async def test_a_killed_reader_frees_what_it_was_reading(
-    start: Callable, broker: EmbeddedServer
-) -> None:
+async def test_a_killed_reader_unpins_its_blobs(start: Callable, broker: EmbeddedServer) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
     script = f"""
@@ -223,7 +219,7 @@ asyncio.run(main())
     await until_there_is_room(owner, b"b")
 
 
-async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Callable) -> None:
+async def test_open_blobs_survive_a_cancelled_request(start: Callable) -> None:
     """The connection is not used again, but its end would free what is read."""
     owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
     ref = put(owner, b"a" * MIB)
@@ -243,7 +239,7 @@ async def test_what_is_being_read_stays_when_a_question_is_given_up(start: Calla
     await until_there_is_room(owner, b"b" * MIB)
 
 
-async def test_nonsense_on_the_socket_harms_nobody(start: Callable) -> None:
+async def test_invalid_requests_do_not_affect_other_readers(start: Callable) -> None:
     owner = await start()
     ref = put(owner, b"abc")
     assert owner.address.tcp is not None
@@ -265,7 +261,7 @@ def num_mapped_arenas() -> int:
         return sum("/memfd:pagemill" in line for line in maps)
 
 
-async def test_the_memory_of_a_dead_owner_is_let_go(
+async def test_the_memory_of_a_dead_owner_is_unmapped(
     broker: EmbeddedServer, start: Callable
 ) -> None:
     reader = await start()
@@ -330,7 +326,7 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
             os.kill(owner.pid, signal.SIGKILL)
 
 
-async def test_a_key_that_nobody_has_heard_of_keeps_nothing(start: Callable) -> None:
+async def test_an_unsent_key_pins_nothing(start: Callable) -> None:
     owner = await start()
     ref = put(owner, b"abc")
     owner.discard(ref)

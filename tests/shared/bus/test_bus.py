@@ -49,7 +49,7 @@ async def test_a_message_published_twice_is_delivered_once(bus: Bus, model: str)
         await asyncio.wait_for(consumer.next(), 0.3)
 
 
-async def test_what_is_not_settled_comes_again(bus: Bus, model: str) -> None:
+async def test_an_unsettled_message_is_redelivered(bus: Bus, model: str) -> None:
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=0.5)
     first = await consumer.next()
@@ -58,7 +58,7 @@ async def test_what_is_not_settled_comes_again(bus: Bus, model: str) -> None:
     await second.ack()
 
 
-async def test_progress_keeps_a_message_in_hand(bus: Bus, model: str) -> None:
+async def test_progress_prevents_redelivery(bus: Bus, model: str) -> None:
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=0.6)
     delivery = await consumer.next()
@@ -69,7 +69,7 @@ async def test_progress_keeps_a_message_in_hand(bus: Bus, model: str) -> None:
     await delivery.ack()
 
 
-async def test_a_retry_waits_as_long_as_it_is_told(bus: Bus, model: str) -> None:
+async def test_a_retry_is_redelivered_after_its_delay(bus: Bus, model: str) -> None:
     await put(bus, model, "a")
     consumer = await consume(bus, model, ack_wait_s=10)
     began = time.monotonic()
@@ -80,7 +80,7 @@ async def test_a_retry_waits_as_long_as_it_is_told(bus: Bus, model: str) -> None
     await again.ack()
 
 
-async def test_no_more_is_taken_than_the_capacity(bus: Bus, model: str) -> None:
+async def test_no_more_messages_are_in_flight_than_the_capacity(bus: Bus, model: str) -> None:
     for number in range(10):
         await put(bus, model, str(number))
     consumer = await consume(bus, model, capacity=3, ack_wait_s=30)
@@ -109,7 +109,7 @@ async def test_two_workers_share_the_work(bus: Bus, model: str) -> None:
     await second.ack()
 
 
-async def test_a_stopped_consumer_takes_nothing_more(bus: Bus, model: str) -> None:
+async def test_a_stopped_consumer_receives_no_messages(bus: Bus, model: str) -> None:
     consumer = await consume(bus, model)
     await consumer.stop()
     await put(bus, model, "a")
@@ -117,17 +117,17 @@ async def test_a_stopped_consumer_takes_nothing_more(bus: Bus, model: str) -> No
     assert (await asyncio.wait_for(other.next(), 5)).data == b"a"
 
 
-async def test_a_message_over_the_limit_is_refused_by_name(bus: Bus, model: str) -> None:
+async def test_a_message_over_the_limit_is_refused(bus: Bus, model: str) -> None:
     with pytest.raises(PayloadTooLarge, match=str(bus.max_payload - 1024)):
         await bus.publish(subjects.request(model), bytes(bus.max_payload), "too-large")
 
 
-async def test_no_server_is_said_plainly() -> None:
+async def test_a_missing_server_is_reported_with_its_url() -> None:
     with pytest.raises(Unavailable, match=r"nats://127\.0\.0\.1:1"):
         await Bus.connect("nats://127.0.0.1:1", "test", timeout_s=0.5)
 
 
-async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: EmbeddedServer) -> None:
+async def test_requests_survive_a_connection_that_is_being_lost(broker: EmbeddedServer) -> None:
     """The library writes by itself where its writer has ended, and its reader has not seen why."""
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.prepare(NatsConfig(), DeliveryConfig())
@@ -149,7 +149,7 @@ async def test_a_connection_that_is_just_being_lost_costs_nothing(broker: Embedd
     await bus.close()
 
 
-async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: EmbeddedServer) -> None:
+async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedServer) -> None:
     """The library's reader dies of an answer that nobody waits for any more."""
     bus = await Bus.connect(broker.url, "test-deaf")
     await bus.prepare(NatsConfig(), DeliveryConfig())
@@ -167,7 +167,7 @@ async def test_who_stops_waiting_for_the_server_makes_nobody_deaf(broker: Embedd
 
 @pytest.mark.parametrize("steps", range(8))
 @pytest.mark.parametrize("waits_for", ["an answer", "the server", "a message"])
-async def test_who_is_cancelled_just_when_it_comes_is_cancelled(
+async def test_a_cancellation_together_with_the_reply_is_not_lost(
     broker: EmbeddedServer, waits_for: str, steps: int
 ) -> None:
     """The library forgets it in one of the steps between what comes and who waits for it."""

@@ -64,7 +64,7 @@ def start_server(folder: Path, settings: str) -> tuple[subprocess.Popen[bytes], 
     ],
     ids=["no JetStream", "silent", "no sync", "small messages", "small store"],
 )
-async def test_a_server_that_cannot_keep_the_promises_is_refused(
+async def test_a_server_without_the_required_settings_is_refused(
     tmp_path: Path, settings: str, named: str
 ) -> None:
     process, url = start_server(tmp_path, settings.replace("STORE", str(tmp_path / "js")))
@@ -78,7 +78,7 @@ async def test_a_server_that_cannot_keep_the_promises_is_refused(
         process.wait()
 
 
-async def test_an_operator_may_vouch_for_a_silent_server(tmp_path: Path) -> None:
+async def test_unchecked_accepts_a_server_that_hides_its_settings(tmp_path: Path) -> None:
     process, url = start_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path / "js"}" }}')
     bus = await Bus.connect(url, "test")
     try:
@@ -104,7 +104,7 @@ def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
     server.stop()
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(
+async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")
@@ -120,7 +120,7 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(
     await bus.close()
 
 
-async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
+async def test_prepare_waits_for_a_slow_broker(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others who wait for it would have given up by now.
@@ -138,7 +138,7 @@ async def test_a_broker_that_is_slow_to_make_streams_is_waited_for(
     await bus.close()
 
 
-async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: EmbeddedServer) -> None:
+async def test_streams_in_memory_are_restored_after_a_restart(own_broker: EmbeddedServer) -> None:
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     await bus.publish_heartbeat("engine-1", b"{}")
@@ -151,7 +151,7 @@ async def test_what_was_in_memory_is_made_again_after_a_restart(own_broker: Embe
     await bus.close()
 
 
-async def test_acknowledgements_in_groups_reach_a_server_that_was_away(
+async def test_batched_acks_reach_a_restarted_server(
     own_broker: EmbeddedServer,
 ) -> None:
     bus = await Bus.connect(own_broker.url, "test")

@@ -63,7 +63,7 @@ SAMPLE = encode(
 
 @settings(deadline=None)
 @given(heads, st.lists(tensors, max_size=5))
-def test_what_was_encoded_comes_back(head, sent):
+def test_encoding_round_trips(head, sent):
     assert decode(encode(head, sent), Head) == (head, sent)
 
 
@@ -90,7 +90,7 @@ def test_decoding_copies_no_buffer():
     assert peak < 2**20
 
 
-def test_encoding_is_the_only_one_of_its_content():
+def test_each_content_has_one_encoding():
     head, sent = decode(SAMPLE, Head)
     assert encode(head, sent) == SAMPLE
 
@@ -105,12 +105,12 @@ def test_encoding_is_the_only_one_of_its_content():
     ],
     ids=["size", "dtype", "negative", "dimensions"],
 )
-def test_encode_refuses_a_tensor_that_is_not_what_it_says(tensor):
+def test_encode_refuses_a_tensor_whose_buffer_does_not_fit(tensor):
     with pytest.raises(ValueError):  # noqa: PT011
         encode(Head(), [tensor])
 
 
-def test_encode_refuses_what_decode_would_not_take():
+def test_encode_refuses_what_decode_refuses():
     with pytest.raises(PayloadTooLarge):
         encode(Head("x" * codec.MAX_HEADER_BYTES), [])
     with pytest.raises(PayloadTooLarge):

@@ -21,7 +21,7 @@ def some_tensor(dtype, shape):
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(ITEM_BYTES)), shapes)
-def test_every_dtype_and_shape_crosses_the_envelope(dtype, shape):
+def test_every_dtype_and_shape_round_trips(dtype, shape):
     sent = some_tensor(dtype, shape)
     data = encode(StageSpan("r", "w", 1, 0.0, 0.0), [from_torch(sent)])
     received = to_torch(decode(data, StageSpan)[1][0])
@@ -68,7 +68,7 @@ def test_read_only_buffers_raise_no_warning():
     [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()],
     ids=["complex", "sparse", "mkldnn"],
 )
-def test_what_cannot_be_sent_is_refused(tensor):
+def test_unsupported_dtypes_and_layouts_are_refused(tensor):
     with pytest.raises(ValueError, match="cannot be sent"):
         from_torch(tensor)
 

@@ -50,13 +50,13 @@ RECORDED = (
 )
 
 
-def test_an_item_is_written_as_vllm_writes_it() -> None:
+def test_an_item_is_encoded_as_by_vllm() -> None:
     assert encode_item(FIELDS) == RECORDED
     assert len(RECORDED) == 37_798
     assert encode_item(metadata_of(FIELDS)) == b"\x81" + RECORDED_GRID
 
 
-def test_an_item_is_read_as_it_was_written() -> None:
+def test_a_vllm_item_is_decoded() -> None:
     assert decode_item(RECORDED, "f") == FIELDS
     assert list(decode_item(RECORDED, "f")) == list(FIELDS)
 
@@ -92,7 +92,7 @@ items = st.dictionaries(st.text(max_size=40), fields(), min_size=1, max_size=5)
 
 
 @given(items)
-def test_every_item_comes_back_to_the_byte(item: dict[str, WireField]) -> None:
+def test_items_round_trip_to_the_byte(item: dict[str, WireField]) -> None:
     data = encode_item(item)
     found = decode_item(data, "f")
     assert found == item
@@ -156,14 +156,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("data", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_no_item_is_refused_by_its_field(data: bytes) -> None:
+def test_invalid_items_are_refused_with_their_field(data: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_item(data, "features.kwargs_data.image[3]")
     assert caught.value.field == "features.kwargs_data.image[3]"
 
 
 @given(st.binary(max_size=200) | st.builds(RECORDED[:200].__add__, st.binary(max_size=50)))
-def test_no_bytes_do_anything_else(data: bytes) -> None:
+def test_random_bytes_raise_no_other_error(data: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
         decode_item(data, "f")
 
@@ -177,7 +177,7 @@ def framed(*parts: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("modality", "order"), [("image", ("image", "model_id")), ("video", ("model_id", "video"))]
 )
-def test_a_hash_is_of_frames_in_the_order_of_their_names(
+def test_a_hash_covers_the_frames_in_the_order_of_their_names(
     modality: str, order: tuple[str, str]
 ) -> None:
     frames = {
@@ -188,12 +188,12 @@ def test_a_hash_is_of_frames_in_the_order_of_their_names(
     assert mm_hash(modality, b"a file", "models/tiny-qwen2vl") == expected
 
 
-def test_the_hash_is_the_recorded_one() -> None:
+def test_the_hash_equals_the_recorded_one() -> None:
     file = (Path(__file__).parents[2] / "recorded" / "112x56.png").read_bytes()
     expected = "26fb6b12ccc5f3fa40dba9d4d47abe414e8e1d3ae63ef45b176c1cba98b0722e"
     assert mm_hash("image", file, "models/tiny-qwen2vl") == expected
 
 
-def test_kinds_are_what_they_say() -> None:
+def test_field_kinds_decode_to_their_types() -> None:
     kind: Kind = decode_item(packed(field=("shared", {"batch_size": 2})), "f")["a"].kind
     assert kind == SharedField(2)

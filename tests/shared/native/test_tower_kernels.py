@@ -122,7 +122,7 @@ def test_products(
 
 @needs_kernels
 @pytest.mark.parametrize("activation", tower_kernels.ACTIVATIONS)
-def test_activations_of_any_number(kernels: TowerKernels, activation: str):
+def test_activations_of_extreme_values(kernels: TowerKernels, activation: str):
     x = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([1e30, torch.nan])]).bfloat16()
     same = tower_kernels.pack_weight(torch.eye(2).bfloat16())
     pairs = torch.stack([x, torch.zeros_like(x)], 1)
@@ -132,7 +132,7 @@ def test_activations_of_any_number(kernels: TowerKernels, activation: str):
 
 
 @needs_kernels
-def test_a_segment_keeps_what_is_no_number_to_itself(kernels: TowerKernels):
+def test_nan_stays_within_its_segment(kernels: TowerKernels):
     qkv = torch.randn(90, 3, 2, 64).bfloat16()
     expected = attend(qkv, None, [40, 45, 5], 0.1)
     qkv[50, 1:] = torch.nan
@@ -143,7 +143,7 @@ def test_a_segment_keeps_what_is_no_number_to_itself(kernels: TowerKernels):
 
 
 @needs_kernels
-def test_scores_beyond_what_e_can_be_raised_to(kernels: TowerKernels):
+def test_scores_that_overflow_exp(kernels: TowerKernels):
     qkv = 30 * torch.randn(50, 3, 1, 32).bfloat16()
     actual = kernels.attend(*qkv.unbind(1), None, starts([50]), 1.0)
     assert_near(actual, attend(qkv, None, [50], 1.0))
@@ -151,13 +151,13 @@ def test_scores_beyond_what_e_can_be_raised_to(kernels: TowerKernels):
 
 @needs_kernels
 @pytest.mark.parametrize("wrong", [[1, 10], [0, 9], [0, 7, 5, 10], [0, 11]])
-def test_segments_are_those_of_the_rows(kernels: TowerKernels, wrong: list[int]):
+def test_segments_must_cover_the_rows(kernels: TowerKernels, wrong: list[int]):
     qkv = torch.randn(10, 3, 1, 8).bfloat16()
     with pytest.raises(AssertionError):
         kernels.attend(*qkv.unbind(1), None, torch.tensor(wrong), 1.0)
 
 
-def test_what_stays_with_torch(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_weights_stay_with_torch(monkeypatch: pytest.MonkeyPatch):
     rough = torch.empty(0, dtype=torch.bfloat16)
     assert tower_kernels.find_kernels(rough.float()) is None
     assert tower_kernels.find_kernels(rough.to("meta")) is None

@@ -31,19 +31,19 @@ async def newest(bus: Bus) -> int:
 @pytest.mark.parametrize(
     "num_bytes", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, LIMIT - 1, LIMIT], ids=str
 )
-async def test_what_is_stored_is_found(bus: Bus, num_bytes: int) -> None:
+async def test_a_stored_image_is_found(bus: Bus, num_bytes: int) -> None:
     name, data = await stored(bus, num_bytes)
     assert await media_store.find(bus, name, LIMIT) == data
 
 
-async def test_the_same_again_is_not_written_again(bus: Bus) -> None:
+async def test_a_recent_image_is_not_written_again(bus: Bus) -> None:
     name, data = await stored(bus, 3 * CHUNK_BYTES)
     before = await newest(bus)
     await media_store.store(bus, name, data)
     assert await newest(bus) == before
 
 
-async def test_what_may_expire_too_soon_is_written_again_in_its_place(
+async def test_an_image_that_expires_too_soon_is_replaced(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, data = await stored(bus, 2 * CHUNK_BYTES)
@@ -55,7 +55,7 @@ async def test_what_may_expire_too_soon_is_written_again_in_its_place(
     assert await media_store.find(bus, name, LIMIT) == data
 
 
-async def test_a_writer_that_died_half_way_leaves_nothing_to_be_found(bus: Bus) -> None:
+async def test_an_incomplete_image_is_missing(bus: Bus) -> None:
     data = secrets.token_bytes(2 * CHUNK_BYTES)
     name = await media_store.hash_media(data)
     await bus.publish_without_id(subjects.media_chunk(name, 0), data[:CHUNK_BYTES])
@@ -65,13 +65,13 @@ async def test_a_writer_that_died_half_way_leaves_nothing_to_be_found(bus: Bus) 
 
 
 @pytest.mark.parametrize("chunk", [b"", b"x" * CHUNK_BYTES, b"x" * (CHUNK_BYTES + 1)])
-async def test_damage_is_a_miss(bus: Bus, chunk: bytes) -> None:
+async def test_a_damaged_image_is_missing(bus: Bus, chunk: bytes) -> None:
     name, _ = await stored(bus, 3 * CHUNK_BYTES)
     await bus.publish_without_id(subjects.media_chunk(name, 1), chunk)
     assert await media_store.find(bus, name, LIMIT) is None
 
 
-async def test_a_lost_chunk_is_a_miss(bus: Bus) -> None:
+async def test_an_image_with_a_lost_chunk_is_missing(bus: Bus) -> None:
     name, _ = await stored(bus, 3 * CHUNK_BYTES)
     await bus.purge(subjects.MEDIA_STREAM, subjects.media_chunk(name, 1))
     assert await media_store.find(bus, name, LIMIT) is None
@@ -89,7 +89,7 @@ async def test_a_lost_chunk_is_a_miss(bus: Bus) -> None:
         b'{"num_bytes":5,"num_chunks":1}',
     ],
 )
-async def test_a_head_that_lies_is_a_miss_and_is_mended(bus: Bus, head: bytes) -> None:
+async def test_a_false_head_is_a_miss_and_is_replaced(bus: Bus, head: bytes) -> None:
     name, data = await stored(bus, 10)
     await bus.publish_without_id(subjects.media(name), head)
     assert await media_store.find(bus, name, LIMIT) is None
@@ -98,18 +98,18 @@ async def test_a_head_that_lies_is_a_miss_and_is_mended(bus: Bus, head: bytes) -
         assert await media_store.find(bus, name, LIMIT) == data
 
 
-async def test_nobody_can_put_other_bytes_under_a_name(bus: Bus) -> None:
+async def test_other_bytes_under_a_name_are_not_served(bus: Bus) -> None:
     name = hashlib.sha256(b"what is meant").hexdigest()
     await media_store.store(bus, name, b"what is given")
     assert await media_store.find(bus, name, LIMIT) is None
 
 
-async def test_nothing_is_read_of_what_is_too_large(bus: Bus) -> None:
+async def test_too_large_images_are_not_read(bus: Bus) -> None:
     name, _ = await stored(bus, 1000)
     with pytest.raises(MediaTooLarge, match="1000 bytes"):
         await media_store.find(bus, name, 999)
 
 
 @pytest.mark.parametrize("url", ["media:", "media:" + "A" * 64, "media:" + "a" * 65, "a" * 64])
-def test_other_urls_name_nothing(url: str) -> None:
+def test_other_urls_have_no_name(url: str) -> None:
     assert media_store.parse_media_url(url) is None

@@ -22,7 +22,7 @@ from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.state import request_registry
 
 
-async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
+async def test_the_first_record_of_a_request_stays(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     assert await request_registry.find(bus, request_id) is None
     first = RequestRecord("chat", "demo", "a", 1, True, {"tools": ["f"]})
@@ -36,7 +36,7 @@ async def test_the_first_note_of_a_request_stays(bus: Bus) -> None:
     assert noted == replace(first, holders=["gateway-1:a", "gateway-2:b"])
 
 
-async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) -> None:
+async def test_only_the_last_holder_is_alone(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
@@ -52,7 +52,7 @@ async def test_the_last_who_holds_a_request_is_alone_when_it_leaves(bus: Bus) ->
     assert sum(alone) == 1
 
 
-async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
+async def test_a_late_heartbeat_means_alive(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     worker = f"gateway-{secrets.token_hex(4)}"
@@ -64,7 +64,7 @@ async def test_who_is_heard_of_a_little_later_is_not_dead(bus: Bus) -> None:
     assert not await leaving
 
 
-async def test_the_dead_hold_nothing(bus: Bus) -> None:
+async def test_dead_holders_do_not_count(bus: Bus) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     note = RequestRecord("chat", "demo", "a", 1, False)
     for name in ("gateway-dead:a", "gateway-alive:b"):

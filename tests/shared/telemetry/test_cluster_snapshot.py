@@ -30,7 +30,7 @@ async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
     return metrics
 
 
-async def test_every_worker_answers_one_question(bus: Bus) -> None:
+async def test_every_worker_replies_to_one_request(bus: Bus) -> None:
     workers = [f"engine-{secrets.token_hex(4)}" for _ in range(3)]
     for number, worker in enumerate(workers):
         metrics = await start(bus, worker)
@@ -40,7 +40,7 @@ async def test_every_worker_answers_one_question(bus: Bus) -> None:
     assert {beat.worker for beat in seen.beats} >= set(workers)
 
 
-async def test_who_does_not_answer_is_told_of_as_silent(bus: Bus) -> None:
+async def test_a_silent_worker_is_not_up(bus: Bus) -> None:
     alive, silent = (f"engine-{secrets.token_hex(4)}" for _ in range(2))
     await start(bus, alive)
     await start(bus, silent, answers=False)
@@ -49,7 +49,7 @@ async def test_who_does_not_answer_is_told_of_as_silent(bus: Bus) -> None:
     assert (up[alive], up[silent]) == (1, 0)
 
 
-async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
+async def test_invalid_replies_are_ignored(bus: Bus) -> None:
     worker = f"engine-{secrets.token_hex(4)}"
     metrics = await start(bus, worker)
     metrics.counter("prompt_tokens_total").add(5)
@@ -75,7 +75,7 @@ async def test_what_is_no_workers_answer_is_left_out(bus: Bus) -> None:
     assert b"prompt_tokens_total" in to_text(cluster_snapshot.to_series(seen))
 
 
-async def test_queues_tell_what_waits_and_for_how_long(bus: Bus, model: str) -> None:
+async def test_queues_have_depth_and_age(bus: Bus, model: str) -> None:
     lanes = {}
     for lane in subjects.LANES:
         lanes[lane] = await bus.consume(

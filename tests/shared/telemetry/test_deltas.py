@@ -63,7 +63,7 @@ def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
 
 
 @given(st.lists(amounts, min_size=1, max_size=4))
-def test_increases_add_up_to_what_was_counted_over_restarts(lives: list[list[int]]) -> None:
+def test_increases_add_up_over_restarts(lives: list[list[int]]) -> None:
     """Seen after every addition; each life begins at zero, and what it counts first shows that it
     is one, for otherwise nobody could tell."""
     seen, before, wanted = 0.0, counted(0), 0
@@ -83,13 +83,13 @@ def test_increases_add_up_to_what_was_counted_over_restarts(lives: list[list[int
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=10))
-def test_without_restarts_looking_more_often_changes_nothing(amounts: list[int]) -> None:
+def test_more_snapshots_do_not_change_the_total(amounts: list[int]) -> None:
     looks = [counted(amount) for amount in sorted(amounts)]
     parts = [total(increases(a, b), "prompt_tokens_total") for a, b in pairwise(looks)]
     assert sum(parts) == total(increases(looks[0], looks[-1]), "prompt_tokens_total")
 
 
-def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -> None:
+def test_new_workers_count_from_zero_and_silent_ones_not_at_all() -> None:
     before = survey(100, old=(1, 7))
     now = survey(110, old=(1, 9), young=(105, 5), silent=(50, 1000))
     grown = {worker: increase_between(before, now, worker) for worker in now.metrics}
@@ -101,7 +101,7 @@ def test_who_started_since_counts_from_zero_and_who_was_silent_tells_nothing() -
 
 
 @given(values, values)
-def test_a_histogram_of_the_time_between_has_what_was_observed_then(
+def test_a_histogram_increase_has_only_the_new_observations(
     earlier: list[float], later: list[float]
 ) -> None:
     between = increases(observed(earlier), observed(earlier + later))
@@ -129,7 +129,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: flo
 
 
 @given(values, st.floats(0, 1), st.floats(0, 1))
-def test_quantiles_grow_with_their_share(values: list[float], a: float, b: float) -> None:
+def test_quantiles_are_monotonic(values: list[float], a: float, b: float) -> None:
     assume(a <= b)
     told = buckets([observed(values)], NAME)
     low, high = quantile(told, a), quantile(told, b)
@@ -138,7 +138,7 @@ def test_quantiles_grow_with_their_share(values: list[float], a: float, b: float
     assert low <= high
 
 
-def test_of_nothing_there_is_no_quantile() -> None:
+def test_an_empty_histogram_has_no_quantile() -> None:
     assert quantile([], 0.5) is None
     assert quantile(buckets([samples_of(_empty())], NAME), 0.5) is None
 
@@ -150,7 +150,7 @@ def _empty() -> WorkerMetrics:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 40)), max_size=20))
-def test_many_at_once_are_as_many_one_by_one(pairs: list[tuple[float, int]]) -> None:
+def test_observing_a_count_equals_single_observations(pairs: list[tuple[float, int]]) -> None:
     at_once, singly = Histogram(SHORT_S), Histogram(SHORT_S)
     for value, count in pairs:
         at_once.observe(value, count)

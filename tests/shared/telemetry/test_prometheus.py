@@ -36,7 +36,7 @@ def samples(data: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     st.lists(st.tuples(st.sampled_from(COUNTERS), names, st.floats(0, 1e12)), max_size=8),
     st.lists(st.tuples(st.sampled_from(HISTOGRAMS), names, st.floats(0, 1e4)), max_size=8),
 )
-def test_the_parser_reads_what_was_counted(
+def test_the_prometheus_parser_reads_all_values(
     counted: list[tuple[str, str, float]], observed: list[tuple[str, str, float]]
 ) -> None:
     metrics = Metrics("engine", "engine-1")
@@ -59,7 +59,7 @@ def test_the_parser_reads_what_was_counted(
     assert found == wanted
 
 
-def test_every_metric_of_the_catalogue_can_be_told() -> None:
+def test_every_metric_of_the_catalog_is_exported() -> None:
     metrics = Metrics("engine", "engine-1", "demo")
     for spec in METRICS.values():
         labels = dict.fromkeys(spec.labels, "x")
@@ -89,7 +89,7 @@ def read(endpoint: MetricsEndpoint) -> bytes:
         return data
 
 
-def test_workers_of_one_machine_take_a_port_each() -> None:
+def test_workers_of_one_machine_listen_on_different_ports() -> None:
     first = MetricsEndpoint(told, "127.0.0.1", 0)
     port = first.address[1]
     others = [MetricsEndpoint(told, "127.0.0.1", port, num_ports=50) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_workers_of_one_machine_take_a_port_each() -> None:
         pass
 
 
-def test_an_address_of_somebody_else_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         MetricsEndpoint(told, "192.0.2.1", 0)
     assert refused.value.field == "metrics.listen"
