@@ -52,7 +52,7 @@ class Parameter(Struct, frozen=True):
 
 
 class ApiOperation(Struct, frozen=True):
-    """One method of one path, as the OpenAPI document and docs/api.md describe it."""
+    """One method of one path, as the OpenAPI document and the HTTP API reference describe it."""
 
     method: str
     path: str

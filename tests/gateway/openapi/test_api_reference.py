@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, as somebody types them."""
+"""Run the examples of docs/reference/http-api.md, as a reader would type them."""
 
 import re
 import shutil
@@ -10,7 +10,8 @@ import pytest
 from tests.cluster.conftest import ROOT
 from tests.gateway.conftest import Gateway
 
-BLOCKS = re.findall(r"```\n(curl .*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+PAGE = ROOT / "docs" / "reference" / "http-api.md"
+BLOCKS = re.findall(r"```\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
