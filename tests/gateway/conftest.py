@@ -18,7 +18,7 @@ import yaml
 from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
 
-# Streams are to have the ids of events.
+# Streams with event ids.
 WITH_IDS = {"accept": "text/event-stream"}
 
 
@@ -41,14 +41,14 @@ def free_port() -> int:
 
 
 def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: object) -> Gateway:
-    """One more gateway of `cluster`; `section` is its configuration."""
+    """Start another gateway of `cluster`. `section` is its configuration."""
     tree = yaml.safe_load(cluster.config.read_text())
     tree["gateway"] = {"port": port} | section
     return start_gateway_at(cluster.url, tree, folder)
 
 
 def start_gateway_at(url: str, tree: dict[str, Any], folder: Path) -> Gateway:
-    """One at any broker, with a configuration of its own."""
+    """Start a gateway at any broker, with a configuration of its own."""
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
     command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", url]
@@ -79,7 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def gateway(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """One without keys, for all tests that do not end it."""
+    """A gateway without keys, for all tests that do not stop it."""
     running = start_gateway(cluster, tmp_path_factory.mktemp("gateway"))
     yield running
     running.stop()
@@ -90,7 +90,7 @@ Start = Callable[..., Gateway]
 
 @pytest.fixture
 def another(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
-    """Starts gateways with a configuration of one's own; they end with the test."""
+    """A function that starts gateways with a given configuration. They stop with the test."""
     started: list[Gateway] = []
 
     def start(port: int = 0, **section: object) -> Gateway:
@@ -113,7 +113,7 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def bus(cluster: Cluster) -> AsyncIterator[Bus]:
-    """Of the cluster behind the gateway."""
+    """A connection to the broker of the cluster behind the gateway."""
     connection = await Bus.connect(cluster.url, "test")
     yield connection
     await connection.close()

@@ -15,8 +15,8 @@ BLOCKS = re.findall(r"```\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_every_command_works(gateway: Gateway, tmp_path: Path) -> None:
-    """In their order: one asks for what another goes on with."""
+def test_every_command_of_the_reference_works(gateway: Gateway, tmp_path: Path) -> None:
+    """The examples run in order, because some use the results of others."""
     assert len(BLOCKS) >= 6
     (tmp_path / "ops").symlink_to(ROOT / "ops")
     for block in BLOCKS:

@@ -1,4 +1,4 @@
-"""The OpenAPI document is that of the application, and valid."""
+"""The OpenAPI document is valid and describes the application."""
 
 import hashlib
 import re
@@ -30,13 +30,13 @@ OPERATIONS = [
 
 
 @pytest.fixture
-async def door(bus: Bus) -> AppContext:
+async def context(bus: Bus) -> AppContext:
     return AppContext(bus, parse_config(CONFIG, {}, "test"), Metrics("gateway", "test"), "test")
 
 
 @pytest.fixture(scope="module")
 def keyed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that wants a key."""
+    """A gateway that requires a key."""
     keys = [{"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}]
     running = start_gateway(cluster, tmp_path_factory.mktemp("keyed"), api_keys=keys)
     yield running
@@ -50,27 +50,27 @@ def test_it_is_valid() -> None:
 
 
 @pytest.mark.parametrize("broken", [{"info": {}}, {"paths": {"/x": {"get": {"responses": 1}}}}])
-def test_the_validation_finds_what_is_wrong(broken: dict[str, Any]) -> None:
+def test_the_validation_finds_errors(broken: dict[str, Any]) -> None:
     with pytest.raises(jsonschema_rs.ValidationError):
         schemathesis.openapi.from_dict(DOCUMENT | broken).validate()
 
 
-def test_all_of_its_references_lead_somewhere() -> None:
+def test_all_references_resolve() -> None:
     referred = set(re.findall(r"'\$ref': '#/components/schemas/([^']+)'", repr(DOCUMENT)))
     assert referred
     assert referred <= set(DOCUMENT["components"]["schemas"])
 
 
-def test_names_of_operations_are_theirs_alone() -> None:
+def test_operation_ids_are_unique() -> None:
     names = [operation["operationId"] for _, _, operation in OPERATIONS]
     assert len(set(names)) == len(names)
 
 
-async def test_it_has_all_routes_and_no_other(door: AppContext) -> None:
-    of_page = {route.path for route in page.routes(door)}
+async def test_it_has_every_route_and_no_other(context: AppContext) -> None:
+    of_page = {route.path for route in page.routes(context)}
     there = {
         (method.lower(), route.path)
-        for route in worker.all_routes(door)
+        for route in worker.all_routes(context)
         for method in (route.methods or set()) - {"HEAD"}
         if route.path not in of_page
     }
@@ -83,7 +83,7 @@ async def test_it_is_served(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", [path for method, path, _ in OPERATIONS if method == "get"])
-async def test_a_key_is_wanted_where_it_says(path: str, keyed: Gateway) -> None:
+async def test_a_key_is_required_where_the_document_says(path: str, keyed: Gateway) -> None:
     wanted = DOCUMENT["paths"][path]["get"].get("security") != []
     async with httpx.AsyncClient(base_url=keyed.url, trust_env=False) as http:
         answer = await http.get(re.sub(r"{\w+}", "x", path))

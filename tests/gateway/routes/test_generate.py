@@ -1,6 +1,5 @@
 """Render and generate through a real gateway, with the demo model."""
 
-import asyncio
 import base64
 import hashlib
 from pathlib import Path
@@ -39,7 +38,7 @@ async def refused(http: httpx.AsyncClient, path: str, body: Any) -> tuple[int, A
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Ids and data; each event is one line of each."""
+    """Return ids and data. Each event has one line of each."""
     found = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.split("\n"))
@@ -54,7 +53,7 @@ def token_ids(generated: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("picture", [None, "red.png"])
-async def test_what_is_rendered_is_generated_as_the_chat_answers(
+async def test_generate_answers_a_rendered_chat_as_the_chat_endpoint_does(
     http: httpx.AsyncClient, picture: str | None
 ) -> None:
     asked = chat(picture)
@@ -100,7 +99,7 @@ async def test_the_answer_has_the_protocols_fields_in_its_order(http: httpx.Asyn
     assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": num_tokens}]
 
 
-async def test_a_picture_that_was_sent_before_is_known_by_its_hash(
+async def test_an_image_sent_before_is_found_by_its_hash(
     http: httpx.AsyncClient,
 ) -> None:
     rendered = await ok(http, RENDER, chat("triangle_left.png"))
@@ -135,7 +134,7 @@ async def test_an_unknown_hash_is_a_cache_miss_and_the_connection_lives(
         assert streams[0] == streams[1]
 
 
-async def test_pictures_may_come_unprocessed(http: httpx.AsyncClient) -> None:
+async def test_images_may_come_unprocessed(http: httpx.AsyncClient) -> None:
     asked = chat("five_hearts.png")
     rendered = await ok(http, RENDER, asked)
     (place,) = rendered["features"]["mm_placeholders"]["image"]
@@ -157,7 +156,7 @@ async def test_pictures_may_come_unprocessed(http: httpx.AsyncClient) -> None:
         assert (status, error["param"][:18]) == (400, "body.content_parts")
 
 
-async def test_streams_tell_what_the_answer_tells(http: httpx.AsyncClient) -> None:
+async def test_a_stream_adds_up_to_the_answer(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat("red.png"))
     sampling = rendered["sampling_params"] | {"logprobs": 2}
     asked = rendered | {"sampling_params": sampling, "return_token_ids": True}
@@ -183,7 +182,7 @@ async def test_streams_tell_what_the_answer_tells(http: httpx.AsyncClient) -> No
     assert list(usage["usage"]) == ["prompt_tokens", "total_tokens", "completion_tokens"]
 
 
-async def test_a_stream_of_several_choices_goes_on_at_any_event(http: httpx.AsyncClient) -> None:
+async def test_a_stream_of_several_choices_resumes_at_any_event(http: httpx.AsyncClient) -> None:
     sampling = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
     asked = {"token_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
     whole = await ok(http, GENERATE, asked | {"stream": False})
@@ -215,7 +214,7 @@ async def test_log_probabilities_of_the_prompt_and_in_text(http: httpx.AsyncClie
     )
 
 
-async def test_aborting_ends_a_request_with_what_it_had(http: httpx.AsyncClient) -> None:
+async def test_abort_ends_a_request_with_its_tokens_so_far(http: httpx.AsyncClient) -> None:
     asked = {
         "request_id": "to-be-aborted",
         "token_ids": [5, 6, 7],
@@ -238,7 +237,7 @@ async def test_aborting_ends_a_request_with_what_it_had(http: httpx.AsyncClient)
     assert usage["usage"]["completion_tokens"] == num_tokens < 900
 
 
-async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
+async def test_only_a_name_in_the_header_is_idempotent(
     http: httpx.AsyncClient,
 ) -> None:
     asked = {"request_id": "mine", "token_ids": [5], "sampling_params": {"max_tokens": 2}}
@@ -253,7 +252,7 @@ async def test_a_name_in_the_body_is_no_promise_but_one_in_the_header_is(
     assert (reused.status_code, reused.json()["error"]["code"]) == (422, "request_id_reused")
 
 
-async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Start) -> None:
+async def test_a_tenant_does_not_find_what_another_has_cached(another: Start) -> None:
     names = ("one", "two")
     keys = [{"name": n, "sha256": hashlib.sha256(n.encode()).hexdigest()} for n in names]
     gateway = another(api_keys=keys)
@@ -268,7 +267,7 @@ async def test_what_is_cached_for_one_tenant_is_unknown_to_another(another: Star
         assert answer.json()["error"]["code"] == "mm_cache_miss"
 
 
-async def test_each_fault_has_its_status_and_is_named(http: httpx.AsyncClient) -> None:
+async def test_each_error_has_its_status_and_names_its_field(http: httpx.AsyncClient) -> None:
     base: dict[str, Any] = {"model": "demo", "token_ids": [5, 6], "sampling_params": {}}
     few = {"max_tokens": 2}
     picture = await ok(http, RENDER, chat("red.png"))
@@ -301,63 +300,10 @@ async def test_each_fault_has_its_status_and_is_named(http: httpx.AsyncClient) -
     assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_what_is_no_json_is_refused_with_400(http: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_not_json_is_refused_with_400(http: httpx.AsyncClient) -> None:
     for path in (GENERATE, RENDER, "/tokenize", "/v1/chat/completions/derender"):
         answer = await http.post(path, content=b"{}", headers={"content-type": "text/plain"})
         assert answer.status_code == 400, path
         headers = {"content-type": "application/json"}
         answer = await http.post(path, content=b"{", headers=headers)
         assert answer.status_code == 400, path
-
-
-async def test_a_picture_that_is_none_is_refused_where_it_is_rendered(
-    http: httpx.AsyncClient,
-) -> None:
-    asked = chat()
-    url = {"url": "data:image/png;base64,AAAA"}
-    asked["messages"][0]["content"] = [{"type": "image_url", "image_url": url}]
-    status, error = await refused(http, RENDER, asked)
-    assert (status, error["code"], error["type"]) == (400, "invalid_media", "BadRequestError")
-
-
-async def test_more_than_there_is_room_for_is_refused_where_it_is_rendered(
-    http: httpx.AsyncClient,
-) -> None:
-    status, error = await refused(http, RENDER, chat(max_tokens=5000))
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    asked = chat()
-    del asked["max_tokens"]
-    assert (await ok(http, RENDER, asked))["sampling_params"]["max_tokens"] == 64
-
-
-async def test_what_generate_would_refuse_is_refused_where_it_is_rendered(
-    http: httpx.AsyncClient,
-) -> None:
-    status, error = await refused(http, RENDER, chat(n=2, temperature=0))
-    assert (status, error["code"], error["param"]) == (400, "invalid_request", "n")
-    await ok(http, GENERATE, await ok(http, RENDER, chat(n=2, temperature=1)))
-
-
-async def test_a_completion_is_rendered_with_the_tokens_that_it_would_have(
-    http: httpx.AsyncClient,
-) -> None:
-    for asked, wanted in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
-        body = {"model": "demo", "prompt": "a cat"} | asked
-        (rendered,) = await ok(http, "/v1/completions/render", body)
-        assert rendered["sampling_params"]["max_tokens"] == wanted
-
-
-async def test_prompts_are_rendered_each_for_itself(http: httpx.AsyncClient) -> None:
-    asked = {"model": "demo", "prompt": ["a cat", "a dog and"], "max_tokens": 3, "temperature": 0}
-    rendered = await ok(http, "/v1/completions/render", asked)
-    whole = await ok(http, "/v1/completions", asked)
-    generated = await asyncio.gather(*(ok(http, GENERATE, one) for one in rendered))
-    derendered = await ok(
-        http,
-        "/v1/completions/derender",
-        {"model": "demo", "generate_responses": generated, "prompt_tokens": [3, 4]},
-    )
-    texts = [choice["text"] for choice in whole["choices"]]
-    assert [choice["text"] for choice in derendered["choices"]] == texts
-    assert [one["request_id"].rsplit("-", 1)[1] for one in rendered] == ["0", "1"]
-    assert derendered["usage"]["prompt_tokens"] == 7

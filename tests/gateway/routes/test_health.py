@@ -1,4 +1,4 @@
-"""What an operator, a load balancer and Prometheus ask a gateway."""
+"""Endpoints for operators, load balancers and Prometheus."""
 
 import httpx
 import pytest
@@ -7,7 +7,7 @@ from shared.stage.runtime import VERSION
 from tests.gateway.conftest import Start, free_port
 
 
-async def test_it_lives_is_ready_and_says_what_it_is(http: httpx.AsyncClient) -> None:
+async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).json() == {"status": "ok"}
     ready = await http.get("/ready")
     assert ready.status_code == 200
@@ -15,7 +15,7 @@ async def test_it_lives_is_ready_and_says_what_it_is(http: httpx.AsyncClient) ->
     assert (await http.get("/version")).json() == {"version": VERSION}
 
 
-async def test_it_lists_its_models(http: httpx.AsyncClient) -> None:
+async def test_models_are_listed(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/v1/models")).json()
     assert listed["object"] == "list"
     (model,) = listed["data"]
@@ -26,16 +26,16 @@ async def test_it_lists_its_models(http: httpx.AsyncClient) -> None:
     assert unknown.json()["error"]["code"] == "unknown_model"
 
 
-async def test_it_counts_what_it_has_answered(http: httpx.AsyncClient) -> None:
+async def test_responses_are_counted(http: httpx.AsyncClient) -> None:
     await http.get("/nowhere")
-    told = (await http.get("/metrics")).text
-    assert 'pagemill_http_requests_total{endpoint="none"' in told
-    assert 'status="404"' in told
-    assert "pagemill_http_requests_in_flight" in told
-    assert "nowhere" not in told
+    text = (await http.get("/metrics")).text
+    assert 'pagemill_http_requests_total{endpoint="none"' in text
+    assert 'status="404"' in text
+    assert "pagemill_http_requests_in_flight" in text
+    assert "nowhere" not in text
 
 
-async def test_a_port_that_is_taken_is_a_plain_error(another: Start) -> None:
+async def test_a_used_port_is_a_config_error(another: Start) -> None:
     port = free_port()
     another(port)
     with pytest.raises(AssertionError, match=r"gateway\.port: cannot listen at 127\.0\.0\.1"):

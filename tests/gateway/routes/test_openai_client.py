@@ -1,4 +1,4 @@
-"""The official `openai` package against our door: somebody else's idea of what an answer is."""
+"""The official `openai` package against a gateway: an independent check of its answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -73,7 +73,7 @@ async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_a_picture_is_described(client: AsyncOpenAI) -> None:
+async def test_an_image_is_described(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="demo", messages=PICTURE)
     assert "yellow" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
@@ -108,7 +108,7 @@ async def test_completions(client: AsyncOpenAI) -> None:
     assert {c.index async for chunk in stream for c in chunk.choices} == {0, 1}
 
 
-async def test_a_completion_has_16_tokens_unless_told_otherwise(client: AsyncOpenAI) -> None:
+async def test_a_completion_has_16_tokens_by_default(client: AsyncOpenAI) -> None:
     on: Any = {"ignore_eos": True}
     answer = await client.completions.create(model="demo", prompt="What", extra_body=on)
     null = await client.completions.create(
@@ -137,23 +137,23 @@ async def test_models(client: AsyncOpenAI) -> None:
     assert (await client.models.retrieve("demo")).owned_by == "pagemill"
 
 
-async def test_an_answer_of_a_schema(client: AsyncOpenAI) -> None:
+async def test_an_answer_follows_its_schema(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.parse(
         model="demo", messages=PICTURE, response_format=Shape, max_tokens=200
     )
     assert answer.choices[0].message.parsed is not None
     held: Any = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]} | COMPACT
     held["additionalProperties"] = False
-    told = await client.chat.completions.create(
+    answer = await client.chat.completions.create(
         model="demo",
         messages=HELLO,
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": held}},
         max_tokens=200,
     )
-    assert json.loads(told.choices[0].message.content or "")["n"] == 3
+    assert json.loads(answer.choices[0].message.content or "")["n"] == 3
 
 
-async def test_a_schema_that_is_none_is_refused(client: AsyncOpenAI) -> None:
+async def test_an_invalid_schema_is_refused(client: AsyncOpenAI) -> None:
     schema: Any = {"type": "nonsense"}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     with pytest.raises(openai.BadRequestError) as refused:
@@ -164,7 +164,7 @@ async def test_a_schema_that_is_none_is_refused(client: AsyncOpenAI) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "paint"}}]
 )
-async def test_tools_that_must_be_called(client: AsyncOpenAI, choice: Any) -> None:
+async def test_required_tools_are_called(client: AsyncOpenAI, choice: Any) -> None:
     asked: Any = {
         "model": "demo",
         "messages": PICTURE,
@@ -188,7 +188,7 @@ async def test_tools_that_must_be_called(client: AsyncOpenAI, choice: Any) -> No
         call.function.name,
         arguments,
     )
-    # And its result is sent back, to a model whose template has no place for it.
+    # The result is sent back to a model whose template has no place for it.
     turn: Any = [
         *PICTURE,
         answer.choices[0].message.model_dump(),
@@ -198,7 +198,7 @@ async def test_tools_that_must_be_called(client: AsyncOpenAI, choice: Any) -> No
         await client.chat.completions.create(model="demo", messages=turn, max_tokens=8)
 
 
-async def test_errors_are_of_the_clients_own_types(client: AsyncOpenAI) -> None:
+async def test_errors_have_the_clients_own_types(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.chat.completions.create(model="other", messages=HELLO)
     assert unknown.value.code == "unknown_model"
@@ -227,7 +227,7 @@ async def test_keys_and_retries(another: Start) -> None:
             max_tokens=60,
             extra_body={"ignore_eos": True},
         )
-        # It is told to come back in a second, and does.
+        # The client is asked to retry in a second, and does.
         waited = await alice.chat.completions.create(model="demo", messages=HELLO, max_tokens=2)
         assert waited.choices[0].finish_reason in ("stop", "length")
         await busy.close()
@@ -244,7 +244,7 @@ async def test_keys_and_retries(another: Start) -> None:
         await stream.close()
 
 
-async def test_a_full_queue_is_asked_again(tmp_path: Path) -> None:
+async def test_the_client_retries_a_full_queue(tmp_path: Path) -> None:
     broker = EmbeddedServer(tmp_path / "nats")
     broker.start()
     tree = {
@@ -255,7 +255,7 @@ async def test_a_full_queue_is_asked_again(tmp_path: Path) -> None:
     gateway = start_gateway_at(broker.url, tree, tmp_path)
     try:
         bus = await Bus.connect(broker.url, "test")
-        # There is nobody who would take it.
+        # There is no worker that would claim it.
         await bus.publish(subjects.request("demo"), b"{}", "req-first")
         await bus.close()
         base = f"{gateway.url}/v1"
@@ -270,14 +270,14 @@ async def test_a_full_queue_is_asked_again(tmp_path: Path) -> None:
         broker.stop()
 
 
-async def test_a_stream_that_is_closed_is_cancelled(client: AsyncOpenAI, gateway: Gateway) -> None:
+async def test_closing_a_stream_cancels_the_request(client: AsyncOpenAI, gateway: Gateway) -> None:
     stream = await client.chat.completions.create(
         model="demo", messages=HELLO, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
     )
     request_id = stream.response.headers["x-request-id"]
     await anext(stream)
     await stream.close()
-    told: Any = {"state": ""}
-    while told["state"] not in ("finished", "cancelled", "failed"):
-        told = await client.get(f"/requests/{request_id}", cast_to=object)
-    assert told["state"] == "cancelled"
+    status: Any = {"state": ""}
+    while status["state"] not in ("finished", "cancelled", "failed"):
+        status = await client.get(f"/requests/{request_id}", cast_to=object)
+    assert status["state"] == "cancelled"

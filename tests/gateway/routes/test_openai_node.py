@@ -1,4 +1,4 @@
-"""The `openai` package of npm against our door; what it asks stands in node/scenarios.mjs."""
+"""The `openai` package of npm against a gateway. Its requests are in node/scenarios.mjs."""
 
 import os
 import re
@@ -20,13 +20,13 @@ SCENARIOS = ("chat", "stream", "image", "tools", "json_schema", "errors", "cance
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the package installed."""
+    """Return a folder in which the package is installed."""
     installed = tmp_path_factory.mktemp("node")
     for file in SOURCE.iterdir():
         shutil.copy(file, installed)
     quiet = ("--no-audit", "--no-fund", "--fetch-retries=0")
     done = run("npm", "ci", "--prefix", str(installed), *quiet)
-    # No answer at all, as where a proxy's certificate is known to another environment only.
+    # The registry cannot be reached, for example because a proxy's certificate is unknown.
     if unreached := re.search(r"request to \S+ failed, reason: .*", done.stderr):
         pytest.skip(f"npm could not reach its registry: {unreached[0]}")
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def play(folder: Path, scenario: str, gateway: Gateway, **env: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_an_open_door(folder: Path, gateway: Gateway, scenario: str) -> None:
+def test_a_gateway_without_keys(folder: Path, gateway: Gateway, scenario: str) -> None:
     play(folder, scenario, gateway)
 
 

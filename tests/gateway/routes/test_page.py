@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-# Seconds of text; its end comes long after the first of it is seen.
+# Seconds of text: its end comes long after its beginning is shown.
 LONG = '{"ignore_eos": true, "max_tokens": 900, "temperature": 0}'
 STAGES = (
     "[...document.querySelectorAll('#stages li:not([hidden])')].map((row) => row.dataset.state)"
@@ -34,7 +34,7 @@ STAGES = (
 TIMES = (
     "[...document.querySelectorAll('#stages li:not([hidden]) .stage-head')].map((e) => e.innerText)"
 )
-# The least contrast of any text with what is behind it, as WCAG defines it.
+# The lowest contrast of any text with its background, as WCAG defines it.
 CONTRAST = """
 const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
 const light = (rgb) => rgb.slice(0, 3)
@@ -62,10 +62,10 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, gateway: Gateway) -> Iterator[Browser]:
-    """Fresh, and ready to ask."""
+    """A page that was just loaded, with the form enabled."""
     visit(window, gateway.url)
     yield window
-    # A server that says no, or nothing, is told of by the browser, too.
+    # The browser also reports a server that refuses a request or does not answer.
     told = [line for line in window.complaints() if "Failed to load resource" not in line]
     assert told == []
 
@@ -83,7 +83,7 @@ def ask(page: Browser, question: str, parameters: str = "{}") -> None:
 
 
 def ended(page: Browser) -> str:
-    """The status line of an answer that is complete."""
+    """Return the status line of a complete answer."""
     page.wait("document.querySelector('#send').disabled === false", timeout_s=90)
     return page.text("#status")
 
@@ -96,7 +96,7 @@ def wait_for_text(page: Browser) -> None:
     page.wait("document.querySelector('#answer').textContent.length > 20")
 
 
-def test_a_question_about_a_picture(page: Browser) -> None:
+def test_a_question_about_an_image(page: Browser) -> None:
     page.type("#file", str(PICTURES / "red.png"))
     page.wait("document.querySelectorAll('#images li').length === 1")
     ask(page, "What color is this image? Answer in one word.")
@@ -111,7 +111,7 @@ def test_a_question_about_a_picture(page: Browser) -> None:
     assert page.text("#resumed") == "never"
 
 
-def test_an_encoder_is_a_stage_where_there_is_one(
+def test_an_encoder_is_shown_as_a_stage(
     window: Browser, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cluster = start_cluster(
@@ -136,7 +136,7 @@ def test_an_encoder_is_a_stage_where_there_is_one(
         stop_cluster(cluster)
 
 
-def test_pictures_are_dropped_and_taken_away_again(page: Browser) -> None:
+def test_images_are_dropped_and_removed(page: Browser) -> None:
     page.run(
         """
         const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
@@ -154,7 +154,7 @@ def test_pictures_are_dropped_and_taken_away_again(page: Browser) -> None:
     assert page.run("return document.activeElement.id") == "file"
 
 
-def test_tokens_and_stages_are_shown_while_it_works(page: Browser) -> None:
+def test_tokens_and_stages_are_shown_during_a_request(page: Browser) -> None:
     ask(page, "What can you do?", LONG)
     wait_for_text(page)
     page.wait(f"{STAGES}.join() === 'done,done,active'")
@@ -200,7 +200,7 @@ def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) 
     window.complaints()
 
 
-async def test_it_goes_on_when_the_engine_is_killed(
+async def test_it_continues_when_the_engine_is_killed(
     page: Browser, cluster: Cluster, bus: Bus
 ) -> None:
     engine = await cluster.pid(bus, "engine")
@@ -224,7 +224,7 @@ async def test_it_goes_on_when_the_engine_is_killed(
          ' "data:image/png;base64,iVBORw0KGgo="}}]}]}', "invalid_media"),
     ],
 )  # fmt: skip
-def test_errors_are_told_in_words(page: Browser, parameters: str, told: str) -> None:
+def test_errors_are_shown_as_text(page: Browser, parameters: str, told: str) -> None:
     ask(page, "What can you do?", parameters)
     page.wait("!document.querySelector('#error').hidden")
     assert told in page.text("#error")
@@ -240,7 +240,7 @@ def test_an_empty_question_is_not_sent(page: Browser) -> None:
     assert page.run("return document.activeElement.id") == "question"
 
 
-def test_a_key_opens_the_door_and_is_kept_nowhere(window: Browser, another: Start) -> None:
+def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -> None:
     key = {"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}
     url = another(api_keys=[key]).url + "/"
     needs_key = "document.querySelector('#model').innerText === 'needs a key'"
@@ -258,7 +258,7 @@ def test_a_key_opens_the_door_and_is_kept_nowhere(window: Browser, another: Star
     window.complaints()
 
 
-def test_all_of_it_is_reached_by_the_keyboard(page: Browser) -> None:
+def test_every_control_is_reached_by_keyboard(page: Browser) -> None:
     page.type("#file", str(PICTURES / "red.png"))
     page.run("document.querySelector('#settings').open = true; document.activeElement.blur()")
     reached = []
@@ -283,7 +283,7 @@ def test_every_control_has_a_name_for_a_screen_reader(page: Browser) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1200])
-def test_it_fits_every_width_and_can_be_read(page: Browser, width: int, scheme: str) -> None:
+def test_it_fits_every_width_and_is_readable(page: Browser, width: int, scheme: str) -> None:
     page.appear(width, 800, scheme)
     page.type("#file", str(PICTURES / "red.png"))
     ask(page, "What can you do?", '{"tempreature": 1}')
@@ -293,9 +293,7 @@ def test_it_fits_every_width_and_can_be_read(page: Browser, width: int, scheme: 
     assert contrast >= 4.5, element
 
 
-def test_nothing_comes_from_elsewhere_and_nothing_inline_runs(
-    page: Browser, gateway: Gateway
-) -> None:
+def test_the_policy_blocks_foreign_and_inline_code(page: Browser, gateway: Gateway) -> None:
     loaded = page.run("return performance.getEntriesByType('resource').map((e) => e.name)")
     assert len(loaded) > 5
     assert all(url.startswith(f"{gateway.url}/") for url in loaded)

@@ -39,7 +39,7 @@ async def event_by_event(
     for chunk in chunks:
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state} | asked
         answer = await ok(http, path, body)
-        # Nothing but JSON goes from one call to the next.
+        # The state is JSON between two calls.
         state = msgspec.json.decode(msgspec.json.encode(answer["stream_state"]))
         told.append(answer["chunk"])
     return told
@@ -93,10 +93,10 @@ async def test_characters_of_several_tokens_come_whole(http: httpx.AsyncClient) 
     texts = [event["choices"][0]["text"] for event in told]
     assert "".join(texts) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in texts)
-    assert len(token_ids) > len(text)  # or this test tells nothing
+    assert len(token_ids) > len(text)  # otherwise no character has several tokens
 
 
-async def test_control_tokens_are_no_text(http: httpx.AsyncClient) -> None:
+async def test_control_tokens_are_skipped_by_default(http: httpx.AsyncClient) -> None:
     rendered = await ok(http, RENDER, chat())
     asked = {"model": "demo", "generate_response": answered(rendered["token_ids"])}
     plain = await ok(http, DERENDER, asked)
@@ -106,7 +106,7 @@ async def test_control_tokens_are_no_text(http: httpx.AsyncClient) -> None:
     assert "<|im_start|>" in control["choices"][0]["message"]["content"]
 
 
-async def test_calls_of_tools_are_found(http: httpx.AsyncClient) -> None:
+async def test_tool_calls_are_found_in_text(http: httpx.AsyncClient) -> None:
     token_ids = await tokens_of(http, '[{"name": "paint", "parameters": {"color": "red"}}]')
     request = {"tools": [TOOL], "tool_choice": "required"}
     asked = {"model": "demo", "generate_response": answered(token_ids), "chat_request": request}
@@ -124,7 +124,7 @@ async def test_calls_of_tools_are_found(http: httpx.AsyncClient) -> None:
     assert told[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_what_cannot_be_derendered_is_refused(http: httpx.AsyncClient) -> None:
+async def test_an_invalid_derender_body_is_refused(http: httpx.AsyncClient) -> None:
     two = answered([5]) | {"choices": 2 * answered([5])["choices"]}
     event = {"stream": True, "model": "demo", "generate_chunk": answered([5])}
     cases: list[dict[str, Any]] = [
@@ -149,7 +149,7 @@ async def test_what_cannot_be_derendered_is_refused(http: httpx.AsyncClient) -> 
         assert (await refused(http, "/v1/completions/derender", body))[0] == 400
 
 
-async def test_tokens_of_text_and_text_of_tokens(http: httpx.AsyncClient) -> None:
+async def test_detokenize_inverts_tokenize(http: httpx.AsyncClient) -> None:
     asked = {"model": "demo", "prompt": "What color?", "return_token_strs": True}
     told = await ok(http, "/tokenize", asked)
     assert list(told) == ["count", "max_model_len", "tokens", "token_strs"]
@@ -183,7 +183,7 @@ async def test_messages_are_tokenized_as_they_are_rendered(http: httpx.AsyncClie
         ("/detokenize", {"tokens": [10**9]}, "invalid_request"),
     ],
 )
-async def test_what_cannot_be_tokenized_is_refused(
+async def test_an_invalid_tokenize_body_is_refused(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], code: str
 ) -> None:
     status, error = await refused(http, path, {"model": "demo"} | body)

@@ -1,4 +1,4 @@
-"""The events and the answer of generate, against what another server was recorded to write."""
+"""The events and the answer of generate, compared with a recording of vLLM."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def shape(name: str, **changed: Any) -> GenerateShape:
 
 
 def log_of(name: str) -> list[LogRecord]:
-    """The recorded answer as a log with a token in each record; texts come as in the stream."""
+    """Return the recorded answer as a log with one token per record, and the stream's texts."""
     choice = recorded("generate_image_sp")["choices"][0]
     texts = [event["choices"][0]["text"] for event in events("stream_text")[:8]]
     records: list[LogRecord] = []
@@ -66,7 +66,7 @@ def events(name: str) -> list[Any]:
 
 
 def token_bytes() -> dict[int, bytes]:
-    """What the tokens of the recorded answer spell; 113 begins a character that never ends."""
+    """Return the bytes of the recorded tokens. 113 begins a character that never ends."""
     tokens = recorded("generate_image_sp")["choices"][0]["logprobs"]["content"]
     texts = recorded("generate_image_text")["choices"][0]["logprobs"]["content"]
     spelt = {
@@ -96,20 +96,20 @@ def assembled(
     ("name", "stream"),
     [("generate_image_sp", "stream_tokens"), ("generate_image_text", "stream_text")],
 )
-def test_the_events_are_those_recorded_to_the_byte(name: str, stream: str) -> None:
+def test_events_equal_the_recording_byte_for_byte(name: str, stream: str) -> None:
     chunks, _ = assembled(shape(name), log_of(name))
     written = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
     assert (written + b"data: [DONE]\n\n").decode() == (RECORDED / f"{stream}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", ["generate_image_sp", "generate_image_text"])
-def test_the_answer_is_the_one_recorded_to_the_byte(name: str) -> None:
+def test_the_answer_equals_the_recording_byte_for_byte(name: str) -> None:
     whole = recorded(name)
     _, answer = assembled(shape(name), log_of(name), whole["created"])
     assert msgspec.json.encode(answer) == msgspec.json.encode(whole)
 
 
-def test_usage_in_every_event_counts_what_was_told_so_far() -> None:
+def test_continuous_usage_counts_the_tokens_so_far() -> None:
     asked = shape("generate_image_sp", continuous_usage=True)
     chunks, _ = assembled(asked, log_of("generate_image_sp"))
     told = [msgspec.to_builtins(chunk.usage) for chunk in chunks]
@@ -123,8 +123,8 @@ def test_usage_in_every_event_counts_what_was_told_so_far() -> None:
     assert told[-1] == {"prompt_tokens": 40, "total_tokens": 48, "completion_tokens": 8}
 
 
-def test_choices_have_events_of_their_own() -> None:
-    """A derenderer carries one state for each choice, and takes one choice at a time."""
+def test_an_event_has_one_choice() -> None:
+    """A derenderer carries a state for each choice, and reads one choice at a time."""
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2)
     both = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2, 3], "b", "stop", 3)]
     chunks, _ = assembled(plain, [TokenChunk(0, 1, both)])
@@ -133,7 +133,7 @@ def test_choices_have_events_of_their_own() -> None:
     assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", 3, [2, 3])
 
 
-def test_text_that_was_held_back_is_no_event_of_token_ids() -> None:
+def test_held_back_text_makes_no_event_in_tokens_mode() -> None:
     late = TokenChunk(0, 1, [ChoiceDelta(0, 4, [], "late")])
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3)
     assert assembled(plain, [late])[0] == []
@@ -142,10 +142,10 @@ def test_text_that_was_held_back_is_no_event_of_token_ids() -> None:
     assert chunk.choices[0].text == "late"
 
 
-def test_a_request_that_was_aborted_ends_with_what_it_had() -> None:
+def test_an_aborted_request_ends_with_its_tokens_so_far() -> None:
     plain = GenerateShape(wire_id="w", num_prompt_tokens=3, n=2, include_usage=True)
     first = [ChoiceDelta(0, 0, [1], "a"), ChoiceDelta(1, 0, [2], "b", "stop")]
-    gone = ErrorInfo("cancelled", "somebody asked for it", None, "client", False)
+    gone = ErrorInfo("cancelled", "cancelled by the client", None, "client", False)
     log: list[LogRecord] = [TokenChunk(0, 1, first), Failure(1, 1, gone, [])]
     (_, _, aborted, usage), whole = assembled(plain, log)
     assert [(c.index, c.finish_reason, c.token_ids) for c in aborted.choices] == [(0, "abort", [])]
@@ -160,7 +160,7 @@ def test_a_request_that_was_aborted_ends_with_what_it_had() -> None:
     ]
 
 
-def test_log_probabilities_of_the_prompt_begin_with_its_own_token() -> None:
+def test_prompt_logprobs_list_the_prompt_token_first() -> None:
     asked = GenerateShape(wire_id="w", num_prompt_tokens=3, prompt_token_ids=[5, 6, 7])
     told = [TokenLogprobs(-3.0, 9, [1], [-0.5]), TokenLogprobs(-0.5, 1, [7], [-0.5])]
     record = TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], "a", "length")], told)

@@ -1,4 +1,4 @@
-"""Each row of the protocol's table of errors, and what a renderer writes, which must be taken."""
+"""Every row of the protocol's error table, and bodies of renderers, which must be accepted."""
 
 import base64
 from pathlib import Path
@@ -43,7 +43,7 @@ def refused(body: Any) -> RequestError:
 
 
 @pytest.mark.parametrize("rendered", [recorded("render_text"), recorded("render_completion")])
-def test_what_another_renderer_writes_is_taken_verbatim(rendered: dict[str, Any]) -> None:
+def test_bodies_of_another_renderer_are_accepted_unchanged(rendered: dict[str, Any]) -> None:
     for body in msgspec.json.decode(msgspec.json.encode(rendered["response"]), type=Any) or []:
         if isinstance(body, str):
             body = rendered["response"]
@@ -55,7 +55,7 @@ def test_what_another_renderer_writes_is_taken_verbatim(rendered: dict[str, Any]
         assert parsed.items == []
 
 
-def test_what_is_left_out_has_its_default_but_for_max_tokens() -> None:
+def test_missing_parameters_but_max_tokens_have_their_defaults() -> None:
     sampling = parse(b'{"token_ids":[1],"sampling_params":{"top_k":-1}}').sampling
     assert "max_tokens" not in sampling
     assert (sampling["temperature"], sampling["top_k"], sampling["n"]) == (1.0, 0, 1)
@@ -73,7 +73,7 @@ def test_what_is_left_out_has_its_default_but_for_max_tokens() -> None:
         {"spaces_between_special_tokens": True, "extra_args": None, "stream_interval": 1},
     ],
 )
-def test_parameters_at_the_values_that_renderers_write_are_taken(wire: dict[str, Any]) -> None:
+def test_parameters_with_the_values_of_renderers_are_accepted(wire: dict[str, Any]) -> None:
     sampling = parse(msgspec.json.encode({"token_ids": [1], "sampling_params": wire})).sampling
     msgspec.convert(sampling, SamplingParams, str_keys=True)
 
@@ -162,12 +162,12 @@ def test_parameters_at_the_values_that_renderers_write_are_taken(wire: dict[str,
         ),
     ],
 )
-def test_what_is_wrong_is_named(body: Any, code: str | None, param: str) -> None:
+def test_an_error_names_its_field(body: Any, code: str | None, param: str) -> None:
     error = refused(body)
     assert (error.code, error.field) == (code or "invalid_request", param)
 
 
-def test_pictures_come_in_the_order_of_the_prompt() -> None:
+def test_images_come_in_the_order_of_the_prompt() -> None:
     body = with_picture(
         mm_hashes={"image": ["late", "early"]},
         mm_placeholders={"image": [{"offset": 2, "length": 2}, {"offset": 0, "length": 1}]},
@@ -177,7 +177,7 @@ def test_pictures_come_in_the_order_of_the_prompt() -> None:
     assert [(item.mm_hash, item.data) for item in items] == [("early", None), ("late", ITEM)]
 
 
-def test_metadata_that_say_the_same_leave_the_item_as_it_is_and_others_count() -> None:
+def test_metadata_override_an_item_only_where_they_differ() -> None:
     same = packed(msgspec.msgpack.encode({"image_grid_thw": GRID}))
     (item,) = parse(msgspec.json.encode(with_picture(mm_metadata={"image": [same]}))).items
     assert item.data == ITEM
@@ -187,7 +187,7 @@ def test_metadata_that_say_the_same_leave_the_item_as_it_is_and_others_count() -
     assert msgspec.msgpack.decode(item.data)["pixel_values"] == 2
 
 
-def test_the_shape_has_what_the_answer_needs_and_no_more() -> None:
+def test_the_shape_has_only_what_the_answer_needs() -> None:
     plain = shape_of(parse(msgspec.json.encode(with_picture())), "w")
     assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], [])
     asked = with_picture() | {
@@ -198,7 +198,7 @@ def test_the_shape_has_what_the_answer_needs_and_no_more() -> None:
     shown = shape_of(parse(msgspec.json.encode(asked)), "w")
     assert shown.prompt_token_ids == [1, 2, 2, 3]
     assert shown.placeholders == [PlaceholderInfo(1, 2)]
-    # As there: without the one, the other has no effect.
+    # As in vLLM, the one has no effect without the other.
     assert (shown.include_usage, shown.continuous_usage) == (False, False)
 
 

@@ -1,5 +1,5 @@
-// The official `openai` package of npm against our door: node scenarios.mjs NAME, in test_openai_node.py.
-// BASE_URL is the door's, PICTURE a data: URL of a yellow star; KEY is one that may do one thing at a time.
+// The official `openai` package of npm against a gateway: node scenarios.mjs NAME, in test_openai_node.py.
+// BASE_URL is the gateway's, PICTURE a data: URL of a yellow star. KEY may have one request at a time.
 import assert from "node:assert/strict";
 
 import OpenAI from "openai";
@@ -7,7 +7,7 @@ import OpenAI from "openai";
 const { BASE_URL, PICTURE, KEY } = process.env;
 const client = new OpenAI({ baseURL: BASE_URL, apiKey: KEY ?? "none", maxRetries: 0 });
 const hello = [{ role: "developer", content: "Be brief." }, { role: "user", content: "Hello" }];
-const picture = [
+const messages = [
   {
     role: "user",
     content: [
@@ -45,7 +45,7 @@ const scenarios = {
   },
 
   async stream() {
-    const fields = { messages: picture, stream: true, stream_options: { include_usage: true } };
+    const fields = { messages, stream: true, stream_options: { include_usage: true } };
     let text = "";
     let last;
     for await (const chunk of await create(fields)) {
@@ -54,19 +54,19 @@ const scenarios = {
     }
     assert.match(text, /yellow/);
     assert.ok(last.usage.completion_tokens > 0);
-    const runner = client.chat.completions.stream({ model: "demo", messages: picture });
+    const runner = client.chat.completions.stream({ model: "demo", messages });
     assert.equal(await runner.finalContent(), text);
   },
 
   async image() {
-    const answer = await create({ messages: picture });
+    const answer = await create({ messages });
     assert.match(answer.choices[0].message.content, /yellow/);
     assert.equal(answer.choices[0].finish_reason, "stop");
   },
 
   async tools() {
     const fields = {
-      messages: picture,
+      messages,
       tools: [paint],
       tool_choice: { type: "function", function: { name: "paint" } },
       max_tokens: 200,
@@ -93,7 +93,7 @@ const scenarios = {
     const format = { type: "json_schema", json_schema: { name: "shape", schema, strict: true } };
     const answer = await client.chat.completions.parse({
       model: "demo",
-      messages: picture,
+      messages,
       response_format: format,
       max_tokens: 200,
     });
@@ -132,7 +132,7 @@ const scenarios = {
     const busy = await create(long);
     await assert.rejects(create({ messages: hello }), OpenAI.RateLimitError);
     busy.controller.abort();
-    // It is told to come back in a second, and does.
+    // The client is asked to retry in a second, and does.
     const first = await create({ ...long, max_tokens: 60 }, { maxRetries: 9 });
     const waited = await create({ messages: hello, max_tokens: 2 }, { maxRetries: 9 });
     assert.equal(waited.usage.completion_tokens, 2);
@@ -144,11 +144,11 @@ const scenarios = {
     const { data: stream, response } = await create(long).withResponse();
     const id = response.headers.get("x-request-id");
     for await (const _ of stream) break; // which aborts it
-    let told = { state: "" };
-    while (!["finished", "cancelled", "failed"].includes(told.state)) {
-      told = await client.get(`/requests/${id}`);
+    let request = { state: "" };
+    while (!["finished", "cancelled", "failed"].includes(request.state)) {
+      request = await client.get(`/requests/${id}`);
     }
-    assert.equal(told.state, "cancelled");
+    assert.equal(request.state, "cancelled");
   },
 };
 
