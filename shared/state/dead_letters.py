@@ -38,7 +38,7 @@ async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant:
     """Queue `request` again under its id, as if it were new.
 
     Its token log and attempt records are removed first, and its dead letters last. `request` must
-    contain its id. Raises PayloadTooLarge, Overloaded or Unavailable, and keeps the letter then.
+    contain its id. Raises PayloadTooLarge, Overloaded or Unavailable without deleting the letters.
     """
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))

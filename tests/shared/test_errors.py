@@ -1,4 +1,4 @@
-"""Whatever a client sends, an error about it fits into a record and says nothing of our insides."""
+"""Errors about any client input fit into a record and reveal no internals."""
 
 import inspect
 
@@ -27,5 +27,5 @@ def test_a_clients_fault_is_never_retried(kind: type[PagemillError]) -> None:
 
 def test_codes_are_unique() -> None:
     codes = [kind.code for kind in LEAVES if not kind.__subclasses__()]
-    # InvalidRequest speaks for all that has no name of its own.
+    # InvalidRequest covers all cases without a class of their own.
     assert len(codes) == len(set(codes))

@@ -10,7 +10,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_the_cache_equals_a_list_in_order_of_use(operations: list) -> None:
-    """`None` reads, a number writes an entry of so many bytes."""
+    """Apply steps: `None` reads, and a number writes an entry of that many bytes."""
     cache: ByteLRU[str, int] = ByteLRU(10)
     model: list[tuple[str, int]] = []  # least recently used first
     for number, (key, num_bytes) in enumerate(operations):

@@ -1,4 +1,4 @@
-"""The arena between real processes: what is read, what is refused, and what is left behind."""
+"""The arena between real processes: reading, refusals and cleanup."""
 
 import fcntl
 import mmap
@@ -20,7 +20,7 @@ def test_a_reader_sees_what_was_put_without_a_copy() -> None:
     view = MappedArena(os.dup(arena.fd)).view(slot.offset, slot.num_bytes)
     assert bytes(view) == b"abcdefg" == bytes(arena.view(slot))
     assert view.readonly
-    # The same memory: what the writer does next is seen, too.
+    # The memory is shared, so the reader sees the next write, too.
     arena._view[slot.offset] = ord("X")
     assert view[0] == ord("X")
 

@@ -1,4 +1,4 @@
-"""Forged references, lying owners, and what killed processes leave: rows S54 to S56."""
+"""Forged references, malicious owners and leftovers of killed processes: rows S54 to S56."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ KILLS = 100
 
 
 def memory_files() -> int:
-    """Of this process: descriptors of arenas."""
+    """Return this process's file descriptors of arenas."""
     return sum("memfd:" in link for link in _links())
 
 
@@ -51,12 +51,12 @@ def _links() -> list[str]:
         try:
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return links
 
 
 def mappings(access: str) -> list[tuple[int, int]]:
-    """[start, end) of every mapped arena with this access."""
+    """Return [start, end) of every mapped arena with this access."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, granted, *_ = line.split()
@@ -76,7 +76,7 @@ async def test_forged_references_are_refused(start: Callable, told: Callable) ->
     forged = [
         replace(ours, key=bytes([ours.key[0] ^ 1]) + ours.key[1:]),
         replace(ours, key=bytes(32)),
-        replace(ours, key=bytes.fromhex(NAME)),  # a name is no permission
+        replace(ours, key=bytes.fromhex(NAME)),  # a name grants no access
         replace(ours, key=secrets.token_bytes(32)),
         replace(ours, num_bytes=5001),
         replace(ours, num_bytes=2**30),
@@ -140,7 +140,7 @@ async def test_chunks_outside_of_a_blob_are_refused(
 
 @pytest.fixture
 async def lie(start: Callable) -> AsyncIterator[Callable]:
-    """Another process's place is taken by one that hands out `fd` and gives `answer`."""
+    """Replace an owner by a process that passes `fd` and replies with `answer`."""
     listeners: list[socket.socket] = []
     tasks: list[asyncio.Task[None]] = []
 
@@ -319,7 +319,7 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
         with await reader.get(BlobRef(name, bytes.fromhex(key), MIB)) as blob:
             os.kill(int(pid), 9)
             assert bytes(blob.data) == b"a" * MIB
-        # Its own memory, and not that of all who have died before.
+        # Only the present owner's memory, without that of all dead ones.
         assert len(mappings("r--")) <= before[2] + 1
     assert await owners.wait() == 0
     await reader.close()
@@ -339,7 +339,7 @@ async def test_one_copy_by_the_writer_and_none_by_the_reader(start: Callable) ->
     tracemalloc.start()
     ref = mm_items.put_item(owner, NAME, 7, fields, 60)
     assert ref is not None
-    # The one copy is the arena's content; a second would have been somewhere in between.
+    # The only copy is in the arena; peak memory would show another one.
     assert tracemalloc.get_traced_memory()[1] < MIB
     tracemalloc.reset_peak()
     blob = await reader.get(ref)

@@ -1,4 +1,4 @@
-"""What an item may be: any fields, of several levels, and a placeholder with text in it."""
+"""Items with any fields and levels, and placeholders that contain text."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_without_a_mask_all_tokens_are_replaced():
 
 
 async def test_levels_and_masks_fit_the_envelope():
-    """Embeddings of several layers of a tower, as DeepStack feeds them, beside their grid."""
+    """An item with embeddings of several tower layers (DeepStack) and their grid."""
     fields = {
         "image_grid_thw": torch.tensor([1, 6, 4]),
         "embedding": torch.randn(6, 32).to(torch.bfloat16),
@@ -56,7 +56,7 @@ async def test_levels_and_masks_fit_the_envelope():
 
 
 class OneBlob:
-    """Of an item with six embeddings."""
+    """Stand-in for `Blobs` with one item of six embeddings."""
 
     async def get(self, ref: object) -> Blob:
         contents = mm_items.ItemContents({"embedding": 0}, 6)

@@ -1,4 +1,4 @@
-"""The pool of slots against a model of it: nothing overlaps, nothing that is pinned moves."""
+"""The slot pool against a model: slots do not overlap, and pinned ones do not move."""
 
 import pytest
 from hypothesis import settings
@@ -77,7 +77,7 @@ TestSlots.settings = settings(deadline=None, max_examples=100)
 
 
 def put(pool: SlotPool, name: str, num_pages: int) -> Slot | None:
-    """A slot that nobody keeps."""
+    """Add a slot without pins."""
     slot = pool.add(name, num_pages * ALIGNMENT, "writer")
     pool.unpin(name, "writer")
     return slot

@@ -1,4 +1,4 @@
-"""Every road brings the same bytes, and says so when there are none."""
+"""Every transport reads the same bytes and reports missing blobs."""
 
 import asyncio
 import contextlib
@@ -58,11 +58,11 @@ def closed_port() -> int:
 
 
 def dead_ends(address: BlobAddress) -> BlobAddress:
-    """Both faster roads lead nowhere."""
+    """Return an address at which both faster transports fail."""
     return msgspec.structs.replace(address, local="nobody", tcp=("127.0.0.1", closed_port()))
 
 
-ROADS = {
+TRANSPORTS = {
     "its memory": lambda address: address,
     "a socket": elsewhere,
     "the broker": no_tcp,
@@ -70,7 +70,7 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 64 * 1024, 3 * MIB + 5])
 async def test_every_transport_reads_the_same_bytes(
     start: Callable, told: Callable, num_bytes: int
@@ -90,7 +90,7 @@ async def test_the_owner_reads_its_own_blobs(start: Callable) -> None:
         assert bytes(blob.data) == b"abc"
 
 
-@pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
 async def test_released_and_expired_blobs_are_lost(start: Callable, told: Callable) -> None:
     owner, reader = await start(told=told), await start()
     released, expired = put(owner, b"abc"), put(owner, b"abc", ttl_s=0.05)
@@ -220,7 +220,7 @@ asyncio.run(main())
 
 
 async def test_open_blobs_survive_a_cancelled_request(start: Callable) -> None:
-    """The connection is not used again, but its end would free what is read."""
+    """The connection is not reused, but closing it would unpin the open blob."""
     owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
     ref = put(owner, b"a" * MIB)
     blob = await reader.get(ref)
@@ -292,7 +292,7 @@ async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
         (await reader.get(ref)).close()
         os.kill(owner.pid, signal.SIGSTOP)
         try:
-            # One after the other they would take half a minute.
+            # Sequential timeouts would take half a minute.
             async with asyncio.timeout(12):
                 found = await asyncio.gather(
                     *(reader.get(ref) for _ in range(24)), return_exceptions=True
@@ -335,6 +335,6 @@ async def test_an_unsent_key_pins_nothing(start: Callable) -> None:
         sock.connect("\0" + owner.address.local)
         await asyncio.to_thread(sock.recv, len(protocol.HELLO))
         sock.sendall(protocol._request.pack(protocol.FIND, bytes.fromhex(NAME), 60.0))
-        # And ends, before it can be told the key.
+        # The reader exits before it receives the key.
     await asyncio.sleep(0.2)
     assert owner.load()["arena_pinned"] == 0

@@ -1,4 +1,4 @@
-"""Publish, consume, settle: the hand-over rules on a real server."""
+"""Publishing, consuming and settling messages on a real server."""
 
 import asyncio
 import secrets
@@ -128,7 +128,7 @@ async def test_a_missing_server_is_reported_with_its_url() -> None:
 
 
 async def test_requests_survive_a_connection_that_is_being_lost(broker: EmbeddedServer) -> None:
-    """The library writes by itself where its writer has ended, and its reader has not seen why."""
+    """nats-py writes in the caller's task when its writer has ended before its reader notices."""
     bus = await Bus.connect(broker.url, "test-lost")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     nc = bus._nc
@@ -150,7 +150,7 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
 
 
 async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedServer) -> None:
-    """The library's reader dies of an answer that nobody waits for any more."""
+    """nats-py's reader task would fail on a pong whose future was cancelled."""
     bus = await Bus.connect(broker.url, "test-deaf")
     await bus.prepare(NatsConfig(), DeliveryConfig())
     nc = bus._nc
@@ -170,7 +170,7 @@ async def test_a_cancelled_flush_does_not_stop_the_reader_task(broker: EmbeddedS
 async def test_a_cancellation_together_with_the_reply_is_not_lost(
     broker: EmbeddedServer, waits_for: str, steps: int
 ) -> None:
-    """The library forgets it in one of the steps between what comes and who waits for it."""
+    """nats-py loses a cancellation in one of the loop steps between the reply and the caller."""
     bus = await Bus.connect(broker.url, "test-cancelled")
     nc = bus._nc
     subscription = await nc.subscribe("test.cancelled")

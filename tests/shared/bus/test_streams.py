@@ -1,4 +1,4 @@
-"""What a server must have, and how it is told when it has not."""
+"""Required server settings, stream creation and recovery."""
 
 import asyncio
 import math
@@ -123,7 +123,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_delay(
 async def test_prepare_waits_for_a_slow_broker(
     own_broker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Others who wait for it would have given up by now.
+    # `prepare` has a longer deadline than other requests.
     monkeypatch.setattr(bus_module, "BROKER_DEADLINE_S", 0.5)
     pid = int(own_broker.pid_file.read_text())
     bus = await Bus.connect(own_broker.url, "test")
@@ -163,9 +163,9 @@ async def test_batched_acks_reach_a_restarted_server(
         *(bus.publish(subjects.stage("renderer", "m", "batch", n), b"", n) for n in names)
     )
     deliveries = [await consumer.next() for _ in names]
-    await asyncio.sleep(0.5)  # until the server has on disk what it has delivered
+    await asyncio.sleep(0.5)  # until the server has synced the deliveries
     first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]
-    await asyncio.sleep(0.001)  # some have left, some wait for their turn
+    await asyncio.sleep(0.001)  # some are sent, some wait
     own_broker.kill()
     second = [asyncio.create_task(delivery.ack()) for delivery in deliveries[32:]]
     own_broker.start()

@@ -29,7 +29,7 @@ def raw_tensor(dtype, shape, fill=1):
 
 
 def envelope(header: bytes, body: bytes = b"", *, header_len=None, body_offset=None):
-    """Put together by hand, so that every number in it can lie."""
+    """Build an envelope by hand, in which any number can be false."""
     true_offset = -(-(16 + len(header)) // 64) * 64
     length = len(header) if header_len is None else header_len
     offset = true_offset if body_offset is None else body_offset
@@ -279,7 +279,7 @@ def test_a_flood_of_small_values_is_refused_without_growth(piece):
     elapsed = time.process_time() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert elapsed < 2.0  # tracing slows it down a few times
+    assert elapsed < 2.0  # tracing slows decoding down several times
     assert peak < 16 * 2**20
 
 
@@ -293,7 +293,7 @@ def test_extension_types_are_refused(tmp_path):
 
 
 def test_the_walk_agrees_with_msgspec_on_whole_values():
-    """Every kind of value that msgspec writes is stepped over to its last byte."""
+    """The walk covers every type of value that msgspec writes."""
     values = [0, -1, 200, -100, 2**15, -(2**15), 2**31, -(2**31), 2**63, -(2**63), 1.5, None, True]
     values += ["", "a" * 31, "a" * 200, "a" * 70_000, b"", b"a" * 300, b"a" * 70_000]
     values += [[], [1] * 15, [1] * 70_000, {}, {str(i): [i] for i in range(1000)}]

@@ -1,4 +1,4 @@
-"""Envelopes that are meant to harm, and the bytes that are copied: rows S23 to S27."""
+"""Malicious envelopes, and the number of copied bytes: rows S23 to S27."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_a_pickle_is_not_unpickled(tmp_path: Path) -> None:
 
 # -- S24, S25: depth and number -------------------------------------------------------------------
 
-FLOODS = {  # what is repeated, and how many values it is
+FLOODS = {  # repeated bytes, and their number of values
     "empty arrays": (b"\x90", 1),
     "empty maps": (b"\x80", 1),
     "empty strings": (b"\xa0", 1),
@@ -107,7 +107,7 @@ for name in sys.argv[1:]:
 
 
 def test_floods_and_depth_neither_grow_nor_crash_the_process(tmp_path: Path) -> None:
-    """In a process of its own, in its main thread and in one with a stack of 128 KiB."""
+    """Decode in another process, in its main thread and in one with a stack of 128 KiB."""
     vectors = {f"deep {name}": head for name, head in DEEP.items()}
     vectors["deep, in an extension"] = b"\x81\xa1u\xc7\xff\x01" + b"\x91" * 255
     for name, (piece, num_values) in FLOODS.items():
@@ -219,7 +219,7 @@ SIZE = 16 * MIB
 
 @contextmanager
 def no_more_than(num_bytes: int) -> Iterator[None]:
-    """Python and numpy tell tracemalloc of whatever they allocate."""
+    """Assert the limit on allocations, all of which Python and numpy report to tracemalloc."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()

@@ -1,4 +1,4 @@
-"""Items to the byte as a vLLM server was recorded to write them, and whatever else comes."""
+"""Items compared with bytes recorded from a vLLM server, and invalid items."""
 
 import contextlib
 import math
@@ -35,7 +35,7 @@ FIELDS = {
         TensorData("uint8", (32, 1176), memoryview(PIXELS)), FlatField([[[0, 32, None]]])
     ),
 }
-# Of a picture of 112 x 56, as vLLM 0.32.0 has written it.
+# An image of 112 x 56, as written by vLLM 0.32.0.
 RECORDED_GRID = (
     b"\xaeimage_grid_thw\x82\xa4data\x93\xa5int64\x91\x03\xc7\x18\x03"
     + GRID

@@ -1,4 +1,4 @@
-"""The C++ kernels of towers against the same in torch, in float32 from the same rounded numbers."""
+"""The C++ kernels of towers against torch in float32 with the same rounded inputs."""
 
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ FOUND = tower_kernels.find_kernels(torch.empty(0, dtype=torch.bfloat16))
 needs_kernels = pytest.mark.skipif(
     FOUND is None, reason="no AVX-512 for bfloat16, no compiler, or a matrix extension"
 )
-# Those of the towers there are, one that fills no register, and one of an odd number of units.
+# The sizes of existing towers, one below a register, and one with an odd number of units.
 HEAD_DIMS = [8, 16, 54, 64, 72, 80, 128]
 
 
@@ -44,7 +44,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """Row for row: what is rounded to bfloat16 on the way is off by its 2**-9 at most."""
+    """Compare rows: an intermediate bfloat16 value has an error of at most 2**-9 of itself."""
     assert actual.dtype == torch.bfloat16
     assert actual.shape == expected.shape
     off = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -76,7 +76,7 @@ def test_attention(
     qkv = torch.randn(num_rows, 3, num_heads, head_dim).bfloat16()
     radians = torch.randn(num_rows, head_dim // 2).repeat(1, 2) * 3
     angles = (radians.cos(), radians.sin()) if turning else None
-    # Sharp enough for a row to look at few others.
+    # Sharp enough for each row to attend to few others.
     scale = 2 * head_dim**-0.5
     actual = kernels.attend(*qkv.unbind(1), angles, starts(lengths), scale)
     assert_near(actual, attend(qkv, angles, lengths, scale))
@@ -115,7 +115,7 @@ def test_products(
     actual = kernels.multiply(x, tower_kernels.pack_weight(weight), bias, num_outputs, activation)
     products = x.double() @ weight.double().T + bias[:num_outputs]
     assert actual.dtype == torch.bfloat16
-    # Nothing is rounded before the end, where 2**-9 is lost.
+    # Only the result is rounded, by at most 2**-9.
     expected = EXACTLY[activation](products).float()
     torch.testing.assert_close(actual.float(), expected, rtol=4e-3, atol=2e-5)
 

@@ -1,4 +1,4 @@
-"""Pictures in the broker: there once, whole, and under no other bytes than their own."""
+"""Images in the broker: stored once, complete, and only under their own hash."""
 
 import hashlib
 import secrets
@@ -24,7 +24,7 @@ async def stored(bus: Bus, num_bytes: int) -> tuple[str, bytes]:
 
 
 async def newest(bus: Bus) -> int:
-    """The last sequence of the stream."""
+    """Return the last sequence of the stream."""
     return (await bus.sequence_range(subjects.MEDIA_STREAM))[1]
 
 

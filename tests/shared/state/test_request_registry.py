@@ -1,4 +1,4 @@
-"""What gateways note of requests, and how a request keeps what was given."""
+"""Request records of gateways, and the encoding of requests."""
 
 import asyncio
 import json

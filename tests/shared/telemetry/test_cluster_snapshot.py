@@ -1,4 +1,4 @@
-"""One question, many answers, and the queues: on a real server."""
+"""Cluster snapshots on a real server."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ def model() -> str:
 
 
 async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
-    """A worker's heartbeat, and what it answers."""
+    """Publish a worker's heartbeat, and reply with its metrics."""
     metrics = Metrics("engine", worker, "demo")
     beat = Heartbeat("engine", worker, "0", os.getpid(), ["demo"], {})
     await bus.publish_heartbeat(worker, to_json(beat))
@@ -65,7 +65,7 @@ async def test_invalid_replies_are_ignored(bus: Bus) -> None:
         await bus.add_responder(subjects.METRICS, lambda _, answer=answer: answer)
     liar = to_json({"role": "engine", "worker": "liar", "series": [own, *odd]})
     await bus.add_responder(subjects.METRICS, lambda _: liar)
-    # Nobody is done with asking before all have answered.
+    # The request ends only when all workers have replied.
     last = await start(bus, f"engine-{secrets.token_hex(4)}")
     last.counter("prompt_tokens_total").add(7)
     seen = await cluster_snapshot.take_snapshot(bus)

@@ -1,4 +1,4 @@
-"""Increases between two surveys, and quantiles of histograms."""
+"""Increases between two snapshots, and quantiles of histograms."""
 
 import math
 from bisect import bisect_left
@@ -40,7 +40,7 @@ def observed(values: list[float], worker: str = "w") -> Samples:
 
 
 def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
-    """Of each worker its start in seconds, and how much it has counted."""
+    """Build a snapshot from each worker's start in seconds and its count."""
     return ClusterSnapshot(
         at_ms=1000 * at_s,
         beats=[],
@@ -64,8 +64,11 @@ def survey(at_s: float, **told: tuple[float, float]) -> ClusterSnapshot:
 
 @given(st.lists(amounts, min_size=1, max_size=4))
 def test_increases_add_up_over_restarts(lives: list[list[int]]) -> None:
-    """Seen after every addition; each life begins at zero, and what it counts first shows that it
-    is one, for otherwise nobody could tell."""
+    """Take a snapshot after every addition.
+
+    Each life begins at zero, and its first count is below the last one of the previous life,
+    because a restart could not be detected otherwise.
+    """
     seen, before, wanted = 0.0, counted(0), 0
     for life in lives:
         value = 0
@@ -77,7 +80,7 @@ def test_increases_add_up_over_restarts(lives: list[list[int]]) -> None:
             seen += grown
             before = now
         wanted += value
-        # The next life is first seen when it has counted less than this one had.
+        # The first count of the next life is below the last one of this life.
         before = counted(math.inf)
     assert seen == wanted
 
@@ -119,7 +122,7 @@ def test_histograms_of_several_workers_add_up(mine: list[float], yours: list[flo
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
     found = quantile(buckets([observed(values)], NAME), q)
     assert found is not None
-    # The smallest value that a share of q is not above.
+    # The smallest value that is not below a fraction q of the observations.
     rank = next(rank for rank in range(1, len(values) + 1) if rank >= q * len(values))
     true = sorted(values)[rank - 1]
     index = bisect_left(LONG_S, true)

@@ -1,4 +1,4 @@
-"""Prometheus' text format, read by Prometheus' own parser; and the endpoints that serve it."""
+"""Prometheus' text format, read by its own parser, and the HTTP endpoints."""
 
 import socket
 import urllib.request
