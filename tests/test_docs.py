@@ -46,7 +46,8 @@ def test_the_message_reference_has_every_subject_and_every_message() -> None:
     overview = written[: written.index("\n## ")]
     modules = (messages, renderer_rpc)
     sent = {kind.__name__ for module in modules for kind in structs_sent(module)}
-    assert sent <= set(re.findall(r"\[(\w+)\]\(#", overview))
+    missing = sent - set(re.findall(r"\[(\w+)\]\(#", overview))
+    assert missing == set(), "name these in the overview of docs/reference/messages.md"
 
 
 def structs_sent(module: ModuleType) -> list[type]:
@@ -118,7 +119,7 @@ def test_troubleshooting_has_a_row_for_every_error_code() -> None:
     page = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\d+|-) \| (yes|no) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
     by_code = {error.code: error for error in _errors(PagemillError)}
-    assert [row[0] for row in rows] == sorted(by_code)
+    assert [row[0] for row in rows] == sorted(by_code), "rows are sorted by code"
     for code, status, again, _, _ in rows:
         assert status in ("-", str(status_of(by_code[code]))), code
         assert again == ("yes" if by_code[code].retryable else "no"), code
