@@ -29,7 +29,7 @@ from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress, Heartbeat, to_json
 from shared.protocol.multimodal import BlobRef
-from tests.shared.blobs.test_store import NAME, ROADS, put
+from tests.shared.blobs.test_store import NAME, TRANSPORTS, put
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -69,7 +69,7 @@ def mappings(access: str) -> list[tuple[int, int]]:
 # -- S54: references ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
 async def test_forged_references_are_refused(start: Callable, told: Callable) -> None:
     owner, reader = await start(told=told), await start()
     ours = put(owner, b"a" * 5000)
