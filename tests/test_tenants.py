@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.config import ModelConfig, RendererConfig
-from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.multimodal import IMAGE, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.subjects import last_token
 from workers.cli.settings import DEMO_MODEL
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 URL = "https://example.com/a.png"
 # Where something is kept for a later request, one line each.
 KEEPS = re.compile(
-    r"= ByteLRU\(|lru_cache|functools\.cache|parcels\.put\(|pool\.register\(|subjects\.item\("
+    r"= ByteLRU\(|lru_cache|functools\.cache|mm_items\.put_item\(|pool\.register\(|subjects\.item\("
 )
 NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
@@ -53,15 +53,17 @@ def block_key(tenant: str, processor: Processor) -> object:
 
 def picture_key(tenant: str, processor: Processor) -> object:
     """mm_hash, by which the renderer keeps pixels and the engine embeddings."""
-    return processor.hash_picture("b" * 64, tenant)
+    return processor.hash_media(IMAGE, "b" * 64, tenant)
 
 
 def test_processed_pictures_of_others_are_known_by_their_bytes_and_tenant(
     processor: Processor,
 ) -> None:
-    keys = {processor.hash_item(source * 64, tenant) for source in "ab" for tenant in ("", "a")}
+    keys = {
+        processor.hash_item(IMAGE, source * 64, tenant) for source in "ab" for tenant in ("", "a")
+    }
     assert len(keys) == 4
-    assert processor.hash_picture("a" * 64, "") not in keys
+    assert processor.hash_media(IMAGE, "a" * 64, "") not in keys
 
 
 def url_key(tenant: str, processor: Processor) -> object:

@@ -130,13 +130,13 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
 
 
 def _images(request: Any, config: Config) -> Iterator[Any]:
-    parts = list(prompt.image_parts(request.messages))
+    parts = list(prompt.media_parts(request.messages))
     if parts:
         from workers.renderer.media.loader import MediaLoader
 
         media = MediaLoader(config.renderer)
-        for field, part in parts:
-            yield media.load(part.image_url.url, field)
+        for part in parts:
+            yield media.load(part.url, part.field)
 
 
 def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:

@@ -17,7 +17,13 @@ from typing import Any
 from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
 from shared.protocol.messages import ImagePart, Message, Prompt, TextPart
-from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, content_hash
+from shared.protocol.multimodal import (
+    IMAGE,
+    Modality,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    content_hash,
+)
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence
@@ -172,6 +178,7 @@ class FakePicture:
     mm_hash: str
     num_tokens: int
     fields: dict[str, TensorData]
+    modality: Modality = IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +191,14 @@ class FakeRendered:
 class FakeProcessor:
     """In the place of the real one where its import, 3 to 4 s, would be most of a short run."""
 
-    takes_pictures = False
-    metadata = ()
-
     def __init__(self, model: ModelConfig) -> None:
         pass
+
+    def accepts(self, modality: Modality) -> bool:
+        return False
+
+    def metadata(self, modality: Modality) -> tuple[str, ...]:
+        return ()
 
     def check(self, messages: Sequence[Message]) -> None:
         pass
@@ -196,11 +206,11 @@ class FakeProcessor:
     def tokenize(self, asked: Prompt) -> list[int]:
         return [token_id for message in asked.messages for token_id in _token_ids(message)]
 
-    def hash_picture(self, source_hash: str, tenant: str) -> str:
+    def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
         return content_hash(tenant, source_hash, "fake")
 
     def process(self, image: Any, field: str, tenant: str) -> FakePicture:
-        mm_hash = self.hash_picture(image.source_hash, tenant)
+        mm_hash = self.hash_media(IMAGE, image.source_hash, tenant)
         num_bytes = picture_bytes(mm_hash)
         data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))
         return FakePicture(
@@ -210,16 +220,18 @@ class FakeProcessor:
         )
 
     def expand(
-        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
+        self,
+        token_ids: list[int],
+        media: Sequence[prompt.SizedMedia],
+        field: str = "messages",
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        return prompt.expand(token_ids, IMAGE_TOKEN_ID, counts, field)
+        return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
     def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
         pictures = [self.process(image, "", "") for image in images]
-        counts = [picture.num_tokens for picture in pictures]
-        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), counts)
+        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), pictures)
         items = [
-            MultiModalKwargsItem("image", picture.mm_hash, placeholder, {"bytes": number})
+            MultiModalKwargsItem(IMAGE, picture.mm_hash, placeholder, {"bytes": number})
             for number, (picture, placeholder) in enumerate(zip(pictures, ranges, strict=True))
         ]
         return FakeRendered(token_ids, items, [picture.fields["bytes"] for picture in pictures])

@@ -23,13 +23,13 @@ parameter must not be ignored in silence.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest, PagemillError
-from shared.protocol.multimodal import BlobRef, Modality, MultiModalKwargsItem, content_hash
+from shared.protocol.multimodal import IMAGE, BlobRef, Modality, MultiModalKwargsItem, content_hash
 from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.subjects import MAX_NAME_LEN, is_name
 
@@ -79,7 +79,13 @@ class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ImagePart(Struct, frozen=True, forbid_unknown_fields=True, tag="image_url"):
+    modality: ClassVar[Modality] = IMAGE
+    url_field: ClassVar[str] = "image_url.url"
     image_url: ImageURL
+
+    @property
+    def url(self) -> str:
+        return self.image_url.url
 
 
 ContentPart = TextPart | ImagePart

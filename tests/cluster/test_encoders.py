@@ -21,7 +21,7 @@ from shared.client import ask, new_request_id
 from shared.config import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.messages import Failure, Finish, GenerateRequest, LogRecord, to_json
-from shared.protocol.multimodal import embedding_key
+from shared.protocol.multimodal import IMAGE, embedding_key
 from shared.stage.runtime import EXIT_CONFIG
 from shared.state.token_log import last_record
 from tests.cluster.conftest import (
@@ -158,7 +158,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
     request = about_a_new_picture(tmp_path, (112, 112), "teal")
     processor = Processor(ModelConfig(DEMO_MODEL))
     source = hash_source((tmp_path / "new.png").read_bytes())
-    key = embedding_key("demo", processor.hash_picture(source, ""))
+    key = embedding_key("demo", processor.hash_media(IMAGE, source, ""))
     for name in (key, subjects.encoding(key)):
         await client.publish_without_id(subjects.cancel(name), b"")
         bad = GenerateRequest("nobodys", request.messages)

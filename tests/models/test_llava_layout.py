@@ -18,6 +18,7 @@ from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.multimodal import IMAGE
 from tests import llava
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor
@@ -270,9 +271,9 @@ def test_a_missing_processor_config_is_named(tmp_path: Path):
 
 
 def test_pictures_of_other_settings_have_other_names(plain: Path, tmp_path: Path):
-    names = {Processor(ModelConfig(str(plain))).hash_picture("source", "")}
+    names = {Processor(ModelConfig(str(plain))).hash_media(IMAGE, "source", "")}
     for number, settings in enumerate(({"resample": 2}, {"strategy": "full"})):
         folder = tmp_path / str(number)
         llava.write_processor(folder, **settings)
-        names.add(Processor(ModelConfig(str(folder))).hash_picture("source", ""))
+        names.add(Processor(ModelConfig(str(folder))).hash_media(IMAGE, "source", ""))
     assert len(names) == 3

@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from shared.models.media import DecodedImage
+from shared.protocol.multimodal import IMAGE
 from tests.renderer.processing.test_processor import TEMPLATE, VISION, write_model
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import ProcessedImage, Processor
@@ -180,4 +181,4 @@ def test_every_mode(load: Callable[[str], Loaded], file: str, name: str) -> None
 
 def test_the_settings_are_told_apart(load: Callable[[str], Loaded]) -> None:
     """Or the tests above would compare one with itself."""
-    assert len({load(name)[0].hash_picture("file", "") for name in SETTINGS}) == len(SETTINGS)
+    assert len({load(name)[0].hash_media(IMAGE, "file", "") for name in SETTINGS}) == len(SETTINGS)

@@ -257,11 +257,11 @@ def test_its_tower_loads_alone(folder: Path):
 
 def test_its_items_pass_between_servers(processor: Processor):
     picture = processor.process(DecodedImage(llava.picture(1, 90, 60), "one"), "field", "")
-    data, _ = processor.give_item(picture)
-    assert processor.take_item(data, picture.mm_hash, "field") == picture
+    data, _ = processor.encode_item(picture)
+    assert processor.decode_item(IMAGE, data, picture.mm_hash, "field") == picture
     wire = decode_item(data, "field")
     with pytest.raises(InvalidRequest, match="has the fields raster, table"):
-        processor.take_item(encode_item({"raster": wire["raster"]}), "hash", "field")
+        processor.decode_item(IMAGE, encode_item({"raster": wire["raster"]}), "hash", "field")
 
 
 def test_its_tool_format_stands_in_for_a_template_without_marks(processor: Processor):

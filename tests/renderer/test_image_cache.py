@@ -16,6 +16,7 @@ from shared.bus.bus import Bus
 from shared.config import BlobsConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia
 from shared.protocol.messages import Heartbeat, to_json
+from shared.protocol.multimodal import IMAGE
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.processing.processor import Processor
@@ -66,9 +67,9 @@ async def test_a_picture_that_comes_again_is_not_made_again(
     renderer: Callable, processor: Processor
 ) -> None:
     pictures, blobs = await renderer()
-    first = await pictures.prepare(processor, file_of(), FIELD, "", 60)
-    second = await pictures.prepare(processor, file_of(), FIELD, "", 60)
-    other = await pictures.prepare(processor, file_of(1), FIELD, "", 60)
+    first = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    second = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    other = await pictures.prepare(processor, IMAGE, file_of(1), FIELD, "", 60)
     assert (pictures.counters.processed, pictures.counters.hits) == (2, 1)
     assert first.mm_hash == second.mm_hash != other.mm_hash
     assert await contents(blobs, first) == await contents(blobs, second)
@@ -79,14 +80,14 @@ async def test_another_renderer_of_the_machine_has_it_too(
     renderer: Callable, processor: Processor
 ) -> None:
     (ours, our_blobs), (theirs, their_blobs) = await renderer(), await renderer()
-    made = await ours.prepare(processor, file_of(), FIELD, "", 60)
-    found = await theirs.prepare(processor, file_of(), FIELD, "", 60)
+    made = await ours.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    found = await theirs.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
     assert (theirs.counters.processed, theirs.counters.hits) == (0, 1)
     assert found.ref is not None
     assert found.ref.worker == made.ref.worker
     assert await contents(their_blobs, found) == await contents(our_blobs, made)
     await our_blobs.close()
-    assert (await theirs.prepare(processor, file_of(), FIELD, "", 60)).ref is not None
+    assert (await theirs.prepare(processor, IMAGE, file_of(), FIELD, "", 60)).ref is not None
     assert theirs.counters.processed == 1, "it is made again when nobody has it any more"
 
 
@@ -95,7 +96,8 @@ async def test_those_who_come_together_wait_for_the_first(
 ) -> None:
     pictures, blobs = await renderer()
     waiting = [
-        asyncio.create_task(pictures.prepare(processor, file_of(), FIELD, "", 60)) for _ in range(8)
+        asyncio.create_task(pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60))
+        for _ in range(8)
     ]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -113,7 +115,7 @@ async def test_a_bad_picture_fails_for_each_by_its_own_field(
     pictures, _ = await renderer()
     bad = b"\x89PNG broken"
     failed = await asyncio.gather(
-        *(pictures.prepare(processor, bad, f"field {i}", "", 60) for i in range(3)),
+        *(pictures.prepare(processor, IMAGE, bad, f"field {i}", "", 60) for i in range(3)),
         return_exceptions=True,
     )
     assert [type(error) for error in failed] == [InvalidMedia] * 3
@@ -125,20 +127,20 @@ async def test_without_room_it_goes_into_the_message(
 ) -> None:
     pictures, blobs = await renderer(arena_mib=1)
     filling = blobs.put("ab" * 32, [bytes(2**20)], 60)
-    prepared = await pictures.prepare(processor, file_of(), FIELD, "", 60)
+    prepared = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
     assert prepared.ref is None
     assert set(prepared.fields) == {"pixel_patches", "pixel_table", "image_grid_thw"}
     await blobs.release(filling)
-    assert (await pictures.prepare(processor, file_of(), FIELD, "", 60)).ref is not None
+    assert (await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)).ref is not None
 
 
 async def test_what_was_made_for_one_tenant_is_not_found_for_another(
     renderer: Callable, processor: Processor
 ) -> None:
     (ours, _), (theirs, _) = await renderer(), await renderer()
-    a = await ours.prepare(processor, file_of(), FIELD, "a", 60)
-    b = await theirs.prepare(processor, file_of(), FIELD, "b", 60)
+    a = await ours.prepare(processor, IMAGE, file_of(), FIELD, "a", 60)
+    b = await theirs.prepare(processor, IMAGE, file_of(), FIELD, "b", 60)
     assert a.mm_hash != b.mm_hash
     assert (theirs.counters.processed, theirs.counters.hits) == (1, 0)
-    assert (await theirs.prepare(processor, file_of(), FIELD, "a", 60)).mm_hash == a.mm_hash
+    assert (await theirs.prepare(processor, IMAGE, file_of(), FIELD, "a", 60)).mm_hash == a.mm_hash
     assert (theirs.counters.processed, theirs.counters.hits) == (1, 1)

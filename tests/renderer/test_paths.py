@@ -74,7 +74,7 @@ class Rig:
 
     def caches(self) -> dict[str, Any]:
         """Of the main path: what is in them, the least recently used first, and their counters."""
-        pictures, fetched = self.worker._main_path.pictures, self.worker._loader._fetched
+        pictures, fetched = self.worker._main_path.images, self.worker._loader._fetched
         return {
             "counters": (pictures.counters.hits, pictures.counters.processed),
             "pictures": list(pictures._blobs._server.arena.slots._slots),
@@ -153,7 +153,7 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
     counted = await rig.tokenize(messages)
     assert prompt.prompt_token_ids == engine_task.prompt_token_ids == counted.token_ids
     assert counted.count == len(counted.token_ids) < counted.max_model_len
-    blobs = rig.worker._main_path.pictures._blobs
+    blobs = rig.worker._main_path.images._blobs
     for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
         assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
         fields, blob = await mm_items.open_item(blobs, theirs, engine_tensors)
@@ -179,7 +179,7 @@ async def test_a_request_that_fails_holds_none_of_its_pictures(rig: Rig) -> None
         async with asyncio.timeout(20):
             records = [record async for record in client.follow(rig.bus, task.request_id)]
         assert isinstance(records[-1], Failure)
-        slots = rig.worker._main_path.pictures._blobs._server.arena.slots
+        slots = rig.worker._main_path.images._blobs._server.arena.slots
         assert len(slots) == 1
         async with asyncio.timeout(5):
             while slots.num_pinned:  # noqa: ASYNC110
@@ -323,7 +323,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        roads = second._main_path.pictures._blobs._transports
+        roads = second._main_path.images._blobs._transports
         assert roads == {}, "the warm-up has left a connection to the first"
         answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
         assert not any(isinstance(answer, ErrorReply) for answer in answers)

@@ -1,8 +1,8 @@
-"""Pictures, each processed once on this machine for as long as its result is remembered.
+"""Image cache: every image is processed once per machine for as long as its result is stored.
 
-A picture is known by the hash of its tenant, its file and the processor's settings. What has been
-made of it is in an arena: ours, or that of another renderer of this machine. So one that comes
-again is neither decoded nor processed, and its bytes are where the engine can have them.
+The key of an image is the hash of its tenant, its file and the processor's settings. Results are
+stored in an arena: this renderer's, or that of another renderer on the machine. A repeated image is
+therefore neither decoded nor processed, and its bytes are already where the engine can read them.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from shared.codec.envelope import TensorData
 from shared.config import RendererConfig
 from shared.errors import BlobLost, RequestError
 from shared.protocol.multimodal import IMAGE, BlobRef, Modality
-from workers.renderer.media.image_decoder import decode_image, hash_source
+from workers.renderer.media.decoders import DECODERS
+from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import ProcessedImage, Processor
 from workers.renderer.threads import InThread
 
@@ -23,29 +24,28 @@ from workers.renderer.threads import InThread
 @dataclass(slots=True)
 class CacheCounters:
     queries: int = 0
-    """ImageCache asked for."""
     hits: int = 0
-    """ImageCache that had been made before."""
+    """Queries for images that were stored already."""
     processed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """A picture on its way to the engine."""
+    """An image on its way to the engine."""
 
     mm_hash: str
     num_tokens: int
     ref: BlobRef | None
-    """None if there is no room for it in the arena; then `fields` has it all."""
+    """None if the arena had no room for it; then `fields` holds everything."""
     fields: dict[str, TensorData]
-    """Empty for one that was made before."""
+    """Empty for an image from the cache."""
     metadata: dict[str, TensorData]
-    """Of the fields, those that the language model needs."""
+    """The fields that the language model needs."""
     modality: Modality = IMAGE
 
 
-def copied(tensor: TensorData) -> TensorData:
-    """Out of a blob that is about to be closed."""
+def copy_tensor(tensor: TensorData) -> TensorData:
+    """Copy a tensor out of a blob that is about to be closed."""
     return replace(tensor, data=memoryview(bytes(tensor.data)))
 
 
@@ -55,94 +55,113 @@ class ImageCache:
         self._blobs = blobs
         self._config = config
         self._in_thread = in_thread
-        self._making: dict[str, asyncio.Task[ProcessedImage]] = {}
+        self._processing: dict[str, asyncio.Task[ProcessedImage]] = {}
 
     async def prepare(
-        self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
+        self,
+        processor: Processor,
+        modality: Modality,
+        data: bytes,
+        field: str,
+        tenant: str,
+        ttl_s: float,
     ) -> PreparedImage:
-        """`data` is the picture's file, `ttl_s` how long the engine may ask for what is made of it.
+        """Prepare a file; the engine may read the result for `ttl_s`.
 
         Raises a RequestError naming `field`.
         """
-        mm_hash = processor.hash_picture(await self._in_thread(hash_source, data), tenant)
+        source_hash = await self._in_thread(hash_source, data)
+        mm_hash = processor.hash_media(modality, source_hash, tenant)
 
         def process() -> ProcessedImage:
-            return processor.process(decode_image(data, self._config, field), field, tenant)
+            decoded = DECODERS[modality](data, self._config, field)
+            return processor.process(decoded, field, tenant)
 
-        return await self._prepare(processor, mm_hash, process, field, ttl_s)
+        return await self._prepare(processor, modality, mm_hash, process, field, ttl_s)
 
     async def prepare_item(
-        self, processor: Processor, data: bytes, field: str, tenant: str, ttl_s: float
+        self,
+        processor: Processor,
+        modality: Modality,
+        data: bytes,
+        field: str,
+        tenant: str,
+        ttl_s: float,
     ) -> PreparedImage:
-        """Like `prepare`, of a picture that another server has processed: `data` is its item."""
-        mm_hash = processor.hash_item(await self._in_thread(hash_source, data), tenant)
+        """Prepare an item that another server has processed; otherwise the same as `prepare`."""
+        source_hash = await self._in_thread(hash_source, data)
+        mm_hash = processor.hash_item(modality, source_hash, tenant)
 
-        def take() -> ProcessedImage:
-            return processor.take_item(data, mm_hash, field)
+        def decode() -> ProcessedImage:
+            return processor.decode_item(modality, data, mm_hash, field)
 
-        return await self._prepare(processor, mm_hash, take, field, ttl_s)
+        return await self._prepare(processor, modality, mm_hash, decode, field, ttl_s)
 
     async def _prepare(
         self,
         processor: Processor,
+        modality: Modality,
         mm_hash: str,
         process: Callable[[], ProcessedImage],
         field: str,
         ttl_s: float,
     ) -> PreparedImage:
         self.counters.queries += 1
-        if (known := await self._find(processor, mm_hash, ttl_s)) is not None:
+        if (cached := await self._find(processor, modality, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1
-            return known
-        picture = await self._make(mm_hash, process, field, ttl_s)
-        ref = self._put(mm_hash, picture, ttl_s)
-        metadata = {name: picture.fields[name] for name in processor.metadata}
-        return PreparedImage(mm_hash, picture.num_tokens, ref, picture.fields, metadata)
+            return cached
+        image = await self._process(mm_hash, process, field, ttl_s)
+        ref = self._put(mm_hash, image, ttl_s)
+        metadata = {name: image.fields[name] for name in processor.metadata(modality)}
+        return PreparedImage(mm_hash, image.num_tokens, ref, image.fields, metadata, modality)
 
     def clear(self) -> None:
-        """Forget everything, and that it ever was."""
-        for making in self._making.values():
-            making.cancel()
+        """Remove all images, and reset the counters."""
+        for task in self._processing.values():
+            task.cancel()
         self._blobs.clear()
         self.counters.queries = self.counters.hits = self.counters.processed = 0
 
-    async def _find(self, processor: Processor, mm_hash: str, ttl_s: float) -> PreparedImage | None:
+    async def _find(
+        self, processor: Processor, modality: Modality, mm_hash: str, ttl_s: float
+    ) -> PreparedImage | None:
         ref = await self._blobs.find(mm_hash, ttl_s)
         if ref is None:
             return None
         try:
             with await self._blobs.get(ref) as blob:
                 fields, num_tokens = mm_items.read_item(blob)
-                metadata = {name: copied(fields[name]) for name in processor.metadata}
+                names = processor.metadata(modality)
+                metadata = {name: copy_tensor(fields[name]) for name in names}
         except BaseException as error:
             await self._blobs.release(ref)
             if isinstance(error, BlobLost):
                 return None
             raise
-        return PreparedImage(mm_hash, num_tokens, ref, {}, metadata)
+        return PreparedImage(mm_hash, num_tokens, ref, {}, metadata, modality)
 
-    def _put(self, mm_hash: str, picture: ProcessedImage, ttl_s: float) -> BlobRef | None:
-        return mm_items.put_item(self._blobs, mm_hash, picture.num_tokens, picture.fields, ttl_s)
+    def _put(self, mm_hash: str, image: ProcessedImage, ttl_s: float) -> BlobRef | None:
+        return mm_items.put_item(self._blobs, mm_hash, image.num_tokens, image.fields, ttl_s)
 
-    async def _make(
+    async def _process(
         self, mm_hash: str, process: Callable[[], ProcessedImage], field: str, ttl_s: float
     ) -> ProcessedImage:
-        """Those who want the same picture at the same time wait for the first."""
-        making = self._making.get(mm_hash)
-        if making is None:
+        """Process an image once for all requests that need it at the same time."""
+        task = self._processing.get(mm_hash)
+        if task is None:
 
-            async def make() -> ProcessedImage:
-                picture = await self._in_thread(process)
-                # It is there before this is over: who came between would make it again.
-                if (ref := self._put(mm_hash, picture, ttl_s)) is not None:
+            async def run() -> ProcessedImage:
+                image = await self._in_thread(process)
+                # It is stored before the task ends; a request in between would process it again.
+                if (ref := self._put(mm_hash, image, ttl_s)) is not None:
                     self._blobs.discard(ref)
-                return picture
+                return image
 
             self.counters.processed += 1
-            making = self._making[mm_hash] = asyncio.create_task(make())
-            making.add_done_callback(lambda _: self._making.pop(mm_hash))
+            task = self._processing[mm_hash] = asyncio.create_task(run())
+            task.add_done_callback(lambda _: self._processing.pop(mm_hash))
         try:
-            # Whoever gives up does not take it from the others.
-            return await asyncio.shield(making)
+            # A request that gives up does not cancel the task of the others.
+            return await asyncio.shield(task)
         except RequestError as error:
             raise type(error)(error.message, field=field) from None

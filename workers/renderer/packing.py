@@ -17,7 +17,7 @@ from shared.protocol.multimodal import (
     PlaceholderRange,
     embedding_key,
 )
-from workers.renderer.image_cache import PreparedImage, copied
+from workers.renderer.image_cache import PreparedImage, copy_tensor
 
 # Of a message, for all that is not tensors.
 HEAD_BYTES = 256 * 2**10
@@ -141,7 +141,7 @@ class Packer:
     async def _copy(self, ref: BlobRef) -> dict[str, TensorData]:
         with await self._blobs.get(ref) as blob:
             fields, _ = mm_items.read_item(blob)
-            return {name: copied(tensor) for name, tensor in fields.items()}
+            return {name: copy_tensor(tensor) for name, tensor in fields.items()}
 
 
 def _remove(made: list[BlobRef], picture: PreparedImage) -> None:

@@ -1,7 +1,7 @@
-"""Rendering for somebody who only wants to see it: everything afresh, and nothing of it kept.
+"""Preview path: prompts rendered for clients, without the caches of the render path.
 
-It neither looks into what the main path keeps nor adds to it, so whoever asks can neither learn
-from it what others have sent nor push that out.
+It neither reads the render path's caches nor adds to them, so a client can neither learn from them
+what other clients have sent nor evict it.
 """
 
 from collections.abc import AsyncIterator
@@ -12,9 +12,9 @@ from shared.codec import vllm_kwargs
 from shared.config import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
 from shared.protocol.messages import Prompt
-from shared.protocol.multimodal import IMAGE, PlaceholderRange
+from shared.protocol.multimodal import Modality, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
-from workers.renderer.media.image_decoder import decode_image
+from workers.renderer.media.decoders import DECODERS
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored
 from workers.renderer.processing import prompt
@@ -34,20 +34,19 @@ class PreviewPath:
     async def render(
         self, processor: Processor, asked: Prompt, max_bytes: int, tenant: str = ""
     ) -> Rendered:
-        """Items with all their tensors.
+        """Render a prompt into items with all their tensors.
 
-        Raises a RequestError: PayloadTooLarge for tensors of more than `max_bytes`, as soon as
-        there are so many.
+        Raises a RequestError: PayloadTooLarge as soon as the tensors exceed `max_bytes`.
         """
         token_ids = await self._tokenize(processor, asked)
-        pictures: list[ProcessedImage] = []
+        images: list[ProcessedImage] = []
         budget = Budget(max_bytes)
-        async for field, data in self._files(asked, tenant):
-            picture = await self._process(processor, data, field)
-            budget.spend(sum(tensor.data.nbytes for tensor in picture.fields.values()), field)
-            pictures.append(picture)
-        token_ids, ranges = await self._expand(processor, asked, token_ids, pictures)
-        return join(token_ids, ranges, pictures)
+        async for part, data in self._read_files(asked, tenant):
+            image = await self._process(processor, part.modality, data, part.field)
+            budget.spend(sum(tensor.data.nbytes for tensor in image.fields.values()), part.field)
+            images.append(image)
+        token_ids, ranges = await self._expand(processor, asked, token_ids, images)
+        return join(token_ids, ranges, images)
 
     async def render_features(
         self,
@@ -59,44 +58,49 @@ class PreviewPath:
         *,
         with_data: bool,
     ) -> RenderedFeatures:
-        """The same for another server, which knows the model as `model_id`.
+        """Render a prompt for another server, which calls the model `model_id`.
 
         Raises what `render` raises.
         """
         token_ids = await self._tokenize(processor, asked)
-        pictures: list[ProcessedImage] = []
-        found: list[tuple[str, bytes | None, bytes | None]] = []
+        images: list[ProcessedImage] = []
+        encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
-        async for field, data in self._files(asked, tenant):
-            picture = await self._process(processor, data, field)
-            mm_hash = await self._in_thread(vllm_kwargs.mm_hash, picture.modality, data, model_id)
+        async for part, data in self._read_files(asked, tenant):
+            image = await self._process(processor, part.modality, data, part.field)
+            mm_hash = await self._in_thread(vllm_kwargs.mm_hash, part.modality, data, model_id)
             kwargs_data = mm_metadata = None
             if with_data:
-                kwargs_data, mm_metadata = await self._in_thread(processor.give_item, picture)
-                budget.spend(len(kwargs_data) + len(mm_metadata), field)
-            found.append((mm_hash, kwargs_data, mm_metadata))
-            pictures.append(replace(picture, fields={}))
-        token_ids, ranges = await self._expand(processor, asked, token_ids, pictures)
+                kwargs_data, mm_metadata = await self._in_thread(processor.encode_item, image)
+                budget.spend(len(kwargs_data) + len(mm_metadata), part.field)
+            encoded.append((mm_hash, kwargs_data, mm_metadata))
+            images.append(replace(image, fields={}))
+        token_ids, ranges = await self._expand(processor, asked, token_ids, images)
         features = [
-            RenderedFeature(IMAGE, mm_hash, placeholder, kwargs_data, mm_metadata)
-            for placeholder, (mm_hash, kwargs_data, mm_metadata) in zip(ranges, found, strict=True)
+            RenderedFeature(image.modality, mm_hash, placeholder, kwargs_data, mm_metadata)
+            for image, placeholder, (mm_hash, kwargs_data, mm_metadata) in zip(
+                images, ranges, encoded, strict=True
+            )
         ]
         return RenderedFeatures(token_ids, features)
 
     async def tokenize(self, processor: Processor, asked: Prompt, tenant: str = "") -> list[int]:
-        """Token ids with room for the pictures. Raises a RequestError, but not for their number."""
+        """Return token ids with room for the media, however many.
+
+        Raises a RequestError.
+        """
         token_ids = await self._tokenize(processor, asked)
-        counts = [
-            (await self._process(processor, data, field)).num_tokens
-            async for field, data in self._files(asked, tenant)
+        images = [
+            await self._process(processor, part.modality, data, part.field)
+            async for part, data in self._read_files(asked, tenant)
         ]
         if asked.text is None:
-            token_ids, _ = await self._in_thread(processor.make_room, token_ids, counts)
+            token_ids, _ = await self._in_thread(processor.expand_unchecked, token_ids, images)
         return token_ids
 
     async def _tokenize(self, processor: Processor, asked: Prompt) -> list[int]:
         if asked.features:
-            raise UnsupportedContent("these pictures are rendered already", field="features")
+            raise UnsupportedContent("these images are rendered already", field="features")
         return await self._in_thread(processor.tokenize, asked)
 
     async def _expand(
@@ -104,34 +108,40 @@ class PreviewPath:
         processor: Processor,
         asked: Prompt,
         token_ids: list[int],
-        pictures: list[ProcessedImage],
+        images: list[ProcessedImage],
     ) -> tuple[list[int], list[PlaceholderRange]]:
         field = prompt.field_of(asked)
         if asked.token_ids is not None:
             processor.check_len(token_ids, field)
             return token_ids, []
-        counts = [picture.num_tokens for picture in pictures]
-        return await self._in_thread(processor.expand, token_ids, counts, field)
+        return await self._in_thread(processor.expand, token_ids, images, field)
 
-    async def _files(self, asked: Prompt, tenant: str) -> AsyncIterator[tuple[str, bytes]]:
-        """The pictures' files, each read when its turn comes, with their fields."""
-        for field, part in prompt.image_parts(asked.messages):
-            url = part.image_url.url
-            if is_stored(url):
+    async def _read_files(
+        self, asked: Prompt, tenant: str
+    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes]]:
+        """Yield the media parts with their files; a file is read when its turn comes."""
+        for part in prompt.media_parts(asked.messages):
+            if is_stored(part.url):
                 limit = self._config.max_image_bytes
-                yield field, await read_stored(self._bus, url, field, limit, tenant)
+                yield part, await read_stored(self._bus, part.url, part.field, limit, tenant)
             else:
-                yield field, await self._in_thread(self._loader.read_afresh, url, field)
+                yield (
+                    part,
+                    await self._in_thread(self._loader.read_uncached, part.url, part.field),
+                )
 
-    async def _process(self, processor: Processor, data: bytes, field: str) -> ProcessedImage:
+    async def _process(
+        self, processor: Processor, modality: Modality, data: bytes, field: str
+    ) -> ProcessedImage:
         def process() -> ProcessedImage:
-            return processor.process(decode_image(data, self._config, field), field, "")
+            decoded = DECODERS[modality](data, self._config, field)
+            return processor.process(decoded, field, "")
 
         return await self._in_thread(process)
 
 
 class Budget:
-    """What fits into an answer."""
+    """The bytes that still fit into an answer."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -142,6 +152,6 @@ class Budget:
         self._num_bytes += num_bytes
         if self._num_bytes > self._max_bytes:
             raise PayloadTooLarge(
-                f"the pictures' tensors have more than the {self._max_bytes} bytes of a message",
+                f"the images' tensors have more than the {self._max_bytes} bytes of a message",
                 field=field,
             )

@@ -9,7 +9,7 @@ from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import InvalidRequest
 from shared.protocol.messages import Prompt, RenderTask
-from shared.protocol.multimodal import BlobRef, PlaceholderRange
+from shared.protocol.multimodal import BlobRef, Modality, PlaceholderRange
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.request_media import RequestMedia, Source
 from workers.renderer.packing import Packer
@@ -24,7 +24,7 @@ async def _nothing() -> None:
 
 class RenderPath:
     def __init__(self, bus: Bus, blobs: Blobs, config: Config, in_thread: InThread) -> None:
-        self.pictures = ImageCache(blobs, config.renderer, in_thread)
+        self.images = ImageCache(blobs, config.renderer, in_thread)
         self._packer = Packer(bus, blobs, config)
         self._in_thread = in_thread
 
@@ -60,10 +60,10 @@ class RenderPath:
         prepared = []
         # One at a time, and dropped once it is processed: eight rasters of the largest size would
         # be a gigabyte.
-        async for field, source in _sources(asked, media):
+        async for modality, field, source in _sources(asked, media):
             keeping = asyncio.create_task(media.keep(source))
             try:
-                picture = await prepare(source.data, field)
+                picture = await prepare(modality, source.data, field)
                 prepared.append(picture)
                 if picture.ref is not None:
                     made.append(picture.ref)
@@ -74,11 +74,10 @@ class RenderPath:
             await advanced()
         if asked.token_ids is None:
             await media.pin()
-            counts = [picture.num_tokens for picture in prepared]
             field = prompt.field_of(asked)
-            token_ids, ranges = await self._in_thread(processor.expand, token_ids, counts, field)
+            token_ids, ranges = await self._in_thread(processor.expand, token_ids, prepared, field)
         else:
-            _check_counts(ranges, prepared)
+            _check_counts(asked, ranges, prepared)
             await media.note(asked.features)
         items, tensors = await self._packer.pack(task, prepared, ranges, made)
         return Rendered(token_ids, items, tensors)
@@ -89,26 +88,34 @@ class RenderPath:
         asked: Prompt,
         scope: str,
         ttl_s: float,
+        modality: Modality,
         data: bytes,
         field: str,
     ) -> PreparedImage:
-        prepare = self.pictures.prepare if asked.token_ids is None else self.pictures.prepare_item
-        return await prepare(processor, data, field, scope, ttl_s)
+        prepare = self.images.prepare if asked.token_ids is None else self.images.prepare_item
+        return await prepare(processor, modality, data, field, scope, ttl_s)
 
 
-async def _sources(asked: Prompt, media: RequestMedia) -> AsyncIterator[tuple[str, Source]]:
-    """The pictures' files or items, each read when its turn comes, with their fields."""
-    for field, part in prompt.image_parts(asked.messages):
-        yield field, await media.read(part.image_url.url, field)
-    for i, feature in enumerate(asked.features):
-        field = f"features.kwargs_data.image[{i}]"
-        yield field, await media.read_item(feature, field)
+async def _sources(
+    asked: Prompt, media: RequestMedia
+) -> AsyncIterator[tuple[Modality, str, Source]]:
+    """Yield the media's files or items with their fields; each is read when its turn comes."""
+    for part in prompt.media_parts(asked.messages):
+        yield part.modality, part.field, await media.read(part.url, part.field)
+    fields = prompt.feature_fields(asked.features, "kwargs_data")
+    for feature, field in zip(asked.features, fields, strict=True):
+        yield feature.modality, field, await media.read_item(feature, field)
 
 
-def _check_counts(ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]) -> None:
-    for i, (placeholder, picture) in enumerate(zip(ranges, prepared, strict=True)):
-        if placeholder.length != picture.num_tokens:
+def _check_counts(
+    asked: Prompt, ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]
+) -> None:
+    """Raises InvalidRequest if an item has another number of tokens than its place."""
+    fields = prompt.feature_fields(asked.features, "mm_placeholders")
+    for placeholder, image, field in zip(ranges, prepared, fields, strict=True):
+        if placeholder.length != image.num_tokens:
             raise InvalidRequest(
-                f"a picture of {picture.num_tokens} tokens has a place of {placeholder.length}",
-                field=f"features.mm_placeholders.image[{i}]",
+                f"an {image.modality} of {image.num_tokens} tokens has a place of"
+                f" {placeholder.length}",
+                field=field,
             )

@@ -1,7 +1,7 @@
-"""What the first request of each path would be the first to run, run before it comes.
+"""Warm-up: one-time work of each path is done before the first request.
 
-Real requests with real files, because most of what happens once is not in the processor: image
-plugins, the template's compilation, imports inside of libraries. Nothing of it is kept.
+It renders real messages with real files, because most one-time work is not in the processor: image
+plugins, the template's compilation, imports inside libraries. Nothing of it stays in a cache.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from PIL import Image
 
 from shared.codec import envelope
 from shared.protocol.messages import ImagePart, ImageURL, Message, Prompt, TextPart
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.media.request_media import RequestMedia
@@ -25,43 +26,43 @@ TTL_S = 60.0
 MAX_BYTES = 2**30
 
 
-async def main_path(path: RenderPath, processor: Processor, media: RequestMedia) -> None:
-    """Before anything else is in its cache, which is empty again afterwards."""
+async def warm_up_render_path(path: RenderPath, processor: Processor, media: RequestMedia) -> None:
+    """Run before other requests; the path's image cache is empty again afterwards."""
 
     async def render(messages: list[Message]) -> None:
         _encode(await path.render(processor, Prompt(messages), media, TTL_S, None, []))
 
     try:
-        await _at_once(render(messages) for messages in _conversations(processor))
+        await _run_at_once(render(messages) for messages in _conversations(processor))
     finally:
-        path.pictures.clear()
+        path.images.clear()
 
 
-async def readonly_path(path: PreviewPath, processor: Processor) -> None:
+async def warm_up_preview_path(path: PreviewPath, processor: Processor) -> None:
     async def render(messages: list[Message]) -> None:
         _encode(await path.render(processor, Prompt(messages), MAX_BYTES))
 
-    await _at_once(render(messages) for messages in _conversations(processor))
+    await _run_at_once(render(messages) for messages in _conversations(processor))
 
 
-async def _at_once(renderings: Iterable[Coroutine[None, None, None]]) -> None:
-    """So that there is work for more than one thread: they have a first time, too."""
+async def _run_at_once(renderings: Iterable[Coroutine[None, None, None]]) -> None:
+    """Use more than one thread, because threads have one-time work, too."""
     async with asyncio.TaskGroup() as group:
         for rendering in renderings:
             group.create_task(rendering)
 
 
 def _conversations(processor: Processor) -> Iterator[list[Message]]:
-    """A text, and a picture in each of the formats."""
+    """Yield a text, and an image in each of the formats."""
     text = TextPart("What is it?")
     yield [Message("user", [text])]
-    if processor.takes_pictures:
+    if processor.accepts(IMAGE):
         for name in FORMATS:
-            yield [Message("user", [ImagePart(ImageURL(_picture(name))), text])]
+            yield [Message("user", [ImagePart(ImageURL(_noise(name))), text])]
 
 
-def _picture(name: str) -> str:
-    """Of noise, so that nobody has made it before."""
+def _noise(name: str) -> str:
+    """Return the data: URL of an image of noise, which no cache has yet."""
     file = io.BytesIO()
     Image.effect_noise(SIZE, 64).convert("RGB").save(file, name)
     return "data:;base64," + base64.b64encode(file.getvalue()).decode()

@@ -66,9 +66,9 @@ class RendererWorker:
         media = self._open_media("warm-up", 0)
         log = self._context.log.bind(model=model)
         with self._timed(log.bind(path="main")):
-            await warmup.main_path(self._main_path, processor, media)
+            await warmup.warm_up_render_path(self._main_path, processor, media)
         with self._timed(log.bind(path="readonly")):
-            await warmup.readonly_path(self._readonly_path, processor)
+            await warmup.warm_up_preview_path(self._readonly_path, processor)
 
     @contextlib.contextmanager
     def _timed(self, log: Logger) -> Iterator[None]:
@@ -100,7 +100,7 @@ class RendererWorker:
             context.bus, self._readonly_path, self._processors, config, self._in_thread
         )
         await services.start()
-        counters = self._main_path.pictures.counters
+        counters = self._main_path.images.counters
         context.metrics.set_function("mm_cache_queries_total", lambda: counters.queries)
         context.metrics.set_function("mm_cache_hits_total", lambda: counters.hits)
         context.ready(
@@ -202,7 +202,7 @@ class RendererWorker:
             task.request_id, accepted.sequence, accepted.tenant, accepted.cache_scope, task.model
         )
         tried_before = job.delivery.attempt > 1 or task.round > 0
-        urls = (part.image_url.url for _, part in prompt.image_parts(task.prompt.messages))
+        urls = (part.url for part in prompt.media_parts(task.prompt.messages))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media

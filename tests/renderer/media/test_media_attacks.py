@@ -293,7 +293,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     processor, _ = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     picture = ImagePart(ImageURL("data:,"))
-    added = processor._tokenizer.added_tokens_decoder.values()
+    added = processor._tokenizer._tokenizer.added_tokens_decoder.values()
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:

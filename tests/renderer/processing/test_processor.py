@@ -36,6 +36,7 @@ from shared.protocol.messages import (
     SamplingParams,
     TextPart,
 )
+from shared.protocol.multimodal import IMAGE
 from workers.renderer.media.image_decoder import decode_image, hash_source
 from workers.renderer.processing.processor import Processor
 
@@ -130,7 +131,7 @@ def test_the_prompt_is_what_transformers_makes_of_the_template(processor):
     messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
     rendered = processor.render(messages, [])
     conversation = [{"role": m.role, "content": m.content} for m in messages]
-    tokenizer = processor._tokenizer
+    tokenizer = processor._tokenizer._tokenizer
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
     assert rendered.prompt_token_ids == expected["input_ids"]
     assert (rendered.items, rendered.tensors) == ([], [])
@@ -272,7 +273,7 @@ def test_every_picture_fills_its_own_placeholder(processor):
     pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
     messages = [user("one", image(), "two", image()), user(image(), "three")]
     rendered = processor.render(messages, pictures)
-    pad = processor._image_token_id
+    pad = processor._placeholder_ids[IMAGE]
     ids = rendered.prompt_token_ids
     for picture, item in zip(pictures, rendered.items, strict=True):
         alone = processor.render([user(image())], [picture])
@@ -355,12 +356,12 @@ def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
     again = decode_image(files[0], RendererConfig(), "field")
     assert processor.process(again, "field", "").mm_hash == hashes[0]
     source_hash = hash_source(files[0])
-    assert processor.hash_picture(source_hash, "") == hashes[0], "known before it is decoded"
+    assert processor.hash_media(IMAGE, source_hash, "") == hashes[0], "known before it is decoded"
     write_model(tmp_path, VISION, TEMPLATE)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(path.read_text().replace(str(MAX_PIXELS), str(MAX_PIXELS * 2)))
     other = Processor(ModelConfig(str(tmp_path)))
-    assert other.hash_picture(source_hash, "") != hashes[0]
+    assert other.hash_media(IMAGE, source_hash, "") != hashes[0]
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])
@@ -388,7 +389,7 @@ def test_pictures_count_towards_the_context(folder):
 def test_a_template_that_drops_a_picture_is_an_error(tmp_path):
     silent = TEMPLATE.replace("<|image_pad|>", "")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, silent))))
-    with pytest.raises(InvalidRequest, match="0 places for pictures"):
+    with pytest.raises(InvalidRequest, match="0 placeholders"):
         processor.render([user(image())], [loaded()])
 
 

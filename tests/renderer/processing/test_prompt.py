@@ -1,13 +1,27 @@
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
-from shared.protocol.multimodal import PlaceholderRange
-from workers.renderer.processing.prompt import expand, image_parts, template_messages
+from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
+from workers.renderer.processing.prompt import expand, media_parts, template_messages
 
 PAD = 9
+IDS = {IMAGE: PAD}
+
+
+@dataclass(frozen=True)
+class Sized:
+    num_tokens: int
+    modality: Modality = IMAGE
+
+
+def sized(counts):
+    return [Sized(count) for count in counts]
+
 
 prompts = st.lists(st.integers(0, 12), max_size=50)
 
@@ -17,7 +31,7 @@ prompts = st.lists(st.integers(0, 12), max_size=50)
 def test_the_ith_placeholder_takes_the_ith_count(token_ids, data):
     num = token_ids.count(PAD)
     counts = data.draw(st.lists(st.integers(1, 20), min_size=num, max_size=num))
-    expanded, ranges = expand(token_ids, PAD, counts)
+    expanded, ranges = expand(token_ids, sized(counts), IDS)
     assert [r.length for r in ranges] == counts
     for r in ranges:
         assert expanded[r.offset : r.offset + r.length] == [PAD] * r.length
@@ -28,20 +42,23 @@ def test_the_ith_placeholder_takes_the_ith_count(token_ids, data):
 
 
 def test_a_small_example():
-    assert expand([1, PAD, 2, PAD], PAD, [3, 2]) == (
+    assert expand([1, PAD, 2, PAD], sized([3, 2]), IDS) == (
         [1, PAD, PAD, PAD, 2, PAD, PAD],
         [PlaceholderRange(1, 3), PlaceholderRange(5, 2)],
     )
 
 
 def test_adjacent_placeholders_stay_apart():
-    assert expand([PAD, PAD], PAD, [2, 3])[1] == [PlaceholderRange(0, 2), PlaceholderRange(2, 3)]
+    assert expand([PAD, PAD], sized([2, 3]), IDS)[1] == [
+        PlaceholderRange(0, 2),
+        PlaceholderRange(2, 3),
+    ]
 
 
 @settings(deadline=None)
 @given(prompts.filter(lambda ids: PAD not in ids))
 def test_without_placeholders_the_prompt_is_unchanged(token_ids):
-    assert expand(token_ids, PAD, []) == (token_ids, [])
+    assert expand(token_ids, [], IDS) == (token_ids, [])
 
 
 @settings(deadline=None)
@@ -49,8 +66,8 @@ def test_without_placeholders_the_prompt_is_unchanged(token_ids):
 def test_another_number_of_pictures_is_refused(token_ids, difference):
     num = token_ids.count(PAD) + difference
     if num >= 0:
-        with pytest.raises(InvalidRequest, match=f"{num} pictures"):
-            expand(token_ids, PAD, [1] * num)
+        with pytest.raises(InvalidRequest, match=f"{num} media"):
+            expand(token_ids, sized([1] * num), IDS)
 
 
 class Counted(list):
@@ -69,10 +86,21 @@ class Counted(list):
         return found
 
 
+def test_each_modality_has_its_own_placeholder():
+    media = [Sized(2, "video"), Sized(3)]
+    ids = {IMAGE: PAD, "video": 8}
+    assert expand([8, 1, PAD], media, ids) == (
+        [8, 8, 1, PAD, PAD, PAD],
+        [PlaceholderRange(0, 2), PlaceholderRange(3, 3)],
+    )
+    with pytest.raises(InvalidRequest, match="not those of the request"):
+        expand([PAD, 1, 8], media, ids)
+
+
 def test_expansion_takes_linear_time():
     def num_looks(num):
         token_ids = Counted([PAD, 1] * num)
-        expand(token_ids, PAD, [4] * num)
+        expand(token_ids, sized([4] * num), IDS)
         return token_ids.looks
 
     assert num_looks(50_000) <= 3 * 100_000
@@ -89,7 +117,7 @@ def test_pictures_are_found_in_the_order_of_the_template():
         Message("user", [TextPart("a"), image(), image()]),
         Message("user", [image()]),
     ]
-    assert [field for field, _ in image_parts(messages)] == [
+    assert [part.field for part in media_parts(messages)] == [
         "messages[1].content[1].image_url.url",
         "messages[1].content[2].image_url.url",
         "messages[2].content[0].image_url.url",

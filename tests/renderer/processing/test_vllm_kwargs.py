@@ -18,6 +18,7 @@ from shared.config import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.models.wire_pixels import to_numpy, to_pixels
 from shared.protocol.messages import Feature, Prompt
+from shared.protocol.multimodal import IMAGE
 from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
 from workers.cli.settings import DEMO_MODEL
@@ -55,28 +56,28 @@ def restored(picture: ProcessedImage) -> dict[str, bytes]:
 
 
 def test_our_item_is_vllms_to_the_byte(processor: Processor) -> None:
-    item, metadata = processor.give_item(picture_of(processor))
+    item, metadata = processor.encode_item(picture_of(processor))
     assert (len(item), len(metadata)) == (37_798, 87)
     assert hashlib.sha256(item).hexdigest() == RECORDED
 
 
 def test_our_item_comes_back(processor: Processor) -> None:
     ours = picture_of(processor)
-    item, _ = processor.give_item(ours)
-    assert processor.take_item(item, ours.mm_hash, FIELD) == ours
+    item, _ = processor.encode_item(ours)
+    assert processor.decode_item(IMAGE, item, ours.mm_hash, FIELD) == ours
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_normalised_values_are_restored_bit_for_bit(processor: Processor, dtype: str) -> None:
     """As servers send them that normalise on the CPU, in whatever precision."""
     ours = picture_of(processor)
-    wire = decode_item(processor.give_item(ours)[0], FIELD)
+    wire = decode_item(processor.encode_item(ours)[0], FIELD)
     rows = to_numpy(wire["pixel_values"].tensor).reshape(32, 3, 2, 196)
     table = to_numpy(ours.fields["pixel_table"])
     values = table[np.arange(3)[:, None, None], rows].reshape(32, 1176)
     cast = torch.from_numpy(values).to(getattr(torch, dtype))
     field = WireField(from_torch(cast), FlatField([[[0, 32, None]]]))
-    theirs = processor.take_item(encode_item(wire | {"pixel_values": field}), "h", FIELD)
+    theirs = processor.decode_item(IMAGE, encode_item(wire | {"pixel_values": field}), "h", FIELD)
     patches, own = to_numpy(theirs.fields["pixel_patches"]), to_numpy(theirs.fields["pixel_table"])
     expected = cast.float().numpy().reshape(32, 3, 2, 196)[:, :, 0]
     assert np.array_equal(own[np.arange(3)[:, None], patches], expected)
@@ -143,7 +144,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_picture_of_the_model_is_refused(processor: Processor, wrong: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        processor.take_item(WRONG[wrong](), "h", FIELD)
+        processor.decode_item(IMAGE, WRONG[wrong](), "h", FIELD)
     assert caught.value.field == FIELD
 
 
@@ -151,14 +152,14 @@ def test_a_llava_picture_travels_as_its_values(tmp_path: Path) -> None:
     llava.write_processor(tmp_path)
     processor = Processor(ModelConfig(str(tmp_path)))
     ours = picture_of(processor)
-    item, metadata = processor.give_item(ours)
+    item, metadata = processor.encode_item(ours)
     (field,) = decode_item(item, FIELD).values()
     assert (field.tensor.dtype, field.kind, metadata) == ("float32", BatchedField(), b"\x80")
-    assert same(processor.take_item(item, ours.mm_hash, FIELD), ours)
+    assert same(processor.decode_item(IMAGE, item, ours.mm_hash, FIELD), ours)
     small = replace(field.tensor, shape=(3, 1, field.tensor.shape[1] * field.tensor.shape[2]))
     with pytest.raises(InvalidRequest):
-        processor.take_item(
-            encode_item({"pixel_values": WireField(small, BatchedField())}), "h", FIELD
+        processor.decode_item(
+            IMAGE, encode_item({"pixel_values": WireField(small, BatchedField())}), "h", FIELD
         )
 
 
@@ -167,8 +168,7 @@ def test_a_llava_picture_travels_as_its_values(tmp_path: Path) -> None:
 
 
 def asked(processor: Processor, *places: tuple[int, int], length: int = 20) -> Prompt:
-    pad = processor._image_token_id
-    assert pad is not None
+    pad = processor._placeholder_ids[IMAGE]
     ids = [pad if 4 <= i < 8 or 10 <= i < 14 else 1 for i in range(length)]
     return Prompt(token_ids=ids, features=[Feature("image", "h", *place) for place in places])
 

@@ -1,9 +1,9 @@
-"""Pictures from other people's servers, without becoming their way into our network.
+"""Fetcher: downloads images from other servers without giving them a path into our network.
 
-A URL is taken apart once, strictly, and what was found is what is dialled. A name is resolved once;
-all of its addresses must be ones that may be dialled, and the connection is made to one of these,
-not to the name. Every hop of a redirect goes the same way. One deadline holds for all of it, from
-the first name to the last byte. All functions block.
+A URL is parsed once, strictly, and the connection uses the parsed parts only. A host name is
+resolved once; all of its addresses must be allowed, and the connection is made to one of these
+addresses, not to the name. Each redirect is treated in the same way. One deadline covers the whole
+fetch, from the first name to the last byte. All functions block.
 """
 
 import re
@@ -30,7 +30,7 @@ MAX_CONNECTIONS = 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = [
     ("Accept", "image/jpeg, image/png, image/webp"),
-    # What is not compressed cannot grow.
+    # An uncompressed body cannot grow when it is read.
     ("Accept-Encoding", "identity"),
     ("User-Agent", "pagemill"),
 ]
@@ -44,12 +44,12 @@ class Target(NamedTuple):
     """Lower case; an IPv6 address without its brackets."""
     port: int
     path: str
-    """With the query."""
+    """Path with the query."""
 
 
 def parse_url(url: str, field: str) -> Target:
-    """Raises InvalidMedia for what two parsers could read in two ways."""
-    refused = InvalidMedia("the picture's URL is not a plain http or https URL", field=field)
+    """Raises InvalidMedia for a URL that two parsers could read in two ways."""
+    refused = InvalidMedia("the image's URL is not a plain http or https URL", field=field)
     if len(url) > MAX_URL_LEN or not _PRINTABLE.fullmatch(url) or "\\" in url:
         raise refused
     try:
@@ -71,34 +71,35 @@ class Fetcher:
     """Thread-safe."""
 
     def __init__(self, config: RendererConfig) -> None:
-        """Raises ValueError for a network that is none."""
+        """Raises ValueError for a text in `media_networks` that is no network."""
         self._config = config
         networks = [parse_network(text) for text in config.media_networks]
         self._pool = httpcore2.ConnectionPool(
-            # It reads a file of certificates; the pool would make one for each connection.
+            # A context reads a file of certificates; the pool would make one per connection.
             ssl_context=httpcore2.default_ssl_context(),
             max_connections=MAX_CONNECTIONS,
-            # What a server sends behind an answer would be the answer to the next request.
+            # On a reused connection, bytes behind an answer would answer the next request.
             max_keepalive_connections=0,
             network_backend=_GuardedBackend(networks),
         )
 
     def fetch(self, url: str, field: str) -> bytes:
-        """The body of the answer, not longer than the limit.
+        """Return the body of the answer, which is not longer than the limit.
 
-        Raises MediaBlocked for a place that may not be asked, MediaTooLarge, or InvalidMedia.
+        Raises MediaBlocked for a host or address that is not allowed, MediaTooLarge, or
+        InvalidMedia.
         """
         deadline = time.monotonic() + self._config.fetch_timeout_s
         for _ in range(1 + MAX_REDIRECTS):
             target = parse_url(url, field)
             if not any(fnmatchcase(target.host, host) for host in self._config.media_hosts):
                 raise MediaBlocked(
-                    "pictures are not fetched from this host (renderer.media_hosts)", field=field
+                    "images are not fetched from this host (renderer.media_hosts)", field=field
                 )
-            found = self._get(target, deadline, field)
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found.location)
+            result = self._get(target, deadline, field)
+            if isinstance(result, bytes):
+                return result
+            url = urljoin(url, result.location)
         raise InvalidMedia(f"more than {MAX_REDIRECTS} redirects", field=field)
 
     def _get(self, target: Target, deadline: float, field: str) -> "bytes | _Redirect":
@@ -115,11 +116,11 @@ class Fetcher:
                     return _Redirect(_location(response.headers))
                 if response.status != 200:
                     raise InvalidMedia(
-                        f"the picture's server answered {response.status}", field=field
+                        f"the image's server answered {response.status}", field=field
                     )
                 return self._read(response.iter_stream(), field)
         except _Blocked:
-            raise MediaBlocked("the picture's host is not on the internet", field=field) from None
+            raise MediaBlocked("the image's host is not on the internet", field=field) from None
         except (
             OSError,
             ValueError,
@@ -128,7 +129,7 @@ class Fetcher:
             httpcore2.ProtocolError,
             httpcore2.TimeoutException,
         ):
-            raise InvalidMedia("the picture could not be fetched in time", field=field) from None
+            raise InvalidMedia("the image could not be fetched in time", field=field) from None
 
     def _read(self, chunks: Iterable[bytes], field: str) -> bytes:
         limit = self._config.max_image_bytes
@@ -137,7 +138,7 @@ class Fetcher:
             body += chunk
             if len(body) > limit:
                 raise MediaTooLarge(
-                    f"the picture has more than the limit of {limit} bytes", field=field
+                    f"the image has more than the limit of {limit} bytes", field=field
                 )
         return bytes(body)
 
@@ -148,20 +149,20 @@ class _Redirect:
 
 
 class _Blocked(Exception):
-    """An address that may not be dialled."""
+    """The address is not allowed."""
 
 
 class _GuardedBackend(httpcore2.NetworkBackend):
-    """Every connection passes here, and by an address that has been looked at.
+    """Network backend through which every connection is made, to a checked address.
 
-    It and its streams take each `timeout` for a moment of `time.monotonic()`: a server that sends a
-    byte now and then would stay within any time that counts from one byte to the next.
+    The backend and its streams read each `timeout` as a deadline of `time.monotonic()`, because a
+    server that sends a byte now and then would stay within any timeout between two bytes.
     """
 
     def __init__(self, allowed: Sequence[Network]) -> None:
         self._allowed = allowed
         self._dial = httpcore2.SyncBackend()
-        # The system's resolver takes no timeout, and waits half a minute for a silent name server.
+        # The system's resolver takes no timeout and waits half a minute for a silent name server.
         self._resolvers = ThreadPoolExecutor(MAX_CONNECTIONS, "resolve")
 
     def connect_tcp(
@@ -174,7 +175,7 @@ class _GuardedBackend(httpcore2.NetworkBackend):
     ) -> httpcore2.NetworkStream:
         resolving = self._resolvers.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in resolving.result(_left_s(timeout))]
-        # One that may not be dialled among others that may is how a name is turned against us.
+        # An attacker mixes a private address with public ones, so one bad address refuses all.
         if not all(may_dial(parse_address(address), self._allowed) for address in addresses):
             raise _Blocked
         return _DeadlineStream(
@@ -211,8 +212,8 @@ class _DeadlineStream(httpcore2.NetworkStream):
 
 
 def _left_s(deadline: float | None) -> float:
-    """Raises TimeoutError when it has passed."""
-    assert deadline is not None, "every request has one"
+    """Raises TimeoutError when the deadline has passed."""
+    assert deadline is not None, "every request has a deadline"
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
@@ -226,13 +227,13 @@ def _host_header(target: Target) -> str:
 
 
 def _timeouts(deadline: float) -> dict[str, float]:
-    # The pool's own is a time as usual; the others go to `_GuardedBackend`.
-    moments = dict.fromkeys(("connect", "read", "write"), deadline)
-    return moments | {"pool": _left_s(deadline)}
+    # The pool's own timeout is a duration; the others are deadlines for `_GuardedBackend`.
+    deadlines = dict.fromkeys(("connect", "read", "write"), deadline)
+    return deadlines | {"pool": _left_s(deadline)}
 
 
 def _location(headers: Iterable[tuple[bytes, bytes]]) -> str:
     for name, value in headers:
         if name.lower() == b"location":
-            return value.decode("ascii")  # what is not ASCII is a ValueError
-    raise ValueError("a redirect to nowhere")
+            return value.decode("ascii")  # raises ValueError for any other character
+    raise ValueError("a redirect without a location")

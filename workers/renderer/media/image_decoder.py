@@ -1,8 +1,8 @@
-"""The bytes of a picture, and the RGB raster in them.
+"""Image decoder: from a file's bytes to an RGB raster.
 
-Every byte here is a stranger's. Nothing of Pillow's own messages reaches a client (they hold memory
-addresses), and no raster is allocated before the header's sizes are within the limits. All
-functions block; the worker calls them in its thread pool.
+Every byte comes from an untrusted client. Pillow's own messages never reach a client, because they
+hold memory addresses, and no raster is allocated before the header's sizes are within the limits.
+All functions block; the worker calls them in its thread pool.
 """
 
 import base64
@@ -21,13 +21,13 @@ from shared.models.media import DecodedImage
 from shared.protocol.multimodal import content_hash
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-# A progressive JPEG goes over all of its pixels in every scan, and a scan may be 31 bytes long:
-# 172 KB of them took 11 seconds. Encoders write about ten.
+# A decoder goes over all pixels of a progressive JPEG in every scan, and a scan may be 31 bytes
+# long: 172 KB of scans took 11 seconds. Encoders write about ten.
 MAX_SCANS = 100
 # The beginning of every scan that libjpeg takes: 1 to 4 components, and the length for so many.
 _SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 
-# Only to say what was sent instead; what is read is decided by Pillow's own three readers.
+# Magic numbers name the format in an error; Pillow's own three readers decide what is read.
 _MAGIC = (
     (b"GIF8", "GIF"),
     (b"BM", "BMP"),
@@ -46,24 +46,25 @@ _MAGIC = (
     (b"\x1aE\xdf\xa3", "Matroska or WebM"),
 )
 
-# Pillow only warns of a picture over its own pixel limit. Ours is checked on the header's sizes
-# below, and an error of ours can name them.
+# Pillow only warns about an image over its own pixel limit. Our limit is checked on the header's
+# sizes below, and our error names them.
 Image.MAX_IMAGE_PIXELS = None
-# Filters cannot be set per call, for they belong to the process and not to the thread. What Pillow
-# warns of (a damaged EXIF block, say) is damage to the file, so it counts as an error.
+# Filters cannot be set per call, because they belong to the process and not to the thread. Pillow
+# warns about damage to the file, such as a broken EXIF block, so a warning counts as an error.
 warnings.filterwarnings("error", module=r"PIL\.")
 
 
 def hash_source(data: bytes) -> str:
-    """Names a file by its bytes: so a picture is known before it is decoded.
+    """Return the hash of a file's bytes, which identifies an image before it is decoded.
 
-    Whatever changes the raster changes the file: mode, size, palette, orientation, transparency.
+    Everything that changes the raster changes the file: mode, size, palette, orientation,
+    transparency.
     """
     return content_hash(data)
 
 
 def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
-    """The bytes of `data:[<type>];base64,<base64>`; the declared type is not believed anyway.
+    """Return the bytes of `data:[<type>];base64,<base64>`; the declared type is ignored.
 
     Raises InvalidMedia, and MediaTooLarge before anything is decoded.
     """
@@ -78,37 +79,36 @@ def decode_data_url(url: str, limits: RendererConfig, field: str) -> bytes:
 
 
 def decode_image(data: bytes, limits: RendererConfig, field: str) -> DecodedImage:
-    """A still JPEG, PNG or WEBP as RGB: upright by its EXIF orientation, over white where
-    it is transparent, 16-bit grey by its upper 8 bits.
+    """Decode a still JPEG, PNG or WEBP to RGB.
 
-    Raises MediaTooLarge from the header alone, and InvalidMedia for whatever else is wrong.
+    The image is turned upright by its EXIF orientation, transparent pixels are laid over white,
+    and 16-bit grey keeps its upper 8 bits. Raises MediaTooLarge from the header alone, and
+    InvalidMedia for any other fault.
     """
     _check_num_bytes(len(data), limits, field)
     image = _open(data, field)
     _check_size(image.size, limits, field)
     _check_scans(image, data, field)
     try:
-        # A JPEG of several pictures is a camera's way to keep previews; its first is the picture.
+        # Cameras store previews as further images in a JPEG; the first is the image itself.
         if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
-            raise InvalidMedia(
-                "animated pictures are not accepted; send a single frame", field=field
-            )
+            raise InvalidMedia("animated images are not accepted; send a single frame", field=field)
         ImageOps.exif_transpose(image, in_place=True)
         return DecodedImage(_to_rgb(image), hash_source(data))
     except InvalidMedia:
         raise
-    except Exception:  # the decoders raise nearly every type there is on hostile bytes
-        raise InvalidMedia("the picture is damaged or incomplete", field=field) from None
+    except Exception:  # the decoders raise nearly every type on hostile bytes
+        raise InvalidMedia("the image is damaged or incomplete", field=field) from None
 
 
 def _open(data: bytes, field: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception:  # as above; the header alone is read here
-        found = _name_format(data)
-    if found is None:
-        raise InvalidMedia("not a readable JPEG, PNG or WEBP picture", field=field)
-    raise InvalidMedia(f"{found} is not accepted; send JPEG, PNG or WEBP", field=field)
+        name = _name_format(data)
+    if name is None:
+        raise InvalidMedia("not a readable JPEG, PNG or WEBP image", field=field)
+    raise InvalidMedia(f"{name} is not accepted; send JPEG, PNG or WEBP", field=field)
 
 
 def _name_format(data: bytes) -> str | None:
@@ -120,7 +120,7 @@ def _name_format(data: bytes) -> str | None:
 def _check_num_bytes(num_bytes: int, limits: RendererConfig, field: str) -> None:
     if num_bytes > limits.max_image_bytes:
         raise MediaTooLarge(
-            f"a picture of {num_bytes} bytes is over the limit of {limits.max_image_bytes} bytes",
+            f"an image of {num_bytes} bytes is over the limit of {limits.max_image_bytes} bytes",
             field=field,
         )
 
@@ -128,16 +128,16 @@ def _check_num_bytes(num_bytes: int, limits: RendererConfig, field: str) -> None
 def _check_size(size: tuple[int, int], limits: RendererConfig, field: str) -> None:
     width, height = size
     if width < 1 or height < 1:
-        raise InvalidMedia(f"a picture of {width} x {height} pixels shows nothing", field=field)
+        raise InvalidMedia(f"an image of {width} x {height} pixels shows nothing", field=field)
     if max(size) > limits.max_image_side:
         raise MediaTooLarge(
-            f"a picture of {width} x {height} is over the limit of {limits.max_image_side} pixels"
+            f"an image of {width} x {height} is over the limit of {limits.max_image_side} pixels"
             " a side",
             field=field,
         )
     if width * height > limits.max_image_pixels:
         raise MediaTooLarge(
-            f"a picture of {width} x {height} = {width * height} pixels is over the limit of"
+            f"an image of {width} x {height} = {width * height} pixels is over the limit of"
             f" {limits.max_image_pixels} pixels",
             field=field,
         )

@@ -1,7 +1,7 @@
-"""Which addresses a picture may be fetched from. Pure.
+"""IP policy: the addresses that an image may be fetched from. Pure.
 
-The test is on the address that will be dialled, never on a name, and an address that carries
-another one inside (mapped, translated, tunnelled) is judged by both.
+The policy looks at the address of the connection, never at a name. Both addresses are checked where
+one carries another inside (mapped, translated, tunnelled).
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-# `is_global` of Python 3.11 lets these through: addresses of a protocol's own machinery, of local
-# services, and of clouds' metadata.
+# `is_global` of Python 3.11 accepts these addresses, which belong to protocols, local services and
+# metadata servers of clouds.
 _DENIED = tuple(
     IPv4Network(network)
     for network in (
@@ -24,13 +24,13 @@ _DENIED = tuple(
         "240.0.0.0/4",
     )
 )
-# All of IPv6 that is given out; the rest is for translators, local networks and days to come.
+# All assigned unicast addresses of IPv6; the rest is for translators, local and future networks.
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def may_dial(address: Address, allowed: Sequence[Network] = ()) -> bool:
-    """Whether `address` is on the public internet, or in a network that is `allowed`."""
+    """Return whether `address` is on the public internet, or in a network that is `allowed`."""
     if any(address in network for network in allowed if network.version == address.version):
         return True
     inner = _inside(address)
@@ -43,24 +43,24 @@ def parse_network(text: str) -> Network:
 
 
 def parse_address(text: str) -> Address:
-    """Without a zone. Raises ValueError."""
+    """Parse an address without its zone. Raises ValueError."""
     return ip_address(text.partition("%")[0])
 
 
 def _is_public(address: Address) -> bool:
     if isinstance(address, IPv4Address):
         return address.is_global and not any(address in network for network in _DENIED)
-    # A mapped or translated address is as public as the one inside, which is judged on its own.
+    # A mapped or translated address is as public as the one inside, which is checked separately.
     if address.ipv4_mapped is not None or address in _NAT64:
         return True
     return address.is_global and address in _GLOBAL_UNICAST
 
 
 def _inside(address: Address) -> list[IPv4Address]:
-    """The IPv4 addresses that packets to `address` may end at."""
+    """Return the IPv4 addresses that packets to `address` may end at."""
     if isinstance(address, IPv4Address):
         return []
-    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if address in _NAT64:
-        found.append(IPv4Address(int(address) & 0xFFFFFFFF))
-    return [inner for inner in found if inner is not None]
+        inner.append(IPv4Address(int(address) & 0xFFFFFFFF))
+    return [carried for carried in inner if carried is not None]

@@ -1,7 +1,7 @@
-"""Under which hashes clients know the items that they have sent: the names of the stored bytes.
+"""Item registry: maps the hashes that clients choose for their items to the stored bytes.
 
-A client's word is good for itself alone: the same hash in another scope, or of another model, is
-another item.
+A client's hash is trusted only for that client: the same hash in another scope, or for another
+model, is another item.
 """
 
 from shared.bus.bus import Bus
@@ -17,13 +17,13 @@ class ItemRegistry:
         self._model = model
 
     async def find(self, mm_hash: str) -> str | None:
-        """The name of the item's bytes in `shared.state.media_store`. Raises Unavailable."""
+        """Return the name of the item's bytes in `shared.state.media_store`. Raises Unavailable."""
         stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject(mm_hash))
         name = "" if stored is None else stored.data.decode(errors="replace")
         return name if is_hash(name) else None
 
     async def note(self, mm_hash: str, name: str) -> None:
-        """From now on, and for as long as the bytes are there, `find` returns `name`."""
+        """Make `find` return `name` for as long as the bytes are stored."""
         subject = self._subject(mm_hash)
         stored = await self._bus.read_last(subjects.MEDIA_STREAM, subject)
         if stored is None or stored.data != name.encode() or self._is_old(stored.stored_ms):

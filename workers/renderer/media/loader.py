@@ -1,7 +1,7 @@
-"""From a content part's URL to a picture: from the request itself, or from the internet, once.
+"""Media loader: reads the file behind a content part's URL, from the request or the internet.
 
-Fetched bytes are kept for a while by tenant and URL, and while one thread fetches a URL all others
-of that tenant that want it wait for that. All functions block, and may be called from many threads.
+Fetched bytes are cached by tenant and URL. While one thread fetches a URL, other threads that need
+it for the same tenant wait for that fetch. All functions block and are thread-safe.
 """
 
 import threading
@@ -23,7 +23,7 @@ def is_remote(url: str) -> bool:
 
 
 def is_stored(url: str) -> bool:
-    """Whether it names a picture in the broker's own store."""
+    """Return whether a URL names a file in the broker's own store."""
     return url.startswith("media:")
 
 
@@ -41,46 +41,46 @@ class MediaLoader:
         return decode_image(self.read(url, field, tenant), self._config, field)
 
     def read(self, url: str, field: str, tenant: str) -> bytes:
-        """The bytes behind `url`, whatever they are. Raises a RequestError that names `field`."""
-        if not self._is_elsewhere(url, field):
+        """Return the bytes behind `url`. Raises a RequestError that names `field`."""
+        if not self._check_remote(url, field):
             return decode_data_url(url, self._config, field)
         key = (tenant, url)
         with self._lock:
-            if (kept := self._fetched.get(key)) is not None:
-                return kept
+            if (cached := self._fetched.get(key)) is not None:
+                return cached
             flight = self._flights.get(key)
             if flight is None:
-                ours = self._flights[key] = Future()
+                own_flight = self._flights[key] = Future()
         if flight is None:
-            return self._fetch(key, field, ours)
+            return self._fetch(key, field, own_flight)
         try:
             return flight.result()
         except RequestError as error:
-            # The same answer, to another request's field.
+            # The error is the same, but names another request's field.
             raise type(error)(error.message, field=field) from None
 
-    def read_afresh(self, url: str, field: str) -> bytes:
-        """Like `read`, but from the source itself; what is kept is neither used nor changed."""
-        if not self._is_elsewhere(url, field):
+    def read_uncached(self, url: str, field: str) -> bytes:
+        """Read from the source itself; the cache is neither used nor changed."""
+        if not self._check_remote(url, field):
             return decode_data_url(url, self._config, field)
         return self._fetcher.fetch(url, field)
 
     @staticmethod
-    def _is_elsewhere(url: str, field: str) -> bool:
-        """False for a picture in the URL itself."""
+    def _check_remote(url: str, field: str) -> bool:
+        """Return False for a data: URL, which holds the file. Raises InvalidMedia."""
         if not is_remote(url) and url[:5].lower() != "data:":
             raise InvalidMedia(
-                "a picture's URL must begin with data:, media:, http: or https:", field=field
+                "an image's URL must begin with data:, media:, http: or https:", field=field
             )
         return is_remote(url)
 
     def recall(self, url: str, tenant: str) -> bytes | None:
-        """What is kept by this URL; does not block."""
+        """Return the cached bytes of this URL, if any; does not block."""
         with self._lock:
             return self._fetched.get((tenant, url))
 
     def remember(self, url: str, data: bytes, tenant: str) -> None:
-        """Keep what somebody else has fetched."""
+        """Add bytes from another source to the cache."""
         with self._lock:
             self._fetched.put((tenant, url), data, len(data))
 

@@ -1,9 +1,9 @@
-"""The pictures of one request, byte for byte the same on every attempt at it.
+"""Request media: the files of one request, byte for byte the same on every attempt.
 
-What a URL serves may change, expire or be gone by the time of a retry. So what was fetched is
-stored by its content, and the request's pin says which content each of its URLs was found to have.
-The pin is written under the condition that nobody has written it: of two workers that have the
-request in hand, only one hands it on with what it has fetched.
+A URL may serve other bytes, or none, at the time of a retry. Fetched files are therefore stored by
+their content, and the request's pin records the content of each of its URLs. The pin is appended on
+the condition that there is none yet: of two workers with the same request, only one forwards it
+with the files that it has fetched.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ _pin = msgspec.msgpack.Decoder(MediaPin)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A picture's file."""
+    """The bytes of a media file."""
 
     data: bytes
     name: str | None = None
-    """Under which it is to be kept for as long as the request may take; None if need not be."""
+    """Name for storing the file while the request is in flight; None for a file that is safe."""
 
 
 class RequestMedia:
@@ -49,7 +49,7 @@ class RequestMedia:
         scope: str = "",
         model: str = "",
     ) -> None:
-        """`sequence` is that of the request's acceptance, `scope` that of its caches."""
+        """`sequence` is the request's in its stream, `scope` that of its caches."""
         self._bus = bus
         self._loader = loader
         self._max_bytes = config.max_image_bytes
@@ -61,18 +61,18 @@ class RequestMedia:
         self._items = ItemRegistry(bus, scope, model)
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
-        """Of the pin; 0 for none."""
-        self._found: list[PinnedPart] = []
+        """Sequence of the pin in its subject; 0 if there is none."""
+        self._fetched: list[PinnedPart] = []
 
     async def recall(self) -> None:
-        """Learn what an earlier attempt has fetched. Raises Unavailable."""
+        """Read the pin of an earlier attempt. Raises Unavailable."""
         stored = await self._bus.read_last(subjects.MEDIA_STREAM, self._subject)
         if stored is not None:
             self._pinned = _pin.decode(stored.data).parts
             self._sequence = stored.sequence
 
     async def read(self, url: str, field: str) -> Source:
-        """The file behind the URL of the next part.
+        """Return the file behind the URL of the next part.
 
         Raises a RequestError that names `field`, or Unavailable.
         """
@@ -83,7 +83,7 @@ class RequestMedia:
         return Source(await self._in_thread(self._loader.read, url, field, self._scope))
 
     async def read_item(self, feature: Feature, field: str) -> Source:
-        """The bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
+        """Return the bytes of an item. Raises a RequestError that names `field`, or Unavailable."""
         if feature.data is not None:
             return await self._read_stored(feature.data, field)
         name = await self._items.find(feature.mm_hash)
@@ -95,25 +95,25 @@ class RequestMedia:
             raise _miss(field) from None
 
     async def note(self, features: Sequence[Feature]) -> None:
-        """Have these items found by their hashes from now on. Raises Unavailable."""
+        """Register the items under their hashes. Raises Unavailable."""
         for feature in features:
             name = None if feature.data is None else media_store.parse_media_url(feature.data)
             if name is not None:
                 await self._items.note(feature.mm_hash, name)
 
     async def keep(self, source: Source) -> None:
-        """Have a fetched file stored, if it is not yet. Raises Unavailable."""
+        """Store a fetched file if it is not stored yet. Raises Unavailable."""
         if source.name is not None:
             await media_store.store(self._bus, source.name, source.data, self._tenant)
 
     async def pin(self) -> None:
-        """All parts have been read and kept: no later attempt may find others.
+        """Fix the files of all parts, which have been read and stored, for later attempts.
 
-        Raises Fenced when another worker has pinned others meanwhile, or Unavailable.
+        Raises Fenced when another worker has pinned other files meanwhile, or Unavailable.
         """
-        if self._found == self._pinned:
+        if self._fetched == self._pinned:
             return
-        data = to_msgpack(MediaPin(self._found))
+        data = to_msgpack(MediaPin(self._fetched))
         try:
             await self._bus.append(self._subject, data, self._sequence)
         except Fenced:
@@ -127,16 +127,16 @@ class RequestMedia:
         if (pinned := self._pinned_part(url_hash)) is not None:
             data = await media_store.find(self._bus, pinned.media, self._max_bytes, self._tenant)
             if data is not None:
-                self._found.append(pinned)
+                self._fetched.append(pinned)
                 return Source(data)
             _log.warning("pinned_media_lost", request_id=self._request_id, media=pinned.media)
         data = await self._in_thread(self._loader.read, url, field, self._scope)
         name = await media_store.hash_media(data)
-        self._found.append(PinnedPart(url_hash, name))
+        self._fetched.append(PinnedPart(url_hash, name))
         return Source(data, name)
 
     def _pinned_part(self, url_hash: str) -> PinnedPart | None:
-        number = len(self._found)
+        number = len(self._fetched)
         part = self._pinned[number] if number < len(self._pinned) else None
         return part if part is not None and part.url_hash == url_hash else None
 
@@ -148,11 +148,11 @@ class RequestMedia:
 
 
 def _miss(field: str) -> MMCacheMiss:
-    return MMCacheMiss("no item of this hash is known here: send its data", field=field)
+    return MMCacheMiss("no item of this hash is stored here: send its data", field=field)
 
 
 async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: str = "") -> bytes:
-    """The file that a `media:` URL names. Raises a RequestError that names `field`."""
+    """Return the file that a `media:` URL names. Raises a RequestError that names `field`."""
     name = media_store.parse_media_url(url)
     if name is None:
         raise InvalidMedia("expected media: and 64 lower-case hexadecimal digits", field=field)
@@ -161,5 +161,5 @@ async def read_stored(bus: Bus, url: str, field: str, max_bytes: int, tenant: st
     except MediaTooLarge as error:
         raise MediaTooLarge(error.message, field=field) from None
     if data is None:
-        raise MediaNotFound("no picture of this name is stored here", field=field)
+        raise MediaNotFound("no image of this name is stored here", field=field)
     return data

@@ -1,6 +1,6 @@
-"""Messages and pictures in, token ids and tensors out: what a model's own processor would feed it.
+"""Processor: messages and media in, token ids and tensors out, as the model's own processor would.
 
-What is particular to a model family, the layout of its pictures, is in `layouts`.
+The layouts of the model's family know how its media become fields; see `shared.models`.
 """
 
 import json
@@ -23,7 +23,7 @@ from shared.errors import (
 )
 from shared.models.family import ModelFamily
 from shared.models.layout import MediaLayout
-from shared.models.media import DecodedImage
+from shared.models.media import DecodedMedia
 from shared.models.registry import find_family
 from shared.protocol.messages import Message, Prompt
 from shared.protocol.multimodal import (
@@ -37,13 +37,15 @@ from shared.protocol.renderer_rpc import ModelCard
 from workers.renderer.processing import prompt
 from workers.renderer.processing.tokenizer import PromptTokenizer
 
-# English text has 4 to 5 bytes a token, other scripts fewer. What has more than 16 is long runs of
-# blanks, and tokenizing 50 MB to say so would be an attack's whole point.
+# English text has 4 to 5 bytes a token, other scripts fewer. Text of more than 16 is long runs of
+# blanks, and an attacker would send 50 MB of them only to have them tokenized.
 MAX_BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
+    """The token ids of a prompt, its items, and the tensors that the items index."""
+
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
     tensors: list[TensorData]
@@ -51,7 +53,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as the engine takes it."""
+    """One image, or another medium, as the engine takes it."""
 
     mm_hash: str
     num_tokens: int
@@ -59,11 +61,21 @@ class ProcessedImage:
     modality: Modality = IMAGE
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """One modality that the model reads."""
+
+    layout: MediaLayout
+    placeholder_id: int
+    limit: int
+    """Largest number of such media in a request."""
+
+
 class Processor:
-    """One model's tokenizer, chat template and, if it sees, picture processor; thread-safe."""
+    """One model's tokenizer, chat template and media layouts. Thread-safe."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Load a folder in Hugging Face format; no code from it is run, nothing is downloaded.
+        """Load a folder in Hugging Face format; nothing is downloaded and no code from it is run.
 
         Raises ConfigError.
         """
@@ -76,171 +88,174 @@ class Processor:
         tokenizer.chat_template = tokenizer.chat_template or _legacy_chat_template(folder)
         if not tokenizer.chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template", field="path")
-        self._tokenizer = tokenizer
-        self._image_token_id: int | None = getattr(config, "image_token_id", None)
-        self._layout: MediaLayout | None = None
         family = find_family(config)
-        if self._image_token_id is not None:
-            self._layout = _open_layout(family, folder, config)
-        self._texts = PromptTokenizer(tokenizer, self._image_token_id, self._layout is not None)
-        self._tool_parser = model.tool_parser or self._texts.tool_parser(family)
-        self._max_images = model.max_images
+        self._inputs = _open_inputs(family, folder, config, limits={IMAGE: model.max_images})
+        self._placeholder_ids = {name: media.placeholder_id for name, media in self._inputs.items()}
+        self._tokenizer = PromptTokenizer(tokenizer, self._placeholder_ids.values())
+        default = None if family is None else family.tool_format
+        self._tool_parser = model.tool_parser or self._tokenizer.find_tool_format(default)
         longest: int = config.get_text_config().max_position_embeddings
         self.max_model_len = min(longest, model.max_model_len or longest)
-        """In tokens, prompt and answer together."""
+        """Limit on prompt and answer together, in tokens."""
         self.vocab_size: int = config.get_text_config().vocab_size
 
-    @property
-    def takes_pictures(self) -> bool:
-        return self._layout is not None and self._max_images > 0
+    def accepts(self, modality: Modality) -> bool:
+        return modality in self._inputs and self._inputs[modality].limit > 0
 
     def card(self, name: str) -> ModelCard:
-        """What can be asked of the model, which is called `name` here."""
+        """Return a description of the model for clients; `name` is the model's name here."""
         return ModelCard(
             model=name,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            takes_pictures=self.takes_pictures,
-            takes_tools=self._texts.takes_tools,
+            takes_pictures=self.accepts(IMAGE),
+            takes_tools=self._tokenizer.takes_tools,
             tool_parser=self._tool_parser,
-            call_signs=self._texts.signs() if self._tool_parser == "hermes" else None,
+            call_signs=self._tokenizer.signs() if self._tool_parser == "hermes" else None,
         )
 
+    # -- media ------------------------------------------------------------------------------------
+
     def check(self, messages: Sequence[Message]) -> None:
-        """Whether the model takes so many pictures, before one is loaded.
+        """Check the number of media, before any is loaded.
 
         Raises UnsupportedContent or MediaTooLarge.
         """
-        fields = [field for field, _ in prompt.image_parts(messages)]
-        if fields and self._layout is None:
-            raise UnsupportedContent("this model takes no pictures", field=fields[0])
-        if len(fields) > self._max_images:
-            raise MediaTooLarge(
-                f"{len(fields)} pictures are over the limit of {self._max_images} a request",
-                field=fields[self._max_images],
-            )
+        self._check_counts((part.modality, part.field) for part in prompt.media_parts(messages))
 
-    def render(
-        self, messages: Sequence[Message], images: Iterable[DecodedImage], tenant: str = ""
-    ) -> Rendered:
-        """`images` are those of `prompt.image_parts`, in that order; each is taken when its turn
-        comes, after `check` and after the text, and let go before the next but one.
+    def metadata(self, modality: Modality) -> tuple[str, ...]:
+        """Return the names of the fields that the language model needs besides embeddings."""
+        return self._inputs[modality].layout.metadata
 
-        Raises a RequestError: besides those of `check`, InvalidRequest for text with control
-        tokens or messages that the template refuses, InvalidMedia, ContextTooLong.
+    def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
+        """Return the mm_hash of what `process` makes of the file with this hash.
+
+        It differs between tenants, and so do the cache keys that are made from it.
         """
-        token_ids = self.tokenize(Prompt(list(messages)))
-        fields = [field for field, _ in prompt.image_parts(messages)]
-        processed = [
-            self.process(image, field, tenant) for image, field in zip(images, fields, strict=True)
-        ]
-        counts = [picture.num_tokens for picture in processed]
-        token_ids, ranges = self.expand(token_ids, counts)
-        return join(token_ids, ranges, processed)
+        return content_hash(tenant, source_hash, self._inputs[modality].layout.fingerprint)
 
-    @property
-    def metadata(self) -> tuple[str, ...]:
-        """Fields of a picture that the language model needs, whoever encodes the picture."""
-        return () if self._layout is None else self._layout.metadata
+    def process(self, media: DecodedMedia, field: str, tenant: str) -> ProcessedImage:
+        """Raises InvalidMedia for media that the model cannot take."""
+        fields, num_tokens = self._inputs[media.modality].layout.process(media, field)
+        mm_hash = self.hash_media(media.modality, media.source_hash, tenant)
+        return ProcessedImage(mm_hash, num_tokens, fields, media.modality)
 
-    def hash_picture(self, source_hash: str, tenant: str) -> str:
-        """The mm_hash of what `process` makes of the picture in this file.
+    def hash_item(self, modality: Modality, source_hash: str, tenant: str) -> str:
+        """Return the mm_hash of what `decode_item` makes of the bytes with this hash."""
+        return content_hash("item", tenant, source_hash, self._inputs[modality].layout.fingerprint)
 
-        It differs between tenants, and so does the key of whatever is kept by it.
-        """
-        assert self._layout is not None
-        return content_hash(tenant, source_hash, self._layout.fingerprint)
+    def decode_item(
+        self, modality: Modality, data: bytes, mm_hash: str, field: str
+    ) -> ProcessedImage:
+        """Decode an item that another server has processed. Raises InvalidRequest."""
+        wire = vllm_kwargs.decode_item(data, field)
+        fields, num_tokens = self._inputs[modality].layout.from_wire(wire, field)
+        return ProcessedImage(mm_hash, num_tokens, fields, modality)
 
-    def process(self, image: DecodedImage, field: str, tenant: str) -> ProcessedImage:
-        """Raises InvalidMedia for a picture that the model cannot take."""
-        assert self._layout is not None
-        fields, num_tokens = self._layout.process(image, field)
-        return ProcessedImage(self.hash_picture(image.source_hash, tenant), num_tokens, fields)
-
-    def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
-        """Where the prompt has room for pictures that others have processed.
-
-        Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
-        for places that are none.
-        """
-        token_ids, features = asked.token_ids or [], asked.features
-        self.check_len(token_ids, "prompt_token_ids")
-        if features and self._layout is None:
-            raise UnsupportedContent("this model takes no pictures", field="features")
-        if len(features) > self._max_images:
-            raise MediaTooLarge(
-                f"{len(features)} pictures are over the limit of {self._max_images} a request",
-                field="features",
-            )
-        if self._image_token_id is None:
-            return []
-        ranges = [PlaceholderRange(feature.offset, feature.length) for feature in features]
-        prompt.check_ranges(token_ids, self._image_token_id, ranges)
-        return ranges
-
-    def take_item(self, data: bytes, mm_hash: str, field: str) -> ProcessedImage:
-        """The picture in the bytes of an item. Raises InvalidRequest naming `field`."""
-        assert self._layout is not None
-        fields, num_tokens = self._layout.from_wire(vllm_kwargs.decode_item(data, field), field)
-        return ProcessedImage(mm_hash, num_tokens, fields)
-
-    def give_item(self, picture: ProcessedImage) -> tuple[bytes, bytes]:
-        """The bytes of an item, and of its metadata."""
-        assert self._layout is not None
-        wire = self._layout.to_wire(picture.fields)
+    def encode_item(self, image: ProcessedImage) -> tuple[bytes, bytes]:
+        """Return the bytes of an item for another server, and those of its metadata."""
+        wire = self._inputs[image.modality].layout.to_wire(image.fields)
         return vllm_kwargs.encode_item(wire), vllm_kwargs.encode_item(vllm_kwargs.metadata_of(wire))
 
-    def hash_item(self, source_hash: str, tenant: str) -> str:
-        """The mm_hash of what `take_item` makes of these bytes, like `hash_picture`."""
-        assert self._layout is not None
-        return content_hash("item", tenant, source_hash, self._layout.fingerprint)
+    def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
+        """Return the placeholder ranges of items that other servers have processed.
+
+        Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
+        for ranges that do not hold placeholders.
+        """
+        token_ids = asked.token_ids or []
+        self.check_len(token_ids, "prompt_token_ids")
+        self._check_counts((feature.modality, "features") for feature in asked.features)
+        return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids)
+
+    def _check_counts(self, media: Iterable[tuple[Modality, str]]) -> None:
+        fields: dict[Modality, list[str]] = {}
+        for modality, field in media:
+            fields.setdefault(modality, []).append(field)
+        for modality, named in fields.items():
+            if modality not in self._inputs:
+                raise UnsupportedContent(f"this model takes no {modality}s", field=named[0])
+            limit = self._inputs[modality].limit
+            if len(named) > limit:
+                raise MediaTooLarge(
+                    f"{len(named)} {modality}s are over the limit of {limit} per request",
+                    field=named[limit],
+                )
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def render(
+        self, messages: Sequence[Message], media: Iterable[DecodedMedia], tenant: str = ""
+    ) -> Rendered:
+        """Render messages whose media are those of `prompt.media_parts`, in that order.
+
+        Each medium is taken from the iterator after `check` and after the text, and released before
+        the next but one is taken. Raises a RequestError: besides those of `check`, InvalidRequest
+        for text with control tokens or messages that the template refuses, InvalidMedia,
+        ContextTooLong.
+        """
+        token_ids = self.tokenize(Prompt(list(messages)))
+        fields = [part.field for part in prompt.media_parts(messages)]
+        processed = [
+            self.process(medium, field, tenant) for medium, field in zip(media, fields, strict=True)
+        ]
+        token_ids, ranges = self.expand(token_ids, processed)
+        return join(token_ids, ranges, processed)
 
     def expand(
-        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
+        self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        """The prompt with room for pictures of so many tokens, and where that is.
+        """Return the prompt with room for these media, and their placeholder ranges.
 
-        Raises InvalidRequest for more or fewer places than pictures, or ContextTooLong.
+        Raises InvalidRequest when the prompt has other placeholders, or ContextTooLong.
         """
-        token_ids, ranges = self.make_room(token_ids, counts, field)
+        token_ids, ranges = self.expand_unchecked(token_ids, media, field)
         self.check_len(token_ids, field)
         return token_ids, ranges
 
-    def make_room(
-        self, token_ids: list[int], counts: Sequence[int], field: str = "messages"
+    def expand_unchecked(
+        self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:
-        """Like `expand`, however long the prompt becomes."""
-        if self._image_token_id is None:
-            return token_ids, []
-        return prompt.expand(token_ids, self._image_token_id, counts, field)
+        """Do what `expand` does, without a limit on the prompt's length."""
+        return prompt.expand(token_ids, media, self._placeholder_ids, field)
 
     def tokenize(self, asked: Prompt) -> list[int]:
-        """Token ids of a prompt in any form; of templated messages, one for each picture.
+        """Return the token ids of a prompt, with one placeholder for each medium in messages.
 
-        Raises a RequestError: those of `check`, InvalidRequest for what the template refuses, for
-        control tokens in messages or for ids that are none, UnsupportedContent, ContextTooLong.
+        Raises a RequestError: those of `check`, InvalidRequest for messages that the template
+        refuses, for control tokens in messages and for ids outside the vocabulary,
+        UnsupportedContent, ContextTooLong.
         """
         if asked.token_ids is not None:
             self._check_ids(asked.token_ids, "prompt_token_ids")
             return asked.token_ids
         if asked.text is not None:
             self._check_bytes([asked.text], "prompt")
-            return self._texts.encode(asked.text, asked.add_special_tokens is not False)
+            return self._tokenizer.encode(asked.text, asked.add_special_tokens is not False)
         self.check(asked.messages)
-        self._check_bytes(prompt.written(asked), "messages")
-        return self._texts.tokenize(asked)
+        self._check_bytes(prompt.client_texts(asked), "messages")
+        return self._tokenizer.tokenize(asked)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool
     ) -> tuple[str, list[bytes]]:
-        """The text of all tokens, and the bytes of each. Raises InvalidRequest."""
+        """Return the text of all tokens, and the bytes of each. Raises InvalidRequest."""
         self._check_ids(token_ids, "tokens")
-        text = self._texts.decode(token_ids, skip_special_tokens)
-        return text, self._texts.bytes_of(token_ids)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens)
+        return text, self._tokenizer.bytes_of(token_ids)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the tokenizer itself spells it."""
-        return self._texts.spellings(token_ids)
+        """Return each token as the tokenizer itself spells it."""
+        return self._tokenizer.spellings(token_ids)
+
+    def check_len(self, token_ids: Sequence[int], field: str) -> None:
+        """Raises ContextTooLong."""
+        if len(token_ids) >= self.max_model_len:
+            raise ContextTooLong(
+                f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
+                f" {self.max_model_len}",
+                field=field,
+            )
 
     def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
@@ -259,40 +274,40 @@ class Processor:
                 field=field,
             )
 
-    def check_len(self, token_ids: Sequence[int], field: str) -> None:
-        """Raises ContextTooLong."""
-        if len(token_ids) >= self.max_model_len:
-            raise ContextTooLong(
-                f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
-                f" {self.max_model_len}",
-                field=field,
-            )
-
 
 def join(
-    token_ids: list[int], ranges: Sequence[PlaceholderRange], pictures: Sequence[ProcessedImage]
+    token_ids: list[int], ranges: Sequence[PlaceholderRange], media: Sequence[ProcessedImage]
 ) -> Rendered:
-    """A prompt with its pictures in their places, and all their tensors."""
+    """Return a prompt with its items and all their tensors."""
     tensors: list[TensorData] = []
     items = []
-    for picture, placeholder in zip(pictures, ranges, strict=True):
-        indexes = {name: len(tensors) + i for i, name in enumerate(picture.fields)}
-        items.append(MultiModalKwargsItem(picture.modality, picture.mm_hash, placeholder, indexes))
-        tensors += picture.fields.values()
+    for medium, placeholder in zip(media, ranges, strict=True):
+        indexes = {name: len(tensors) + i for i, name in enumerate(medium.fields)}
+        items.append(MultiModalKwargsItem(medium.modality, medium.mm_hash, placeholder, indexes))
+        tensors += medium.fields.values()
     return Rendered(token_ids, items, tensors)
 
 
-def _open_layout(family: ModelFamily | None, folder: Path, config: Any) -> MediaLayout:
-    if family is None or IMAGE not in family.media:
+def _open_inputs(
+    family: ModelFamily | None, folder: Path, config: Any, limits: dict[Modality, int]
+) -> dict[Modality, _Input]:
+    """Open the layouts of a model's modalities. Raises ConfigError."""
+    if family is None and getattr(config, "image_token_id", None) is not None:
         raise ConfigError(
             f"{folder}: images are not supported in models of type {config.model_type!r}",
             field="path",
         )
-    return family.media[IMAGE].open_layout(folder, config)
+    media = {} if family is None else family.media
+    inputs = {}
+    for modality, source in media.items():
+        layout = source.open_layout(folder, config)
+        placeholder_id = getattr(config, source.placeholder)
+        inputs[modality] = _Input(layout, placeholder_id, limits[modality])
+    return inputs
 
 
 def _legacy_chat_template(folder: Path) -> str | None:
-    """Where older folders have the template of their model's processor."""
+    """Return the template of the model's processor, which older folders have in a file."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None

@@ -1,108 +1,146 @@
-"""The prompt as messages for a chat template, and as token ids with room for pictures.
+"""Prompts as messages for a chat template, and as token ids with room for media.
 
-Pure: it sees neither a tokenizer nor a picture.
+This module is pure: it sees neither a tokenizer nor an image.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import (
-    ImagePart,
-    Message,
-    Prompt,
-    TextPart,
-    Tool,
-    ToolCall,
-)
-from shared.protocol.multimodal import IMAGE, PlaceholderRange
+from shared.protocol.messages import Feature, Message, Prompt, TextPart, Tool, ToolCall
+from shared.protocol.multimodal import Modality, PlaceholderRange
 
-Value = Callable[[Any], Any]
+Transform = Callable[[Any], Any]
 
 
-def _same(value: Any) -> Any:
+class MediaPart(NamedTuple):
+    """A content part that refers to a media file."""
+
+    modality: Modality
+    field: str
+    """Name of the request's field that holds the URL."""
+    url: str
+
+
+class SizedMedia(Protocol):
+    """A medium whose number of tokens is known."""
+
+    @property
+    def modality(self) -> Modality: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def same(value: Any) -> Any:
     return value
+
+
+# -- placeholders ---------------------------------------------------------------------------------
 
 
 def expand(
     token_ids: Sequence[int],
-    placeholder_id: int,
-    counts: Sequence[int],
+    media: Sequence[SizedMedia],
+    placeholder_ids: Mapping[Modality, int],
     field: str = "messages",
 ) -> tuple[list[int], list[PlaceholderRange]]:
-    """Repeat the i-th placeholder `counts[i]` times; all other tokens stay as they are.
+    """Repeat the placeholder of each medium `num_tokens` times; other tokens stay as they are.
 
-    Returns the expanded ids and the run that each placeholder became. Raises InvalidRequest when
-    there are not as many placeholders as counts. Takes time linear in its output.
+    Returns the expanded ids and the range that each placeholder became. Raises InvalidRequest when
+    the placeholders are not those of the media, in their order. Takes time linear in its output.
     """
-    positions = [i for i, token_id in enumerate(token_ids) if token_id == placeholder_id]
-    if len(positions) != len(counts):
+    known = frozenset(placeholder_ids.values())
+    positions = [i for i, token_id in enumerate(token_ids) if token_id in known]
+    expected = [placeholder_ids[medium.modality] for medium in media]
+    if [token_ids[i] for i in positions] != expected:
         raise InvalidRequest(
-            f"the prompt has {len(positions)} places for pictures, the request {len(counts)}"
-            " pictures",
+            f"the prompt has {len(positions)} placeholders, which are not those of the request's"
+            f" {len(media)} media",
             field=field,
         )
     expanded: list[int] = []
     ranges = []
     start = 0
-    for position, count in zip(positions, counts, strict=True):
+    for position, medium in zip(positions, media, strict=True):
         expanded += token_ids[start:position]
-        ranges.append(PlaceholderRange(len(expanded), count))
-        expanded += [placeholder_id] * count
+        ranges.append(PlaceholderRange(len(expanded), medium.num_tokens))
+        expanded += [token_ids[position]] * medium.num_tokens
         start = position + 1
     expanded += token_ids[start:]
     return expanded, ranges
 
 
+def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
+    """Return the field of each feature in a client's `features`, whose lists are by modality."""
+    counts: dict[Modality, int] = {}
+    fields = []
+    for feature in features:
+        number = counts.get(feature.modality, 0)
+        counts[feature.modality] = number + 1
+        fields.append(f"features.{name}.{feature.modality}[{number}]")
+    return fields
+
+
 def check_ranges(
-    token_ids: Sequence[int], placeholder_id: int, ranges: Sequence[PlaceholderRange]
-) -> None:
-    """Raises InvalidRequest unless each range lies behind the one before it and within the prompt,
-    and consists of placeholders."""
+    token_ids: Sequence[int],
+    features: Sequence[Feature],
+    placeholder_ids: Mapping[Modality, int],
+) -> list[PlaceholderRange]:
+    """Return the placeholder ranges of the features.
+
+    Raises InvalidRequest unless each range begins behind the one before it, ends within the prompt
+    and holds placeholders of its modality only.
+    """
+    fields = feature_fields(features, "mm_placeholders")
+    ranges = []
     free_from = 0
-    for i, placeholder in enumerate(ranges):
-        field = f"features.mm_placeholders.image[{i}]"
-        stop = placeholder.offset + placeholder.length
-        if placeholder.offset < free_from:
+    for feature, field in zip(features, fields, strict=True):
+        start, stop = feature.offset, feature.offset + feature.length
+        placeholder_id = placeholder_ids[feature.modality]
+        if start < free_from:
             raise InvalidRequest(
-                f"[{placeholder.offset}, {stop}) begins before {free_from}, where the picture"
-                " before it ends",
+                f"[{start}, {stop}) begins before {free_from}, where the item before it ends",
                 field=field,
             )
         if stop > len(token_ids):
             raise InvalidRequest(
-                f"[{placeholder.offset}, {stop}) is outside the prompt's {len(token_ids)} tokens",
-                field=field,
+                f"[{start}, {stop}) is outside the prompt's {len(token_ids)} tokens", field=field
             )
-        if any(token_ids[at] != placeholder_id for at in range(placeholder.offset, stop)):
+        if any(token_ids[at] != placeholder_id for at in range(start, stop)):
             raise InvalidRequest(
-                f"[{placeholder.offset}, {stop}) has tokens other than {placeholder_id}, which"
-                " stands for pictures",
+                f"[{start}, {stop}) has tokens other than {placeholder_id}, the placeholder of"
+                f" {feature.modality}s",
                 field=field,
             )
+        ranges.append(PlaceholderRange(start, feature.length))
         free_from = stop
+    return ranges
+
+
+# -- messages -------------------------------------------------------------------------------------
 
 
 def field_of(asked: Prompt) -> str:
-    """What a complaint of the whole prompt names."""
+    """Return the field that an error about the whole prompt names."""
     if asked.token_ids is not None:
         return "prompt_token_ids"
     return "messages" if asked.text is None else "prompt"
 
 
-def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, ImagePart]]:
-    """Every picture with its field name, in the order in which the template writes them."""
+def media_parts(messages: Sequence[Message]) -> Iterator[MediaPart]:
+    """Yield every media part, in the order in which the template writes them."""
     for i, message in enumerate(messages):
         if message.content is None or isinstance(message.content, str):
             continue
         for j, part in enumerate(message.content):
-            if isinstance(part, ImagePart):
-                yield f"messages[{i}].content[{j}].image_url.url", part
+            if not isinstance(part, TextPart):
+                field = f"messages[{i}].content[{j}].{part.url_field}"
+                yield MediaPart(part.modality, field, part.url)
 
 
-def texts(message: Message) -> list[str]:
+def texts_of(message: Message) -> list[str]:
     if isinstance(message.content, str):
         return [message.content]
     return [part.text for part in message.content or [] if isinstance(part, TextPart)]
@@ -114,15 +152,15 @@ def template_messages(
     parts: bool,
     strings: bool = True,
     text: Callable[[str], str] = str,
-    value: Value = _same,
+    value: Transform = same,
 ) -> list[dict[str, Any]]:
-    """Messages in the shape that chat templates expect; `text` is applied to every text, `value` to
-    whatever else the client has chosen.
+    """Return messages in the shape that chat templates expect.
 
-    A plain string stays one if the template takes `strings`; otherwise it becomes a part. A list of
-    parts stays one if the template takes `parts`, as those of multimodal models do; otherwise its
-    texts are joined by newlines, as vLLM does, because the templates of text models concatenate the
-    content as a string.
+    `text` is applied to every text, `value` to the client's other values. A plain string stays one
+    if the template takes `strings`; otherwise it becomes a part. A list of parts stays one if the
+    template takes `parts`, as those of multimodal models do; otherwise its texts are joined by
+    newlines, as vLLM does, because the templates of text models concatenate the content as a
+    string.
     """
     return [
         {"role": message.role, "content": _template_content(message, parts, strings, text)}
@@ -131,38 +169,18 @@ def template_messages(
     ]
 
 
-def template_tools(tools: Sequence[Tool], value: Value = _same) -> list[dict[str, Any]] | None:
-    """Tools in the shape that chat templates expect; None for none."""
-    found = []
+def template_tools(tools: Sequence[Tool], value: Transform = same) -> list[dict[str, Any]] | None:
+    """Return tools in the shape that chat templates expect; None for no tools."""
+    shaped = []
     for tool in tools:
         function = msgspec.structs.asdict(tool.function)
         given = {name: value(it) for name, it in function.items() if it is not None}
-        found.append({"type": tool.type, "function": given})
-    return found or None
+        shaped.append({"type": tool.type, "function": given})
+    return shaped or None
 
 
-def _calls_and_names(message: Message, value: Value) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": value(call.id),
-                "type": call.type,
-                "function": {
-                    "name": value(call.function.name),
-                    "arguments": value(arguments_of(call)),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    for name in ("tool_call_id", "name"):
-        if (given := getattr(message, name)) is not None:
-            found[name] = value(given)
-    return found
-
-
-def arguments_of(call: ToolCall) -> Any:
-    """As templates expect them: an object, unless the text is none."""
+def parse_arguments(call: ToolCall) -> Any:
+    """Return a call's arguments as templates expect them: an object, or text that is not one."""
     text = call.function.arguments
     if not text.strip():
         return {}
@@ -173,23 +191,10 @@ def arguments_of(call: ToolCall) -> Any:
     return parsed if isinstance(parsed, dict) else text
 
 
-def strings_in(value: Any) -> Iterator[str]:
-    """All strings of a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from strings_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from strings_in(inner)
-
-
-def written(asked: Prompt) -> Iterator[str]:
-    """All that a template may write of what the client has written."""
+def client_texts(asked: Prompt) -> Iterator[str]:
+    """Yield all text from the client that a template may write."""
     for message in asked.messages:
-        yield from texts(message)
+        yield from texts_of(message)
         for call in message.tool_calls:
             yield from (call.id, call.function.name, call.function.arguments)
         yield from (message.tool_call_id or "", message.name or "")
@@ -198,15 +203,48 @@ def written(asked: Prompt) -> Iterator[str]:
 
 
 def strings_by_field(prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """What the client has written, with the name of its field; neighbouring texts in one."""
+    """Yield the client's strings with their fields; the texts of one message are joined."""
     for i, message in enumerate(prompt.messages):
-        yield f"messages[{i}].content", "".join(texts(message))
-        for name, value in _calls_and_names(message, _same).items():
-            yield from ((f"messages[{i}].{name}", string) for string in strings_in(value))
+        yield f"messages[{i}].content", "".join(texts_of(message))
+        for name, value in _calls_and_names(message, same).items():
+            yield from ((f"messages[{i}].{name}", string) for string in _strings_in(value))
     for i, tool in enumerate(template_tools(prompt.tools) or []):
-        yield from ((f"tools[{i}].function", string) for string in strings_in(tool))
+        yield from ((f"tools[{i}].function", string) for string in _strings_in(tool))
     for name, value in prompt.template_kwargs.items():
-        yield from ((f"template_kwargs.{name}", string) for string in strings_in(value))
+        yield from ((f"template_kwargs.{name}", string) for string in _strings_in(value))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings_in(inner)
+
+
+def _calls_and_names(message: Message, value: Transform) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": value(call.id),
+                "type": call.type,
+                "function": {
+                    "name": value(call.function.name),
+                    "arguments": value(parse_arguments(call)),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "name"):
+        if (given := getattr(message, name)) is not None:
+            fields[name] = value(given)
+    return fields
 
 
 def _template_content(
@@ -220,8 +258,10 @@ def _template_content(
             return text(content)
         content = [TextPart(content)]
     if not parts:
-        return "\n".join(text(string) for string in texts(message))
+        return "\n".join(text(string) for string in texts_of(message))
     return [
-        {"type": "text", "text": text(part.text)} if isinstance(part, TextPart) else {"type": IMAGE}
+        {"type": "text", "text": text(part.text)}
+        if isinstance(part, TextPart)
+        else {"type": part.modality}
         for part in content
     ]

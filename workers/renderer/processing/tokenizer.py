@@ -1,20 +1,20 @@
-"""A model's tokenizer and chat template: what a client has written into token ids, and back."""
+"""Prompt tokenizer: a model's tokenizer and chat template, from text to token ids and back."""
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jinja2
 
 from shared.errors import InvalidRequest, UnsupportedContent
-from shared.models.family import ModelFamily, ToolFormat
+from shared.models.family import ToolFormat
 from shared.protocol.messages import FunctionDefinition, Message, Prompt, Tool
 from workers.renderer.processing import prompt
 from workers.renderer.processing.token_bytes import TokenByteDecoder
 
-# What a template says of how calls are written, by who understands it.
-_SIGNS: tuple[tuple[str, ToolFormat], ...] = (
+# Marks in a chat template, and the format of tool calls that each stands for.
+_FORMAT_MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("python_tag", "llama3_json"),
@@ -24,7 +24,7 @@ HERMES_SIGNS = ("<tool_call>", "</tool_call>")
 # Names and keywords, which templates compare with their own.
 _WORD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _PROBE = "probe_of_tools"
-# Whatever a template does with what a client has written, such as to add a number to a text.
+# A template can do anything with a client's values, such as add a number to a text.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -37,67 +37,69 @@ _TEMPLATE_ERRORS = (
 
 
 class PromptTokenizer:
-    """Thread-safe."""
+    """A tokenizer with a chat template. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, image_token_id: int | None, takes_parts: bool) -> None:
-        """`tokenizer` is transformers', with a chat template. `takes_parts`: its messages are lists
-        of parts, as those of models that see."""
+    def __init__(self, tokenizer: Any, placeholder_ids: Collection[int]) -> None:
+        """Wrap transformers' `tokenizer`.
+
+        `placeholder_ids` are the tokens that stand for media. The chat template of a model with any
+        takes messages as lists of parts.
+        """
         self._tokenizer = tokenizer
-        self._takes_parts = takes_parts
-        self._takes_strings = not takes_parts or _writes_strings(tokenizer)
+        self._takes_parts = bool(placeholder_ids)
+        self._takes_strings = not self._takes_parts or _writes_strings(tokenizer)
         self._reserved = _reserved_names(tokenizer)
         self._control_ids = {
             token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.special or token_id == image_token_id
+            if token.special or token_id in placeholder_ids
         }
-        # transformers' call sets truncation and padding on the shared Rust object at every call;
-        # the object itself may be used by many threads as long as nobody does.
+        # transformers sets truncation and padding on the shared Rust object at every call; the
+        # object itself may be used by many threads as long as these are not set.
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
-        self._spelling = TokenByteDecoder(self._encoder)
+        self._byte_decoder = TokenByteDecoder(self._encoder)
         self.takes_tools = self._writes_tools()
-        """Whether the chat template tells the model of tools."""
+        """Whether the chat template writes tools."""
 
-    def tool_parser(self, family: ModelFamily | None = None) -> ToolFormat | None:
-        """Return the format in which the model writes its calls.
+    def find_tool_format(self, default: ToolFormat | None = None) -> ToolFormat | None:
+        """Return the format in which the model writes its calls; None if it takes no tools.
 
-        The marks in its chat template decide, because models are tuned to other formats than their
-        family's.
+        The marks in the chat template decide, because models are tuned to other formats than those
+        of their family; `default` is for a template without marks.
         """
         if not self.takes_tools:
             return None
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else "".join(template.values())
-        default = None if family is None else family.tool_format
-        return next((parser for sign, parser in _SIGNS if sign in text), default)
+        return next((name for mark, name in _FORMAT_MARKS if mark in text), default)
 
     def signs(self) -> list[int | None]:
-        """Of hermes' calls, each by its token; None for one that is spelled in several."""
-        spelt = (self.encode(sign, False) for sign in HERMES_SIGNS)
-        return [ids[0] if len(ids) == 1 else None for ids in spelt]
+        """Return the token of each sign around hermes' calls; None for one of several tokens."""
+        sign_ids = (self.encode(sign, False) for sign in HERMES_SIGNS)
+        return [ids[0] if len(ids) == 1 else None for ids in sign_ids]
 
     def tokenize(self, asked: Prompt) -> list[int]:
-        """Token ids of the templated messages, in which nothing of a user made a control token.
+        """Return the token ids of the templated messages; no user's text becomes a control token.
 
-        A user who types `<|image_pad|>` or `<|im_start|>system` would bind pictures to other
-        places or speak in another role. Such text is refused rather than encoded as plain
-        characters: that would need the text to be tokenized apart from the template's, and so
-        differently from how the model saw it in training. The test is on tokens, not on strings,
-        because only the tokenizer knows what its normaliser turns into a control token, and only
-        the template what it joins: with every text replaced by a letter, the control tokens must
-        be the same. What tools say, and what is said of them, is text like any other.
+        A user who types `<|image_pad|>` or `<|im_start|>system` would bind images to other places
+        or speak in another role. Such text is refused rather than encoded as plain characters: that
+        would need the text to be tokenized apart from the template's, and so differently from how
+        the model saw it in training. The test is on tokens, not on strings, because only the
+        tokenizer knows what its normaliser turns into a control token, and only the template what
+        it joins: with every text replaced by a letter, the control tokens must be the same. Tools'
+        results and descriptions are text like any other.
 
         Raises InvalidRequest for that and for messages that the template refuses, and
         UnsupportedContent for tools that it does not know.
         """
         self._check(asked)
-        neutral = self._apply_template(asked, _neutral, self._neutral_value)
+        neutral = self._apply_template(asked, _neutralize, self._neutralize_value)
         special = asked.add_special_tokens
         if special is None:
             special = self._adds_special_tokens(neutral)
-        token_ids = self.encode(self._apply_template(asked, str, _same), special)
+        token_ids = self.encode(self._apply_template(asked, str, prompt.same), special)
         control = [token_id for token_id in token_ids if token_id in self._control_ids]
         harmless = self.encode(neutral, special)
         if control != [token_id for token_id in harmless if token_id in self._control_ids]:
@@ -109,17 +111,17 @@ class PromptTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of all tokens."""
+        """Return the text of all tokens."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the tokenizer itself spells it; empty for an id that it does not have."""
+        """Return each token as the tokenizer itself spells it; empty for an unknown id."""
         return [self._encoder.id_to_token(token_id) or "" for token_id in token_ids]
 
     def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
-        """What each token stands for."""
-        return [self._spelling.bytes_of(token_id) for token_id in token_ids]
+        """Return the bytes that each token stands for."""
+        return [self._byte_decoder.bytes_of(token_id) for token_id in token_ids]
 
     def _check(self, asked: Prompt) -> None:
         for name in asked.template_kwargs:
@@ -139,10 +141,10 @@ class PromptTokenizer:
                 raise UnsupportedContent(complaint, field=f"messages[{i}].role")
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Whether the tokenizer sets a BOS before what the template made, or whatever it adds.
+        """Return whether the tokenizer adds its special tokens, such as a BOS, to templated text.
 
-        As transformers has it: never where a tokenizer applies its template, but where a model's
-        processor does, unless the template has written one. LLaVA's does not.
+        This follows transformers: a tokenizer that applies its template never adds them, a model's
+        processor does unless the template has written a BOS. LLaVA's template has not.
         """
         bos: str | None = self._tokenizer.bos_token
         return self._takes_parts and not (bos and text.startswith(bos))
@@ -158,9 +160,9 @@ class PromptTokenizer:
         return InvalidRequest("the texts join into a control token", field="messages")
 
     def _apply_template(
-        self, asked: Prompt, text: Callable[[str], str], value: prompt.Value
+        self, asked: Prompt, text: Callable[[str], str], value: prompt.Transform
     ) -> str:
-        """`text` is applied to every text, `value` to whatever else the client has chosen."""
+        """Apply the template, with `text` on every text and `value` on the other values."""
         conversation = prompt.template_messages(
             asked.messages,
             parts=self._takes_parts,
@@ -185,23 +187,23 @@ class PromptTokenizer:
         return templated
 
     def _writes_tools(self) -> bool:
-        """Tried, since a template may name tools and not write them."""
+        """Apply the template to a tool, because a template may name tools and not write them."""
         tool = Tool(FunctionDefinition(_PROBE, "", {"type": "object", "properties": {}}))
         asked = Prompt([Message("user", "x")], tools=[tool])
         try:
-            return _PROBE in self._apply_template(asked, str, _same)
+            return _PROBE in self._apply_template(asked, str, prompt.same)
         except InvalidRequest:
             return False
 
-    def _neutral_value(self, value: Any) -> Any:
-        """Like `_neutral` for JSON: of the same shape, and words that templates look for stay."""
+    def _neutralize_value(self, value: Any) -> Any:
+        """Neutralize JSON of the same shape; words that templates compare stay as they are."""
         if isinstance(value, str):
-            return value if self._is_harmless(value) else _neutral(value)
+            return value if self._is_harmless(value) else _neutralize(value)
         if isinstance(value, list):
-            return [self._neutral_value(inner) for inner in value]
+            return [self._neutralize_value(inner) for inner in value]
         if isinstance(value, dict):
             return {
-                key if self._is_harmless(key) else f"x{i}": self._neutral_value(inner)
+                key if self._is_harmless(key) else f"x{i}": self._neutralize_value(inner)
                 for i, (key, inner) in enumerate(value.items())
             }
         return value
@@ -212,24 +214,20 @@ class PromptTokenizer:
         return self._control_ids.isdisjoint(self.encode(word, False))
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _neutral(text: str) -> str:
-    """A stand-in without control tokens, empty or blank where `text` is, for templates look."""
+def _neutralize(text: str) -> str:
+    """Return a text without control tokens, blank where `text` is, because templates test that."""
     return "x" if text.strip() else text
 
 
 def _reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Arguments of transformers' own function, among them the template itself."""
+    """Return the arguments of transformers' own function, among them the template itself."""
     names = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     names |= {"self", "messages", "tools"}
     return frozenset(names - {"add_generation_prompt", "continue_final_message", "documents"})
 
 
 def _writes_strings(tokenizer: Any) -> bool:
-    """Whether the chat template writes a text that is in no list of parts; LLaVA's drops it."""
+    """Return whether the chat template writes texts outside lists of parts; LLaVA's drops them."""
     prompts = set()
     for text in ("a", "b"):
         try:

@@ -42,7 +42,7 @@ from shared.protocol.messages import (
     Message,
     TextPart,
 )
-from shared.protocol.multimodal import BlobRef, content_hash
+from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.sampling import SamplingParams
 
 # Three roads, each of which waits for an answer, and then the picture is made again; what a frozen
@@ -199,7 +199,7 @@ def _large_pictures() -> list[str]:
     urls: list[str] = []
     while len(urls) < LARGE_PICTURES:
         file = data + secrets.token_hex(8).encode()
-        mm_hash = fake_model.FakeProcessor.hash_picture(None, content_hash(file), "")  # type: ignore[arg-type]
+        mm_hash = fake_model.FakeProcessor.hash_media(None, IMAGE, content_hash(file), "")  # type: ignore[arg-type]
         if fake_model.picture_bytes(mm_hash) == 2 * MIB:
             urls.append(f"data:image/png;base64,{base64.b64encode(file).decode()}")
     return urls
