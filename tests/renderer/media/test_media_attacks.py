@@ -17,6 +17,7 @@ from shared.config import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.multimodal import IMAGE
 from tests.road import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
@@ -316,7 +317,7 @@ def test_lookalikes_leave_the_picture_where_it_is(
     rendered = processor.render([Message("user", parts)], [image])
     plain = processor.render([Message("user", [parts[0], TextPart("x")])], [image])
     assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]
-    pad = processor._image_token_id
+    pad = processor._placeholder_ids[IMAGE]
     assert rendered.prompt_token_ids.count(pad) == plain.prompt_token_ids.count(pad)
     _, errors = run(core, [unpack(pack(rendered))])
     assert errors == {}
