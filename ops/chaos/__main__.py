@@ -1,9 +1,9 @@
-"""Faults, recorded histories, and one checker.
+"""Inject faults into a running system, record what happens, and check it.
 
-python -m ops.chaos quick            what CI runs
+python -m ops.chaos quick            the runs of CI
 python -m ops.chaos run kills        one of the runs of docs/contribute/reliability.md
 python -m ops.chaos bugs             every planted bug must be caught
-python -m ops.chaos check FOLDER     look again at a run that was kept
+python -m ops.chaos check FOLDER     check a recorded run again
 python -m ops.chaos.matrix           the fault matrix
 """
 
@@ -27,7 +27,7 @@ from ops.chaos.runs import QUICK, RUNS
 from ops.chaos.scenario import read_run, run_scenario
 from shared.telemetry import logs
 
-SHOWN = 20
+MAX_SHOWN = 20
 
 app = App(name="chaos", help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -42,16 +42,16 @@ def run(
     requests: int | None = None,
     keep: bool = False,
 ) -> int:
-    """One of the runs whose results are in docs/contribute/reliability.md.
+    """Run one of the long runs that the documents report.
 
     Parameters
     ----------
     seed
-        Of the requests, of the faults, and of who does what; the same seed makes the same run.
+        Seed of the requests, the faults and the behaviour of clients.
     requests
-        Fewer than the run has.
+        Number of requests, in place of that of the run.
     keep
-        Keep the folder of the run even if nothing was wrong.
+        Keep the folder of the run even if it is clean.
     """
     settings = replace(RUNS[name], seed=seed)
     if requests is not None:
@@ -61,8 +61,8 @@ def run(
 
 @app.command
 def quick(*, seed: int = 1) -> int:
-    """Every role is killed, with the fake engine and with the demo model."""
-    # All of them, for a first failure tells less than two.
+    """Run short scenarios in which every role is killed, with fake and real engines."""
+    # All of them run even if one fails, because two failures show more than one.
     clean = [_run(name, replace(settings, seed=seed)) for name, settings in QUICK.items()]
     return 0 if all(clean) else 1
 
@@ -88,7 +88,7 @@ def bugs(*names: str) -> int:
 
 @app.command(name="check")
 def check_again(folder: Path, /) -> int:
-    """Check what a run has left in its folder; it was kept because something was wrong."""
+    """Check a recorded run again; its folder was kept because a check failed."""
     run = read_run(folder)
     verdict = check(run)
     for violation in verdict.violations:
@@ -104,15 +104,15 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     began = time.monotonic()
     verdict, folder = uvloop.run(run_scenario(settings, keep=keep))
     took_s = time.monotonic() - began
-    for violation in verdict.violations[:SHOWN]:
+    for violation in verdict.violations[:MAX_SHOWN]:
         console.print(f"  {violation}", markup=False)
     if keep or not verdict.clean:
         console.print(f"  see {folder}")
     console.print(_row(name, settings, verdict, took_s), markup=False)
     for kind in ("payloads", "http"):
         if counts := verdict.counts[kind]:
-            told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-            console.print(f"  {kind}: {told}", markup=False)
+            line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+            console.print(f"  {kind}: {line}", markup=False)
     return verdict.clean
 
 

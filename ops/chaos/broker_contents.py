@@ -1,4 +1,4 @@
-"""What the broker holds at the end of a run, and whether the system has come to rest."""
+"""Reads the contents of the broker after a run, and waits until the system is at rest."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
 
 SETTLE_S = 30.0
-# What workers tell each other when all is over, and what a heartbeat says of it a second later.
+# Releases of payloads arrive after the last record, and show in heartbeats a second later.
 PINS_S = 5.0
 CHECK_S = 0.25
 ANSWER_S = 5.0
@@ -35,7 +35,7 @@ _letter = msgspec.msgpack.Decoder(DeadLetter).decode
 
 
 class Store:
-    """Reads the broker past the product: what is there, not what the product makes of it."""
+    """Access to the broker that does not rely on the product's own reading code."""
 
     def __init__(self, nc: Client, bus: Bus) -> None:
         self._nc = nc
@@ -45,7 +45,7 @@ class Store:
     @classmethod
     async def connect(cls, url: str) -> "Store":
         async def report(error: Exception) -> None:
-            # That the broker is away is what a run is about.
+            # Lost connections are expected, because runs kill the broker.
             pass
 
         nc = await nats.connect(url.split(","), max_reconnect_attempts=-1, error_cb=report)
@@ -56,26 +56,26 @@ class Store:
         await self._nc.close()
 
     async def settle(self, timeout_s: float = SETTLE_S) -> bool:
-        """Wait until nothing waits and nobody holds anything, as two looks in a row find."""
+        """Wait until queues are empty and workers idle twice in a row; return whether they are."""
         deadline = now() + timeout_s
-        looks = 0
-        while looks < 2:
+        num_quiet = 0
+        while num_quiet < 2:
             if now() > deadline:
                 return False
             await asyncio.sleep(CHECK_S)
-            looks = looks + 1 if await self._at_rest() else 0
-        # The heartbeats that say so are up to a second old.
+            num_quiet = num_quiet + 1 if await self._is_at_rest() else 0
+        # Heartbeats are up to a second old.
         await asyncio.sleep(1.1)
-        await self._unpinned(now() + PINS_S)
+        await self._wait_for_unpinning(now() + PINS_S)
         return True
 
-    async def _unpinned(self, deadline: float) -> None:
+    async def _wait_for_unpinning(self, deadline: float) -> None:
         while now() < deadline:
             if not any(beat.load.get("arena_pinned") for beat in await self.beats()):
                 return
             await asyncio.sleep(CHECK_S)
 
-    async def _at_rest(self) -> bool:
+    async def _is_at_rest(self) -> bool:
         try:
             messages = await self.messages()
         except (TimeoutError, NatsError):
@@ -87,8 +87,8 @@ class Store:
     async def messages(self) -> dict[str, int]:
         return {name: (await self._js.stream_info(name)).state.messages for name in COUNTED}
 
-    async def left(self) -> list[str]:
-        """Of REQUESTS, by the ids under which they were published; at most a few."""
+    async def queued_ids(self) -> list[str]:
+        """Return the message ids of the first requests that are still queued."""
         found: list[str] = []
         sequence = 0
         while len(found) < MAX_LEFT:
@@ -117,8 +117,8 @@ class Store:
             found.setdefault(subject.rpartition(".")[2], []).append(decode_log_record(data))
         return found
 
-    async def notes(self) -> list[str]:
-        """By the ids of their requests."""
+    async def gateway_records(self) -> list[str]:
+        """Return the ids of the requests for which gateways have stored a record."""
         read = self._read(subjects.JOBS_STREAM, subjects.JOBS_FILTER)
         return [subject.rpartition(".")[2] async for subject, _ in read]
 
@@ -127,7 +127,7 @@ class Store:
         return [_letter(data) async for _, data in read]
 
     async def _read(self, stream: str, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """Every message, oldest first."""
+        """Yield subject and data of every message of a stream, oldest first."""
         try:
             last = (await self._js.stream_info(stream)).state.last_seq
         except NotFoundError:
@@ -152,13 +152,14 @@ class Store:
 
 
 def arena_sockets() -> list[str]:
-    """Abstract addresses, without the zero in front of them."""
+    """Return the abstract addresses of all arenas' sockets, without the leading zero byte."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return sorted({line.rpartition("@")[2] for line in lines if "@pagemill-" in line})
 
 
 def shm_entries() -> list[str]:
+    """Return the names of all shared memory segments of this machine."""
     folder = Path("/dev/shm")
     names = (path.name for path in folder.iterdir()) if folder.exists() else iter(())
-    # Intel's OpenMP, which we do not use, leaves a note there of every process of the machine.
+    # Intel's OpenMP library, which the product does not use, leaves an entry for every process.
     return sorted(name for name in names if not name.startswith("__KMP_REGISTERED_LIB_"))

@@ -1,10 +1,11 @@
-"""What every request of a plan must yield: the same core, run by itself, with nobody disturbing.
+"""The answers that the requests of a plan must yield, computed by an undisturbed engine core.
 
-No broker, no workers, no log: what can go wrong between them cannot go wrong here. The demo model's
-answers take minutes, so they are kept in a file that is named after all that they depend on.
+Without broker, workers and log, nothing can fail between them. The demo model's answers take
+minutes, so they are cached in a file that is named by a digest of all their inputs.
 """
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +25,13 @@ from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing import prompt
 
 CACHE = Path(tempfile.gettempdir()) / "pagemill-chaos-expected"
-# As many at once as fit; the answers must not depend on it, which every run shows anew.
+# Requests in flight at once. Answers must not depend on this number, as every run shows.
 AT_ONCE = 32
 
 
 class ExpectedChoice(Struct):
+    """One choice of an expected answer."""
+
     token_ids: list[int] = []
     text: str = ""
     finish_reason: str | None = None
@@ -36,11 +39,14 @@ class ExpectedChoice(Struct):
 
 
 class Expected(Struct):
+    """An expected answer."""
+
     prompt_tokens: int
     choices: list[ExpectedChoice]
 
 
 def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> dict[str, Expected]:
+    """Return the expected answers by request id, cached where the engine is a real one."""
     model = config.models[next(iter(config.models))]
     file = CACHE / f"{_digest(settings, planned, model.dtype)}.msgpack"
     if file.exists():
@@ -58,7 +64,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
         from workers.engine.loader import load
         from workers.engine.main import build_core
 
-        # Whoever makes the embeddings, the answer is to be the same.
+        # The answer must be the same wherever the embeddings are computed.
         loaded = load(replace(model, tower="engine"), config.engine)
         core = build_core(loaded, config.engine)
     requests = (_rendered(one, processor, config, settings.engine) for one in planned)
@@ -71,28 +77,24 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
 
 
 def run_alone(core: EngineCore, requests: Iterable[EngineRequest]) -> dict[str, Expected]:
+    """Run all requests on one core, and return their answers by request id."""
     found: dict[str, Expected] = {}
     waiting = iter(requests)
-    num_held = 0
+    num_in_flight = 0
     while True:
-        for request in _take(waiting, AT_ONCE - num_held):
+        for request in itertools.islice(waiting, AT_ONCE - num_in_flight):
             core.add(request)
-            num_held += 1
+            num_in_flight += 1
             choices = [ExpectedChoice() for _ in range(request.sampling.n)]
             found[request.request_id] = Expected(len(request.prompt_token_ids), choices)
-        if not num_held:
+        if not num_in_flight:
             return found
         for output in core.step():
             if output.error is not None:
                 raise output.error
             for delta in output.choices:
                 _extend(found[output.request_id].choices[delta.index], delta)
-            num_held -= output.usage is not None
-
-
-def _take(requests: Iterator[EngineRequest], most: int) -> Iterator[EngineRequest]:
-    for _, request in zip(range(most), requests, strict=False):
-        yield request
+            num_in_flight -= output.usage is not None
 
 
 def _extend(choice: ExpectedChoice, delta: ChoiceDelta) -> None:
@@ -107,7 +109,7 @@ def _as_it_is(tensor: Any) -> Any:
 
 
 def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> EngineRequest:
-    """As coordinator and renderer would make it."""
+    """Return the request as coordinator and renderer would hand it to an engine."""
     request = planned.request
     data = msgspec.json.encode(request)
     _, sampling, _ = admit(f"pm.request.{request.model}", planned.bus_id, data, config.models)
@@ -146,6 +148,6 @@ def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:
     if settings.engine == "demo":
         for file in sorted((ROOT / "ops" / "demo_model").iterdir()):
             digest.update(file.read_bytes())
-        for file in sorted((ROOT / "workers").glob("engine/*.py")):
+        for file in sorted((ROOT / "workers" / "engine").rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:24]

@@ -1,8 +1,8 @@
-"""An engine and a renderer without a model: same worker, scheduler, blocks and log, cheap tokens.
+"""An engine and a renderer without a model: the product's worker, scheduler, blocks and log.
 
-Tokens are a function of (seed, choice, all token ids before, every byte of the pictures), so that
-whoever knows a request knows its answer. A resumed answer that forgot a token, or one whose payload
-changed under the engine's eyes, goes astray at once.
+A token is a function of (seed, choice, all token ids before, every byte of the images), so a
+request determines its answer. An answer that was resumed without one of its tokens, or whose
+payload changed while the engine read it, differs from then on.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ VOCAB_SIZE = 768
 EOS_TOKEN_IDS = frozenset(range(0, VOCAB_SIZE, 128))
 BLOCK_SIZE = 16
 IMAGE_TOKEN_ID = 700
-PICTURE_KIB = (4, 40, 300, 2048)
-"""What pictures are made of: some go with the message, some beside it."""
+IMAGE_KIB = (4, 40, 300, 2048)
+"""Sizes of fake images; small ones travel in the message, large ones beside it."""
 MAX_MODEL_LEN = 2048
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
-# Seeds by which a request does harm: it says so itself, so that every engine that takes it is hit.
+# Seeds by which a request does harm. The request carries the harm, so every engine meets it.
 KILLS_SEED = 666_001
 RAISES_SEED = 666_002
 HANGS_SEED = 666_003
@@ -48,7 +48,7 @@ HANG_S = 12.0
 
 
 def decode(token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
-    """Some tokens write nothing and some a blank: stop strings then reach over several tokens."""
+    """Return the text; some tokens are empty and some add a space, so stop strings span tokens."""
     return "".join(_piece(token_id) for token_id in token_ids if token_id not in EOS_TOKEN_IDS)
 
 
@@ -57,24 +57,24 @@ def _piece(token_id: int) -> str:
 
 
 class FakeRunner:
-    """A slot of its KV store holds a hash of all tokens up to it, as keys and values do: it finds
-    what another sequence has written over.
+    """A runner whose KV cache holds, in each slot, a hash of all tokens up to it.
 
-    Reading all slots back at every step would cost more than the step: a sequence is verified when
-    it has run through a block.
+    Like keys and values, these depend on all tokens before, so that a slot which another sequence
+    has overwritten is found. Verifying all slots at every step would cost more than the step, so a
+    sequence is verified whenever it has filled a block.
     """
 
     def __init__(
         self, step_s: float = 0.0, on_harm: Callable[[int, str], bool] | None = None
     ) -> None:
-        """`on_harm` is told of a seed that does harm, and says whether it is to be done."""
+        """`on_harm` is called with the seed and the id of a harmful request, and may prevent it."""
         self._step_s = step_s
         self._on_harm = on_harm
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
         self._slots: dict[tuple[int, int], bytes] = {}
         self._seen: dict[str, bytes] = {}
-        """By request, a hash of its pictures."""
+        """Hash of the images, by request."""
 
     def prepare(self, request: EngineRequest) -> None:
         digest = hashlib.blake2b(digest_size=8)
@@ -174,7 +174,7 @@ def build_core(runner: FakeRunner, num_blocks: int, max_num_seqs: int) -> Engine
 
 
 @dataclass(frozen=True, slots=True)
-class FakePicture:
+class FakeImage:
     mm_hash: str
     num_tokens: int
     fields: dict[str, TensorData]
@@ -189,7 +189,7 @@ class FakeRendered:
 
 
 class FakeProcessor:
-    """In the place of the real one where its import, 3 to 4 s, would be most of a short run."""
+    """Stand-in for the real processor, whose import takes 3 to 4 s."""
 
     def __init__(self, model: ModelConfig) -> None:
         pass
@@ -209,11 +209,11 @@ class FakeProcessor:
     def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
         return content_hash(tenant, source_hash, "fake")
 
-    def process(self, image: Any, field: str, tenant: str) -> FakePicture:
+    def process(self, image: Any, field: str, tenant: str) -> FakeImage:
         mm_hash = self.hash_media(IMAGE, image.source_hash, tenant)
-        num_bytes = picture_bytes(mm_hash)
+        num_bytes = image_bytes(mm_hash)
         data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))
-        return FakePicture(
+        return FakeImage(
             mm_hash,
             1 + int(mm_hash[0], 16) // 2,
             {"bytes": TensorData("uint8", (num_bytes,), data)},
@@ -228,17 +228,17 @@ class FakeProcessor:
         return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
     def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
-        pictures = [self.process(image, "", "") for image in images]
-        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), pictures)
+        processed = [self.process(image, "", "") for image in images]
+        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), processed)
         items = [
-            MultiModalKwargsItem(IMAGE, picture.mm_hash, placeholder, {"bytes": number})
-            for number, (picture, placeholder) in enumerate(zip(pictures, ranges, strict=True))
+            MultiModalKwargsItem(IMAGE, image.mm_hash, placeholder, {"bytes": number})
+            for number, (image, placeholder) in enumerate(zip(processed, ranges, strict=True))
         ]
-        return FakeRendered(token_ids, items, [picture.fields["bytes"] for picture in pictures])
+        return FakeRendered(token_ids, items, [image.fields["bytes"] for image in processed])
 
 
-def picture_bytes(mm_hash: str) -> int:
-    return PICTURE_KIB[int(mm_hash[:8], 16) % len(PICTURE_KIB)] * 1024
+def image_bytes(mm_hash: str) -> int:
+    return IMAGE_KIB[int(mm_hash[:8], 16) % len(IMAGE_KIB)] * 1024
 
 
 def _token_ids(message: Message) -> list[int]:

@@ -1,8 +1,8 @@
-"""What the processes of a run write down as it happens, and what is read of it afterwards.
+"""The events that the processes of a run write to their journals, and the state after the run.
 
-Every process appends to a file of its own, one JSON object a line, each with one system call: a
-line is there as soon as it is written, however the process ends. Times are of CLOCK_MONOTONIC,
-which all processes of a machine share.
+Every process appends to a file of its own, one JSON object per line, each with one system call. A
+line is therefore complete as soon as it is written, however the process ends. Times are those of
+CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import os
@@ -19,37 +19,43 @@ now = time.monotonic
 
 
 class Event(Struct, frozen=True, tag=True):
+    """Base of all events; `t` is the time in seconds."""
+
     t: float
 
 
 # -- a client ---------------------------------------------------------------------------------
 
 
-class Asked(Event, frozen=True):
-    """A session of a client begins: it has (re)published the request, or only follows its log."""
+class RequestSent(Event, frozen=True):
+    """A session of a client began: it publishes the request (again), or only follows its log."""
 
     id: str
     session: int
     start: int
-    """Index of the first record that it wants."""
+    """Index of the first record that the session reads."""
     publishes: bool
 
 
 class Accepted(Event, frozen=True):
+    """The broker acknowledged the request."""
+
     id: str
     session: int
     known: bool
-    """The broker had a request of this id already."""
+    """The broker had stored a request of this id before."""
 
 
-class Got(Event, frozen=True):
+class RecordReceived(Event, frozen=True):
+    """A record of a token log reached a client."""
+
     id: str
     session: int
     record: LogRecord
 
 
-class Broke(Event, frozen=True):
-    """A session ended without a final record; the client was told why."""
+class SessionFailed(Event, frozen=True):
+    """A session ended without a final record, for the reason given."""
 
     id: str
     session: int
@@ -57,28 +63,31 @@ class Broke(Event, frozen=True):
     reason: str
 
 
-class Saw(Event, frozen=True):
-    """An event of an answer over HTTP, or an error in its place."""
+class EventReceived(Event, frozen=True):
+    """An event of an answer over HTTP, or an error in place of an answer, reached a client."""
 
     id: str
     session: int
     at: int | None
-    """The event's id: the index of its record. None for the end mark, and for an error that came as
-    a status."""
+    """Id of the event, which is the index of its record; None for the end mark, and for an error
+    with an HTTP status."""
     data: str
 
 
-class AskedToCancel(Event, frozen=True):
-    """The cancellation is stored from `t` on; or the connection to a gateway was closed then."""
+class CancelSent(Event, frozen=True):
+    """A cancellation was stored, or a client closed its connection to cancel."""
 
     id: str
     gateway: int | None = None
+    """Number of the gateway whose connection was closed."""
 
 
 # -- the pool ---------------------------------------------------------------------------------
 
 
 class Fault(Event, frozen=True):
+    """A fault was injected into a process."""
+
     kind: str
     role: str
     number: int
@@ -86,29 +95,37 @@ class Fault(Event, frozen=True):
 
 
 class Started(Event, frozen=True):
+    """The pool started a process."""
+
     role: str
     number: int
     pid: int
 
 
 class Ready(Event, frozen=True):
+    """A worker announced itself, or a broker accepts connections again."""
+
     role: str
     number: int
     pid: int
     after_s: float
-    """Since it was started."""
+    """Time since the start of the process."""
 
 
-class Ended(Event, frozen=True):
+class ProcessExited(Event, frozen=True):
+    """A process ended."""
+
     role: str
     number: int
     pid: int
     code: int
-    meant: bool
-    """The pool had sent it the signal that it died of, or asked it to drain."""
+    expected_exit: bool
+    """The pool had sent the process a signal to end or to drain."""
 
 
-class Memory(Event, frozen=True):
+class MemorySample(Event, frozen=True):
+    """The resident memory of a process at one time."""
+
     role: str
     pid: int
     rss_mib: float
@@ -117,8 +134,12 @@ class Memory(Event, frozen=True):
 # -- a worker ---------------------------------------------------------------------------------
 
 
-class Did(Event, frozen=True):
-    """A step of a worker on a request; `at` counts what the step says: records, attempts."""
+class WorkerEvent(Event, frozen=True):
+    """A step of a worker.
+
+    The meaning of `id` and `at` depends on the kind of step: a request id and an attempt, a key and
+    a process id, a number of bytes.
+    """
 
     what: str
     id: str = ""
@@ -126,39 +147,39 @@ class Did(Event, frozen=True):
 
 
 class Snapshot(Event, frozen=True):
-    """What a process holds; taken when nothing is asked of it."""
+    """The resources that a process holds while the system is at rest."""
 
     role: str
     pid: int
     fds: int
-    """Without those of `peers`, of their mappings, and of `readers`."""
+    """File descriptors, without those of `peers`, of their mappings, and of `readers`."""
     memfds: int
-    """Without those of the mappings of others."""
+    """Memory files, without those of other workers that are mapped here."""
     threads: int
     tasks: int
-    """Without those that serve `readers`."""
+    """Asyncio tasks, without those that serve `readers`."""
     subscriptions: int
     mappings: int = 0
-    """Of arenas: its own, and those of others."""
+    """Mapped arenas: the worker's own, and those of others."""
     peers: list[str] = []
-    """Addresses of the arenas to which it has a connection."""
+    """Addresses of the arenas to which the worker is connected."""
     readers: int = 0
-    """Connections of others to its own arena."""
+    """Connections of other workers to its own arena."""
 
 
 AnyEvent = (
-    Asked
+    RequestSent
     | Accepted
-    | Got
-    | Saw
-    | Broke
-    | AskedToCancel
+    | RecordReceived
+    | EventReceived
+    | SessionFailed
+    | CancelSent
     | Fault
     | Started
     | Ready
-    | Ended
-    | Memory
-    | Did
+    | ProcessExited
+    | MemorySample
+    | WorkerEvent
     | Snapshot
 )
 _decode = msgspec.json.Decoder(AnyEvent).decode
@@ -177,7 +198,7 @@ class Journal:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """In the order of writing; a last line that was cut off with its writer is left out."""
+    """Yield the events of a journal in order, without an unfinished last line."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
@@ -185,32 +206,33 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
             yield _decode(line)
 
 
-# -- the end ----------------------------------------------------------------------------------
+# -- the state after a run --------------------------------------------------------------------
 
 
-class Final(Struct, frozen=True):
-    """What is left when all clients have gone and the system has come to rest."""
+class FinalState(Struct, frozen=True):
+    """The state of broker and processes after all clients have ended and the system is at rest."""
 
     settled: bool
-    """It did come to rest in the time that it was given."""
+    """The system came to rest within its time limit."""
     logs: dict[str, list[LogRecord]]
     letters: list[DeadLetter]
     messages: dict[str, int]
-    """By stream: how many it holds."""
-    left: list[str]
-    """The ids of requests that are in a queue still."""
+    """Number of messages by stream."""
+    queued_ids: list[str]
+    """Ids of requests that are still queued."""
     consumers: dict[str, int]
-    """By stream, at the end."""
+    """Number of consumers by stream, at the end."""
     consumers_before: dict[str, int]
+    """Number of consumers by stream, before the load."""
     beats: list[Heartbeat]
     before: list[Snapshot]
-    """Of processes that were ready and had had nothing or little to do."""
+    """Snapshots of processes that were ready and had served no request but warm-ups."""
     after: list[Snapshot]
     shm_before: list[str]
     shm_after: list[str]
     sockets: list[str] = []
-    """Addresses of all arenas of this machine at which somebody listens or is connected."""
-    notes: list[str] = []
-    """The ids of requests of which gateways have a note."""
+    """Addresses of all arenas of this machine that have a listener or a connection."""
+    gateway_records: list[str] = []
+    """Ids of requests for which gateways have stored a record."""
     temp_files: list[str] = []
-    """What workers have left in the folder for such."""
+    """Names of the files that workers have left in their temporary folder."""

@@ -1,4 +1,4 @@
-"""What a run is to do, all of it from one seed: settings, requests, and how each client behaves."""
+"""The plan of a run, drawn from one seed: settings, requests, and the behaviour of each client."""
 
 import base64
 import random
@@ -15,63 +15,68 @@ from workers.gateway.core.ids import named_request_id
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent
-PICTURES = ROOT / "ops" / "demo_pictures"
+IMAGES = ROOT / "ops" / "demo_pictures"
 
-Behaviour = Literal["plain", "cancel", "ask_during", "ask_after", "follow", "deadline", "harm"]
+Behaviour = Literal[
+    "plain", "cancel", "resubmit_during", "resubmit_after", "follow", "deadline", "harm"
+]
 
 
 class Mix(Struct, frozen=True):
-    """Shares of the requests whose clients do something special; the others just ask."""
+    """Shares of the requests whose clients do more than send a request and read its answer."""
 
     cancel: float = 0.06
-    ask_during: float = 0.05
-    ask_after: float = 0.05
+    resubmit_during: float = 0.05
+    resubmit_after: float = 0.05
     follow: float = 0.04
     """A second reader joins at a record in the middle."""
     deadline: float = 0.04
-    """Long answers with a second or two of time."""
+    """Long answers with a deadline of a second or two."""
     kills: float = 0.0
-    """Requests that kill the engine which runs them, and those at which a step raises."""
+    """Requests that kill the engine which runs them."""
     raises: float = 0.0
+    """Requests at which a step raises."""
     hangs: float = 0.0
-    """Requests at which a step hangs for a while, in the first engine that has them."""
-    pictures: float = 0.0
-    """Of all requests, whatever else they are."""
+    """Requests at which a step hangs for a while, in the first engine that runs them."""
+    images: float = 0.0
+    """Share of all requests that have images, whatever their behaviour."""
     http: float = 0.0
-    """Of all requests but the harmful: their clients go through the gateways."""
+    """Share of all harmless requests whose clients go through the gateways."""
     whole: float = 0.0
-    """Of those: they are answered with one JSON object."""
+    """Share of the requests over HTTP that are answered with one JSON object."""
 
 
-# Of each picture, where a fake renderer does not care what it shows.
+# A fake renderer does not decode images, so each file is varied to have more of them.
 NUM_VARIANTS = 40
 
 
 class Settings(Struct, frozen=True):
+    """Everything that determines a run."""
+
     seed: int = 1
     requests: int = 200
     rate: float = 20.0
-    """Requests a second at most; fewer when `concurrency` are under way."""
+    """Requests per second; fewer while `concurrency` requests are in flight."""
     concurrency: int = 64
     coordinators: int = 2
     renderers: int = 2
     engines: int = 3
     encoders: int = 0
-    """0: engines have towers of their own."""
+    """Number of encoders; with 0, engines have vision towers of their own."""
     brokers: int = 1
     gateways: int = 0
     engine: Literal["fake", "demo"] = "fake"
     renderer: Literal["fake", "real"] = "real"
     fault_every_s: float = 0.0
-    """0: none."""
+    """Mean time between faults; 0 for none."""
     faults: dict[str, float] = {}
-    """"kill:engine" and the like with their weights; see `nemesis`."""
+    """Weights of the faults, by names as "kill:engine"; see `nemesis`."""
     rolling_rounds: int = 0
-    """How often every worker is drained and replaced, one after the other."""
+    """Number of times that every worker is drained and replaced, one after the other."""
     crash: str = ""
-    """Crash points of workers; see `crash`."""
+    """Crash points of workers; see `crash_points`."""
     bug: str = ""
-    """A planted bug; see `bugs`."""
+    """Name of a planted bug; see `bugs`."""
     step_ms: float = 5.0
     max_tokens: tuple[int, int] = (2, 48)
     stops: float = 0.3
@@ -79,40 +84,41 @@ class Settings(Struct, frozen=True):
     num_blocks: int = 256
     max_num_seqs: int = 16
     timeout_s: float = 240.0
-    """Of all requests that are not to run out of time."""
+    """Deadline of all requests that are expected to finish."""
     ack_wait_s: float = 2.0
     max_deliver: int = 50
     max_deaths: int = 50
-    """Both are high where the deaths come from outside."""
+    """Deaths until a request counts as poison; this and `max_deliver` are high where faults, and
+    not requests, kill workers."""
     max_queued: int = 10_000
     inline_kib: int = 64
-    """Pictures up to this size together are in the message, larger ones beside it."""
+    """Largest total size of images that travel in the message; larger ones travel beside it."""
     arena_mib: int = 64
     listen: bool = False
-    """Workers have payloads for other machines, too."""
+    """Workers also serve payloads over TCP, as they would to other machines."""
     drain_s: float = 8.0
     durable: float = 0.5
-    """Share of the HTTP requests that go on without their clients."""
+    """Share of the HTTP requests that continue when their clients disconnect."""
     mix: Mix = Mix()
 
 
 class Planned(Struct, frozen=True):
-    """One request and what its client does with it."""
+    """One request and the behaviour of its client."""
 
     id: str
     request: GenerateRequest
     behaviour: Behaviour
     after_records: int
-    """When the client does it."""
+    """Number of the record at which the client acts."""
     timeout_s: float
     http: bool = False
     durable: bool = False
-    """Of an HTTP request: it goes on when its connection is closed."""
+    """The HTTP request continues when its connection is closed."""
     streamed: bool = True
 
     @property
     def bus_id(self) -> str:
-        """By which workers know it; clients of gateways have a name of their own for it."""
+        """Id of the request on the bus, which gateways derive from the client's own."""
         return named_request_id("chat", "", self.id) if self.http else self.id
 
 
@@ -153,7 +159,7 @@ _STOPS = ["ea", "to", "n ", "he", "in", "rs", "o t", "lu"]
 
 
 def make_request(settings: Settings, index: int) -> Planned:
-    """The same for the same settings and index, in every process that asks."""
+    """Return request number `index`, which the settings determine in every process."""
     rng = random.Random(f"{settings.seed}:{index}")
     behaviour, harm = _pick_behaviour(rng, settings.mix)
     sampling = _sampling(rng, settings, behaviour, harm)
@@ -181,12 +187,12 @@ def make_requests(settings: Settings) -> list[Planned]:
 
 
 def _pick_behaviour(rng: random.Random, mix: Mix) -> tuple[Behaviour, int | None]:
-    """And the seed of a harmful request, if it is one."""
+    """Return a behaviour, and for a harmful request the seed by which it does harm."""
     at = rng.random()
     shares: list[tuple[float, Behaviour, int | None]] = [
         (mix.cancel, "cancel", None),
-        (mix.ask_during, "ask_during", None),
-        (mix.ask_after, "ask_after", None),
+        (mix.resubmit_during, "resubmit_during", None),
+        (mix.resubmit_after, "resubmit_after", None),
         (mix.follow, "follow", None),
         (mix.deadline, "deadline", None),
         (mix.kills, "harm", fake_model.KILLS_SEED),
@@ -215,12 +221,12 @@ def _sampling(
     if rng.random() < settings.stops:
         given["stop"] = rng.sample(_STOPS, rng.randint(1, 3))
     if behaviour in ("deadline", "cancel"):
-        # Far more than there is time for.
+        # These are far more tokens than there is time for.
         given |= {"max_tokens": 900, "ignore_eos": True, "stop": []}
-    elif behaviour in ("ask_during", "follow"):
+    elif behaviour in ("resubmit_during", "follow"):
         given |= {"max_tokens": high, "ignore_eos": True, "stop": []}
     elif settings.engine == "demo" and rng.random() < 0.5:
-        # The model itself comes to an end after a few words.
+        # The model ends its own answers after a few words.
         given["ignore_eos"] = True
     if harm is not None:
         given |= {"temperature": 1.0, "seed": harm}
@@ -229,11 +235,11 @@ def _sampling(
 
 def _content(rng: random.Random, settings: Settings) -> str | list[TextPart | ImagePart]:
     text = " ".join(rng.choices(_WORDS, k=rng.choice([3, 8, 20, 60])))
-    if rng.random() >= settings.mix.pictures:
+    if rng.random() >= settings.mix.images:
         return text
-    files = sorted(path for path in PICTURES.iterdir() if path.suffix != ".json")
+    files = sorted(path for path in IMAGES.iterdir() if path.suffix != ".json")
     chosen = rng.sample(files, rng.choice([1, 1, 1, 2]))
-    # What follows the end of a picture's file makes it another file of the same picture.
+    # Bytes after the end of an image file make another file of the same image.
     tails = [
         str(rng.randrange(NUM_VARIANTS)) if settings.renderer == "fake" else "" for _ in chosen
     ]

@@ -5,20 +5,20 @@ from msgspec.structs import replace
 from ops.chaos.plan import Mix, Settings
 from ops.chaos.processes.nemesis import KILLS, MIXED
 
-# Answers long enough to be caught by a fault in the middle, half of the questions with pictures.
+# Answers are long enough to be interrupted by a fault; half of the requests have images.
 DEMO = Settings(
     engine="demo",
     requests=2000,
     rate=5.0,
     timeout_s=120.0,
     max_tokens=(32, 256),
-    # About half of the pictures are larger.
+    # About half of the images are larger.
     inline_kib=28,
-    mix=Mix(pictures=0.5),
+    mix=Mix(images=0.5),
 )
 
 RUNS: dict[str, Settings] = {
-    # A SIGKILL of any process every 2 s.
+    # A SIGKILL hits any process every 2 s.
     "kills": Settings(
         requests=10_000,
         rate=30.0,
@@ -44,12 +44,12 @@ RUNS: dict[str, Settings] = {
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
 }
 
-# In three and a half minutes on two cores, for CI.
+# These take three and a half minutes on two cores.
 QUICK: dict[str, Settings] = {
     "fake engine, mixed faults": Settings(
         requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
     ),
-    # Of renderers before, and engines while, somebody reads; and of all others.
+    # Renderers die before their payloads are read, engines while they read, and other workers too.
     "fake engine, large payloads": Settings(
         requests=240,
         rate=12.0,
@@ -67,9 +67,9 @@ QUICK: dict[str, Settings] = {
         },
         crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
         timeout_s=60.0,
-        mix=Mix(pictures=0.7),
+        mix=Mix(images=0.7),
     ),
-    # Their clients go on over the other one.
+    # Clients of a gateway that fails resume through the other one.
     "fake engine, two gateways": Settings(
         requests=170,
         rate=10.0,
@@ -90,7 +90,7 @@ QUICK: dict[str, Settings] = {
         step_ms=10.0,
         mix=Mix(http=0.75, cancel=0.1),
     ),
-    # The engines have no tower: pictures go by way of encoders, which die most.
+    # Engines have no vision tower: images go through encoders, which die most often.
     "demo model with encoders, kills": replace(
         DEMO,
         requests=100,
@@ -99,7 +99,7 @@ QUICK: dict[str, Settings] = {
         engines=2,
         encoders=2,
         max_tokens=(16, 96),
-        mix=Mix(pictures=0.7),
+        mix=Mix(images=0.7),
         faults={
             "kill:encoder": 3.0,
             "kill:engine": 1.5,

@@ -1,4 +1,4 @@
-"""One run from its settings to a verdict: start, load, faults, rest, dump, check."""
+"""One run from its settings to a verdict: start, load, faults, rest, recording, check."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ import msgspec
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
-from ops.chaos.checks.recorded_run import Bounds, Run
+from ops.chaos.checks.recorded_run import Bounds, RecordedRun
 from ops.chaos.expected_answers import expect
 from ops.chaos.fake_model import MAX_MODEL_LEN
-from ops.chaos.history import Final, Journal, read_events
+from ops.chaos.history import FinalState, Journal, read_events
 from ops.chaos.plan import MODEL, ROOT, Settings, make_requests
 from ops.chaos.processes import nemesis
-from ops.chaos.processes.cluster import Cluster3
-from ops.chaos.processes.gateways import Gateways, names_of, to_plan
+from ops.chaos.processes.cluster import Cluster
+from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
 from ops.chaos.processes.pool import LOAD, OneBroker, Pool, worker_command
 from shared import client
 from shared.blobs.store import RELEASE_PAUSES_S
@@ -33,7 +33,7 @@ from workers.cli import settings as product_settings
 NUM_WARM_UPS = 24
 WARM_UP_S = 5.0
 WARM_UP_TIMEOUT_S = 10.0
-# Beyond what its pace asks for; a run that takes longer hangs.
+# A run hangs if it takes this much longer than its pace requires.
 SPARE_S = 300.0
 EMBEDDINGS_TTL_S = 10.0
 RSS_MIB = {"coordinator": 128.0, "renderer": 900.0, "encoder": 1000.0, "engine": 1500.0}
@@ -41,6 +41,7 @@ FAKE_RSS_MIB = {"coordinator": 128.0, "gateway": 128.0, "renderer": 128.0, "engi
 
 
 def write_config(settings: Settings, folder: Path) -> Path:
+    """Write the product's configuration for a run; return its path."""
     delivery = {
         "ack_wait_s": settings.ack_wait_s,
         "drain_s": settings.drain_s,
@@ -52,7 +53,7 @@ def write_config(settings: Settings, folder: Path) -> Path:
         "models": {
             MODEL: {
                 "path": str(ROOT / "ops" / "demo_model"),
-                # A sampled token is to depend on its own request alone, to the last bit.
+                # In float64, a sampled token depends on its own request alone.
                 "dtype": "float64",
                 "max_model_len": MAX_MODEL_LEN,
                 "tower": "encoder" if settings.encoders else "engine",
@@ -75,14 +76,14 @@ def write_config(settings: Settings, folder: Path) -> Path:
         },
         "log_level": "warning",
     }
-    # JSON is YAML.
+    # Every JSON document is a YAML document.
     file = folder / "pagemill.yaml"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
     return file
 
 
-def fakes(settings: Settings) -> dict[str, bool]:
-    """By role, whether its workers are without a model."""
+def fake_roles(settings: Settings) -> dict[str, bool]:
+    """Return, by role, whether its workers run without a model."""
     return {
         "coordinator": False,
         "renderer": settings.renderer == "fake",
@@ -92,34 +93,34 @@ def fakes(settings: Settings) -> dict[str, bool]:
     }
 
 
-async def embeddings_over(settings: Settings) -> None:
-    """What nobody has fetched is kept until its time is over."""
+async def wait_for_embeddings(settings: Settings) -> None:
+    """Wait until embeddings that no engine has fetched have expired."""
     if settings.encoders:
         await asyncio.sleep(EMBEDDINGS_TTL_S + HEARTBEAT_S)
 
 
-async def releases_over() -> None:
-    """Who tells a dead worker that its payload is not needed any more gives up after a while."""
+async def wait_for_releases() -> None:
+    """Wait until all attempts to release payloads of dead workers have been given up."""
     await asyncio.sleep(sum(RELEASE_PAUSES_S) + REPLY_TIMEOUT_S)
 
 
 def temp_folder(folder: Path) -> Path:
-    """Where the workers of a run put what is not to stay."""
+    """Return the folder for temporary files of the workers of a run."""
     temp = folder / "tmp"
     temp.mkdir(exist_ok=True)
     return temp
 
 
 def temp_files(folder: Path) -> list[str]:
-    """Folders are some library's for all time, and one for all."""
+    """Return the names of temporary files; folders do not count, because libraries keep some."""
     return [path.name for path in temp_folder(folder).rglob("*") if not path.is_dir()]
 
 
 class ThreeBrokers:
-    """A cluster in the pool's terms; whom to harm is asked of the cluster itself."""
+    """A cluster as the pool's brokers; the nemesis picks its victims from the cluster itself."""
 
     def __init__(self, folder: Path) -> None:
-        self.cluster = Cluster3(folder)
+        self.cluster = Cluster(folder)
         self.url = self.cluster.url
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class ThreeBrokers:
     def stop(self) -> None:
         asyncio.run(self.cluster.stop())
 
-    def victim(self, pick: int) -> int | None:
+    def pick_victim(self, pick: int) -> int | None:
         return None
 
     def revive(self) -> list[int]:
@@ -139,7 +140,7 @@ class ThreeBrokers:
 
 
 class Scenario:
-    """A run in a folder of its own, which is kept when something was wrong."""
+    """A run with a folder of its own, which is kept if a check fails."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -178,7 +179,7 @@ class Scenario:
         s, url = self.settings, self.brokers.url
         commands = {
             role: worker_command(role, self.config_file, url, fake, s.step_ms)
-            for role, fake in fakes(s).items()
+            for role, fake in fake_roles(s).items()
         }
         commands["load"] = [
             *(sys.executable, "-m", "ops.chaos.clients.load", "--nats", url),
@@ -188,8 +189,8 @@ class Scenario:
         ]
         return commands
 
-    async def run(self) -> Run:
-        """The recorded run; raises TimeoutError when the system does not start or never ends."""
+    async def run(self) -> RecordedRun:
+        """Return the recorded run. Raises TimeoutError if the system does not start or end."""
         shm_before = shm_entries()
         try:
             await self.pool.start()
@@ -199,59 +200,59 @@ class Scenario:
         (self.folder / "final.msgpack").write_bytes(msgspec.msgpack.encode(final))
         return await asyncio.to_thread(read_run, self.folder)
 
-    async def _run(self, shm_before: list[str]) -> Final:
+    async def _run(self, shm_before: list[str]) -> FinalState:
         store = await Store.connect(self.brokers.url)
         try:
             await self._warm_up()
             await store.settle()
-            before = await self.pool.snapshots()
+            before = await self.pool.take_snapshots()
             consumers_before = await store.consumers()
             await self._under_load()
             await self.pool.wait_ready()
             settled = await store.settle()
-            await embeddings_over(self.settings)
+            await wait_for_embeddings(self.settings)
             logs = await store.logs()
             warm = self.gateways.warm_up_ids
             mine = {id: log for id, log in logs.items() if id[:4] != "warm" and id not in warm}
-            noted = [id for id in await store.notes() if id not in warm]
+            noted = [id for id in await store.gateway_records() if id not in warm]
             planned = make_requests(self.settings)
-            # What they tell of payloads is true now; later all of these have lapsed.
+            # Heartbeats are read before the wait, after which all payloads have expired.
             beats = self._own(await store.beats())
-            await releases_over()
-            return Final(
+            await wait_for_releases()
+            return FinalState(
                 settled=settled,
-                logs=to_plan(planned, mine),
+                logs=key_by_plan_id(planned, mine),
                 letters=await store.letters(),
                 messages=await store.messages(),
-                left=await store.left(),
+                queued_ids=await store.queued_ids(),
                 consumers=await store.consumers(),
                 consumers_before=consumers_before,
                 beats=beats,
                 before=before,
-                after=await self.pool.snapshots(),
+                after=await self.pool.take_snapshots(),
                 shm_before=shm_before,
                 shm_after=shm_entries(),
                 sockets=arena_sockets(),
-                notes=names_of(planned, noted),
+                gateway_records=plan_ids(planned, noted),
                 temp_files=temp_files(self.folder),
             )
         finally:
             await store.close()
 
     def _own(self, beats: list[Heartbeat]) -> list[Heartbeat]:
-        """Of those that live: the last words of the dead stay for some seconds."""
+        """Return the heartbeats of running workers; those of dead ones stay for some seconds."""
         pids = {slot.pid for slot in self.pool.slots}
         return [beat for beat in beats if beat.pid in pids]
 
     async def _warm_up(self) -> None:
-        """Threads and inboxes that come with the first work belong to a process from then on."""
+        """Send the first requests, after which the resources of processes are constant."""
         bus = await Bus.connect(self.brokers.url, "chaos-warm-up")
 
         async def one(number: int) -> None:
             sampling = SamplingParams(max_tokens=4, seed=number)
             question = [Message("user", f"warm {number}")]
             request = GenerateRequest(MODEL, question, sampling, timeout_s=WARM_UP_TIMEOUT_S)
-            # What crash points and planted bugs do to it is not looked at.
+            # Crash points and planted bugs may fail warm-up requests, which are not checked.
             with contextlib.suppress(PagemillError):
                 async for _ in client.ask(bus, request, f"warm-{number}"):
                     pass
@@ -285,19 +286,19 @@ class Scenario:
             await nemesis.carry_out(schedule, self.pool)
 
     async def _roll(self, rounds: int) -> None:
-        """Drain and replace every worker in turn; ends with the last round."""
+        """Drain and replace every worker in turn, for a number of rounds."""
         for _ in range(rounds):
             for slot in self.pool.slots:
                 if slot.role != LOAD:
                     await self.pool.restart(slot)
 
 
-def read_run(folder: Path) -> Run:
-    """What a run has left in its folder."""
+def read_run(folder: Path) -> RecordedRun:
+    """Read a recorded run from its folder."""
     settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
     planned = make_requests(settings)
     config = product_settings.load_config(folder / "pagemill.yaml")
-    return Run(
+    return RecordedRun(
         settings=settings,
         planned={one.id: one for one in planned},
         expected=expect(settings, config, planned),
@@ -308,12 +309,13 @@ def read_run(folder: Path) -> Run:
             for file in sorted((folder / "workers").glob("*.jsonl"))
             for event in read_events(file)
         ],
-        final=msgspec.msgpack.decode((folder / "final.msgpack").read_bytes(), type=Final),
+        final=msgspec.msgpack.decode((folder / "final.msgpack").read_bytes(), type=FinalState),
         bounds=bounds_of(settings),
     )
 
 
 def bounds_of(settings: Settings) -> Bounds:
+    """Return the bounds that the checks apply to a run."""
     fake = settings.engine == "fake"
     rss_mib = {
         "coordinator": FAKE_RSS_MIB["coordinator"],
@@ -322,7 +324,7 @@ def bounds_of(settings: Settings) -> Bounds:
         "gateway": FAKE_RSS_MIB["gateway"],
         "engine": (FAKE_RSS_MIB if fake else RSS_MIB)["engine"],
     }
-    # Readers map what owners have written, and have as much again to receive into.
+    # Readers map the arenas of owners, and have buffers of the same size to receive into.
     arenas_mib = settings.arena_mib * (settings.renderers + settings.encoders + 1)
     for role in ("renderer", "encoder", "engine"):
         rss_mib[role] += arenas_mib
@@ -334,7 +336,7 @@ def bounds_of(settings: Settings) -> Bounds:
 
 
 async def run_scenario(settings: Settings, keep: bool = False) -> tuple[Verdict, Path]:
-    """The verdict, and the folder of the run, which is gone if there is nothing to look for."""
+    """Run and check; return the verdict and the folder, which is removed after a clean run."""
     scenario = Scenario(settings)
     verdict = check(await scenario.run())
     if verdict.clean and not keep:

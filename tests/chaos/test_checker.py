@@ -8,21 +8,21 @@ import pytest
 
 from ops.chaos import fake_model
 from ops.chaos.checks.checker import check
-from ops.chaos.checks.recorded_run import Bounds, Run
+from ops.chaos.checks.recorded_run import Bounds, RecordedRun
 from ops.chaos.expected_answers import Expected, ExpectedChoice
 from ops.chaos.history import (
     Accepted,
-    Asked,
-    AskedToCancel,
-    Broke,
-    Did,
-    Ended,
+    CancelSent,
     Fault,
-    Final,
-    Got,
-    Memory,
+    FinalState,
+    MemorySample,
+    ProcessExited,
     Ready,
+    RecordReceived,
+    RequestSent,
+    SessionFailed,
     Snapshot,
+    WorkerEvent,
 )
 from ops.chaos.plan import Behaviour, Planned, Settings
 from shared.protocol.messages import (
@@ -79,26 +79,26 @@ def letter(request_id: str = ID) -> DeadLetter:
 
 def make_run(
     log: list[LogRecord] = LOG, behaviour: Behaviour = "plain", ends_at: float = 1.4, **p: Any
-) -> Run:
+) -> RecordedRun:
     """One request, asked for at 1.0 and accepted at 1.1, of which a client saw all of its log."""
     times = [*(1.2 + 0.01 * i for i in range(len(log) - 1)), ends_at]
-    return Run(
+    return RecordedRun(
         settings=Settings(requests=1, max_deaths=2),
         planned={ID: planned(behaviour, **p)},
         expected={ID: Expected(5, [ExpectedChoice([11, 12, 13], "abc", "length")])},
         clients=[
-            Asked(1.0, ID, 1, 0, True),
+            RequestSent(1.0, ID, 1, 0, True),
             Accepted(1.1, ID, 1, False),
-            *(Got(t, ID, 1, record) for t, record in zip(times, log, strict=False)),
+            *(RecordReceived(t, ID, 1, record) for t, record in zip(times, log, strict=False)),
         ],
         pool=[],
         workers=[],
-        final=Final(
+        final=FinalState(
             settled=True,
             logs={ID: log} if log else {},
             letters=[],
             messages={"REQUESTS": 0, "STAGES": 0},
-            left=[],
+            queued_ids=[],
             consumers={"STAGES": 4},
             consumers_before={"STAGES": 4},
             beats=[BEAT],
@@ -111,45 +111,43 @@ def make_run(
     )
 
 
-def with_final(run: Run, **changes: Any) -> Run:
+def with_final(run: RecordedRun, **changes: Any) -> RecordedRun:
     return replace(run, final=edit(run.final, **changes))
 
 
-def with_clients(run: Run, *more: Any) -> Run:
+def with_clients(run: RecordedRun, *more: Any) -> RecordedRun:
     return replace(run, clients=[*run.clients, *more])
 
 
-def with_pool(run: Run, *more: Any) -> Run:
+def with_pool(run: RecordedRun, *more: Any) -> RecordedRun:
     return replace(run, pool=[*run.pool, *more])
 
 
-def with_workers(run: Run, *more: Any) -> Run:
+def with_workers(run: RecordedRun, *more: Any) -> RecordedRun:
     return replace(run, workers=[*run.workers, *more])
 
 
-def harmful(log: list[LogRecord], deaths: int, seed: int = fake_model.KILLS_SEED) -> Run:
+def harmful(log: list[LogRecord], deaths: int, seed: int = fake_model.KILLS_SEED) -> RecordedRun:
     run = make_run(log, "harm", seed=seed)
-    return with_workers(run, *(Did(1.3, "harm", ID, seed) for _ in range(deaths)))
+    return with_workers(run, *(WorkerEvent(1.3, "harm", ID, seed) for _ in range(deaths)))
 
 
 def seen(log: list[LogRecord], session: int, start: int = 0, publishes: bool = True) -> list[Any]:
     return [
-        Asked(2.0, ID, session, start, publishes),
-        *(Got(2.1, ID, session, record) for record in log),
+        RequestSent(2.0, ID, session, start, publishes),
+        *(RecordReceived(2.1, ID, session, record) for record in log),
     ]
 
 
 EARLY = failure("deadline_exceeded")
 LATE_CHUNK = TokenChunk(1, 0, [ChoiceDelta(0, 2, [13], "c", "length")])
 
-CLEAN: dict[str, Run] = {
+CLEAN: dict[str, RecordedRun] = {
     "a request that ends well": make_run(),
     "cancelled on request": with_clients(
-        make_run([CHUNKS[0], failure("cancelled", 1)], "cancel"), AskedToCancel(1.3, ID)
+        make_run([CHUNKS[0], failure("cancelled", 1)], "cancel"), CancelSent(1.3, ID)
     ),
-    "finished before its cancellation": with_clients(
-        make_run(LOG, "cancel"), AskedToCancel(1.3, ID)
-    ),
+    "finished before its cancellation": with_clients(make_run(LOG, "cancel"), CancelSent(1.3, ID)),
     "out of time": make_run([CHUNKS[0], failure("deadline_exceeded", 1)], "deadline", ends_at=11.2),
     "late by an outage of the broker": with_pool(
         make_run([failure("deadline_exceeded", 0)], "deadline", ends_at=16.0),
@@ -162,21 +160,21 @@ CLEAN: dict[str, Run] = {
         Ready(0.0, "coordinator", 1, 4, 0.2),
         Fault(10.0, "kill", "coordinator", 0, 3),
         Fault(10.5, "kill", "coordinator", 1, 4),
-        Ended(10.6, "coordinator", 1, 4, -9, True),
+        ProcessExited(10.6, "coordinator", 1, 4, -9, True),
         Ready(14.0, "coordinator", 0, 5, 0.2),
     ),
     "a second session from the middle": with_clients(make_run(), *seen(LOG[1:], 2, 1, False)),
-    "asked again after its end": with_clients(make_run(LOG, "ask_after"), *seen(LOG, 2)),
+    "asked again after its end": with_clients(make_run(LOG, "resubmit_after"), *seen(LOG, 2)),
     "a client that was killed in between": with_clients(
         replace(make_run(), clients=make_run().clients[:3]), *seen(LOG, 2)
     ),
     "poison": with_final(harmful([failure("poison", 0)], 2), letters=[letter()]),
     "refused at once, and never accepted": replace(
         make_run([]),
-        clients=[Asked(1.0, ID, 1, 0, True), Broke(1.2, ID, 1, "overloaded", "full")],
+        clients=[RequestSent(1.0, ID, 1, 0, True), SessionFailed(1.2, ID, 1, "overloaded", "full")],
     ),
     "a payload of whose key nobody knows any more": with_workers(
-        with_final(make_run(), beats=[PINNED]), Did(1.0, "borrowed", "engine-1:aa", at=99)
+        with_final(make_run(), beats=[PINNED]), WorkerEvent(1.0, "borrowed", "engine-1:aa", at=99)
     ),
     "a road to another worker": with_final(
         make_run(),
@@ -200,7 +198,7 @@ ONE_COORDINATOR_LEFT = with_pool(
     Ready(14.0, "coordinator", 0, 5, 0.2),
 )
 
-WRONG: dict[str, tuple[str, Run]] = {
+WRONG: dict[str, tuple[str, RecordedRun]] = {
     "no end": ("I1", make_run(CHUNKS)),
     "no client saw the end": ("I1", replace(make_run(), clients=make_run().clients[:-1])),
     "no log at all": ("I1", make_run([])),
@@ -212,7 +210,7 @@ WRONG: dict[str, tuple[str, Run]] = {
     "cancelled late": (
         "I1",
         with_clients(
-            make_run([failure("cancelled", 0)], "cancel", ends_at=3.5), AskedToCancel(1.3, ID)
+            make_run([failure("cancelled", 0)], "cancel", ends_at=3.5), CancelSent(1.3, ID)
         ),
     ),
     "a gap in the log": ("I2", make_run([CHUNKS[0], edit(FINISH, index=2)])),
@@ -269,7 +267,7 @@ WRONG: dict[str, tuple[str, Run]] = {
     "an older attempt after a newer one": ("I4", make_run([CHUNKS[0], LATE_CHUNK, FINISH])),
     "a request is left in its queue": (
         "I5",
-        with_final(make_run(), messages={"REQUESTS": 1, "STAGES": 0}, left=[ID]),
+        with_final(make_run(), messages={"REQUESTS": 1, "STAGES": 0}, queued_ids=[ID]),
     ),
     "work is left in its queue": (
         "I5",
@@ -287,7 +285,10 @@ WRONG: dict[str, tuple[str, Run]] = {
         "I6",
         with_final(make_run(), beats=[edit(BEAT, load=BEAT.load | {"held": 1})]),
     ),
-    "blocks held between requests": ("I6", with_workers(make_run(), Did(1.0, "leak", at=2))),
+    "blocks held between requests": (
+        "I6",
+        with_workers(make_run(), WorkerEvent(1.0, "leak", at=2)),
+    ),
     "a segment is left": ("I7", with_final(make_run(), shm_after=["other", "psm_1"])),
     "a memfd is left": ("I7", with_final(make_run(), after=[edit(SNAPSHOT, memfds=1)])),
     "a payload is pinned": ("I7", with_final(make_run(), beats=[PINNED])),
@@ -295,14 +296,15 @@ WRONG: dict[str, tuple[str, Run]] = {
         "I7",
         with_workers(
             with_final(make_run(), beats=[PINNED]),
-            Did(1.0, "borrowed", "engine-1:aa", at=99),
-            Did(1.1, "forwarded", "engine-1:aa", at=99),
+            WorkerEvent(1.0, "borrowed", "engine-1:aa", at=99),
+            WorkerEvent(1.1, "forwarded", "engine-1:aa", at=99),
         ),
     ),
     "a payload is pinned by a key of somebody alive": (
         "I7",
         with_workers(
-            with_final(make_run(), beats=[PINNED]), Did(1.0, "borrowed", "engine-1:aa", at=BEAT.pid)
+            with_final(make_run(), beats=[PINNED]),
+            WorkerEvent(1.0, "borrowed", "engine-1:aa", at=BEAT.pid),
         ),
     ),
     "a road to somebody dead": (
@@ -314,7 +316,7 @@ WRONG: dict[str, tuple[str, Run]] = {
     "a socket of somebody dead": (
         "I7",
         with_workers(
-            with_final(make_run(), sockets=["pagemill-1"]), Did(1.0, "arena", "pagemill-1")
+            with_final(make_run(), sockets=["pagemill-1"]), WorkerEvent(1.0, "arena", "pagemill-1")
         ),
     ),
     "a temporary file is left": ("I8", with_final(make_run(), temp_files=["tmp1"])),
@@ -352,17 +354,22 @@ WRONG: dict[str, tuple[str, Run]] = {
         "I11",
         harmful([failure("deadline_exceeded", 0)], 1, fake_model.HANGS_SEED),
     ),
-    "crashed by itself": ("I11", with_pool(make_run(), Ended(1.0, "engine", 0, 3, -11, False))),
-    "asked again in vain": ("I12", make_run(LOG, "ask_after")),
+    "crashed by itself": (
+        "I11",
+        with_pool(make_run(), ProcessExited(1.0, "engine", 0, 3, -11, False)),
+    ),
+    "asked again in vain": ("I12", make_run(LOG, "resubmit_after")),
     "told another story": (
         "I12",
         with_clients(make_run(), *seen([*CHUNKS, edit(FINISH, kv_blocks=9)], 2)),
     ),
-    "too much memory": ("I13", with_pool(make_run(), Memory(1.0, "engine", 7, 101.0))),
+    "too much memory": ("I13", with_pool(make_run(), MemorySample(1.0, "engine", 7, 101.0))),
     "refused late": (
         "I14",
         with_clients(
-            make_run(), Asked(2.0, ID, 2, 0, True), Broke(4.0, ID, 2, "overloaded", "full")
+            make_run(),
+            RequestSent(2.0, ID, 2, 0, True),
+            SessionFailed(4.0, ID, 2, "overloaded", "full"),
         ),
     ),
     "a log of what was refused": (

@@ -8,16 +8,16 @@ import pytest
 
 from ops.chaos.checks.checker import check
 from ops.chaos.checks.http import answer_of, events_of
-from ops.chaos.checks.recorded_run import Run
+from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.history import (
     Accepted,
-    Asked,
-    AskedToCancel,
-    Broke,
+    CancelSent,
+    EventReceived,
     Fault,
     Ready,
-    Saw,
+    RequestSent,
+    SessionFailed,
 )
 from shared.protocol.messages import LogRecord
 from tests.chaos.test_checker import (
@@ -47,9 +47,9 @@ def reading(
 ) -> list[Any]:
     ends: list[tuple[int | None, str]] = [(None, DONE)] if done else []
     return [
-        Asked(1.0, ID, session, start, True),
+        RequestSent(1.0, ID, session, start, True),
         Accepted(1.1, ID, session, False),
-        *(Saw(1.2, ID, session, at, data) for at, data in [*events, *ends]),
+        *(EventReceived(1.2, ID, session, at, data) for at, data in [*events, *ends]),
     ]
 
 
@@ -58,8 +58,10 @@ def whole(log: list[LogRecord] = LOG) -> list[tuple[int | None, str]]:
     return [(None, json.dumps(data)) for _, data in answer_of(planned, log, CREATED_S)]
 
 
-def seen(*clients: list[Any], behaviour: Any = "plain", streamed: bool = True, **final: Any) -> Run:
-    run = with_final(make_run(behaviour=behaviour), **{"notes": [ID]} | final)
+def seen(
+    *clients: list[Any], behaviour: Any = "plain", streamed: bool = True, **final: Any
+) -> RecordedRun:
+    run = with_final(make_run(behaviour=behaviour), **{"gateway_records": [ID]} | final)
     planned = {ID: edit(run.planned[ID], http=True, streamed=streamed)}
     return replace(run, planned=planned, clients=[event for part in clients for event in part])
 
@@ -76,7 +78,7 @@ def test_a_client_that_went_on_elsewhere() -> None:
 def test_an_error_in_the_place_of_an_answer() -> None:
     log: list[LogRecord] = [failure("cancelled", 0)]
     told = [(None, shown(log)[0][1])]
-    run = seen(reading(told), [AskedToCancel(1.15, ID)], logs={ID: log})
+    run = seen(reading(told), [CancelSent(1.15, ID)], logs={ID: log})
     assert check(run).violations == []
 
 
@@ -86,12 +88,12 @@ def test_an_answer_that_is_one_whole() -> None:
 
 def test_an_error_in_the_place_of_a_whole_answer() -> None:
     log: list[LogRecord] = [LOG[0], failure("cancelled", 1)]
-    run = seen(reading(whole(log)), [AskedToCancel(1.15, ID)], streamed=False, logs={ID: log})
+    run = seen(reading(whole(log)), [CancelSent(1.15, ID)], streamed=False, logs={ID: log})
     assert check(run).violations == []
 
 
 def test_a_whole_answer_that_is_looked_at_as_a_stream() -> None:
-    left = [Asked(1.0, ID, 1, 0, True)]
+    left = [RequestSent(1.0, ID, 1, 0, True)]
     looking = reading(shown(streamed=False), 2)
     looking[0] = edit(looking[0], publishes=False)
     assert check(seen(left, looking, streamed=False)).violations == []
@@ -99,7 +101,11 @@ def test_a_whole_answer_that_is_looked_at_as_a_stream() -> None:
 
 OTHER = [(at, data.replace('"ab"', '"xy"')) for at, data in shown()]
 CANCELLED: list[LogRecord] = [LOG[0], failure("cancelled", 1)]
-LATE = [AskedToCancel(1.2, ID, 1), Saw(9.0, ID, 1, *shown(CANCELLED)[1]), Saw(9, ID, 1, None, DONE)]
+LATE = [
+    CancelSent(1.2, ID, 1),
+    EventReceived(9.0, ID, 1, *shown(CANCELLED)[1]),
+    EventReceived(9, ID, 1, None, DONE),
+]
 LEFT = [*reading(shown(CANCELLED)[:1], done=False), *LATE]
 
 WRONG = {
@@ -121,10 +127,13 @@ WRONG = {
         "I1",
         seen(reading(shown()), logs={ID: [*LOG[:2]]}),
     ),
-    "asked again in vain": ("I12", seen(reading(shown()), behaviour="ask_after")),
+    "asked again in vain": ("I12", seen(reading(shown()), behaviour="resubmit_after")),
     "an error without a reason": (
         "I10",
-        seen([Asked(0.5, ID, 1, 0, True), Broke(0.6, ID, 1, "500", "")], reading(shown(), 2)),
+        seen(
+            [RequestSent(0.5, ID, 1, 0, True), SessionFailed(0.6, ID, 1, "500", "")],
+            reading(shown(), 2),
+        ),
     ),
     "a gateway that did not cancel": ("I1", seen(LEFT, behaviour="cancel", logs={ID: CANCELLED})),
     "another text in a whole answer": (
@@ -144,14 +153,20 @@ WRONG = {
     "a whole answer late": (
         "I1",
         seen(
-            [Asked(1.0, ID, 1, 0, True), Accepted(1.0, ID, 1, False)],
-            [Saw(14.0, ID, 1, None, whole()[0][1]), Saw(14.0, ID, 1, None, DONE)],
+            [RequestSent(1.0, ID, 1, 0, True), Accepted(1.0, ID, 1, False)],
+            [
+                EventReceived(14.0, ID, 1, None, whole()[0][1]),
+                EventReceived(14.0, ID, 1, None, DONE),
+            ],
             streamed=False,
         ),
     ),
-    "a note that nobody has made": ("I5", seen(reading(shown()), notes=[ID, "chatcmpl-1"])),
+    "a note that nobody has made": (
+        "I5",
+        seen(reading(shown()), gateway_records=[ID, "chatcmpl-1"]),
+    ),
     "a note without an end": ("I5", seen(reading(shown()), logs={ID: LOG[:2]})),
-    "a note that was lost": ("I12", seen(reading(shown()), notes=[])),
+    "a note that was lost": ("I12", seen(reading(shown()), gateway_records=[])),
     "cancelled by nobody": ("I10", seen(reading(shown(CANCELLED)), logs={ID: CANCELLED})),
     "a log by another name": ("I5", seen(reading(shown()), logs={ID: LOG, "chatcmpl-1": [FINISH]})),
 }
@@ -191,7 +206,7 @@ def test_a_gateway_that_was_away_does_not_hear_of_its_client(at: float, excused:
 
 @pytest.mark.parametrize(("at", "excused"), [(-14.0, False), (-13.0, True), (0.9, True)])
 def test_a_gateway_that_died_with_it_counts_as_reading_it(at: float, excused: bool) -> None:
-    before = [Asked(at - 0.1, ID, 0, 0, True), Broke(at, ID, 0, "connection", "")]
+    before = [RequestSent(at - 0.1, ID, 0, 0, True), SessionFailed(at, ID, 0, "connection", "")]
     run = seen(before, LEFT, behaviour="cancel", logs={ID: CANCELLED})
     found = check(run).violations
     late = [v for v in found if "after its cancellation" in v.what]

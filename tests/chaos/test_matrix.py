@@ -1,6 +1,6 @@
 """The table of the fault matrix is whole: every cell runs, or says why it does not."""
 
-from ops.chaos.matrix.scene import SCENES
+from ops.chaos.matrix.deployment import DEPLOYMENTS
 from ops.chaos.matrix.table import CELLS
 
 
@@ -14,5 +14,5 @@ def test_every_cell_is_there_once() -> None:
 def test_a_cell_runs_or_says_why_not() -> None:
     for cell in CELLS:
         assert (cell.run is None) == bool(cell.why_not), cell.name
-        assert cell.on in SCENES, cell.name
+        assert cell.on in DEPLOYMENTS, cell.name
         assert cell.run is None or cell.how, cell.name

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ops.chaos.processes.proxy import Mode, Proxy, Way
+from ops.chaos.processes.proxy import Behavior, Mode, Proxy
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
@@ -16,7 +16,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Echo:
-    """A server that answers with what it gets, and notes how its connections ended."""
+    """A server that answers with what it gets, and gateway_records how its connections ended."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -140,14 +140,14 @@ async def test_a_connection_that_has_lost_bytes_is_cut_when_it_is_healed(
 
 
 async def test_delay(proxy: Proxy, client: Stream) -> None:
-    await proxy.set(up=Way(delay_s=0.1), down=Way(delay_s=0.05))
+    await proxy.set(up=Behavior(delay_s=0.1), down=Behavior(delay_s=0.05))
     began = time.monotonic()
     await say(client, b"slow")
     assert 0.14 < time.monotonic() - began < 5
 
 
 async def test_bandwidth(proxy: Proxy, client: Stream) -> None:
-    await proxy.set(down=Way(bytes_per_s=100_000))
+    await proxy.set(down=Behavior(bytes_per_s=100_000))
     began = time.monotonic()
     await say(client, bytes(20_000))
     assert 0.19 < time.monotonic() - began < 5
@@ -211,7 +211,7 @@ async def test_a_bus_finds_back_after_a_partition(broker: EmbeddedServer) -> Non
     await proxy.start()
     bus = await Bus.connect(proxy.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
-    await proxy.set(up=Way(Mode.HOLD), down=Way(Mode.HOLD))
+    await proxy.set(up=Behavior(Mode.HOLD), down=Behavior(Mode.HOLD))
     # Longer than the pings need to give the connection up.
     await asyncio.sleep(7)
     await proxy.heal()

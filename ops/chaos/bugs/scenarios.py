@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from ops.chaos.plan import Mix, Settings
 
-CALM = Mix(cancel=0.0, ask_during=0.0, ask_after=0.0, follow=0.0, deadline=0.0)
+CALM = Mix(cancel=0.0, resubmit_during=0.0, resubmit_after=0.0, follow=0.0, deadline=0.0)
 BASE = Settings(
     requests=120,
     rate=20.0,
@@ -42,11 +42,11 @@ SCENARIOS = {
     ),
     "hangs": replace(BASE, mix=replace(CALM, hangs=0.01), requests=100),
     # Some images travel in the message and some beside it.
-    "images": replace(BASE, mix=replace(CALM, pictures=0.7)),
+    "images": replace(BASE, mix=replace(CALM, images=0.7)),
     # A lost payload is rendered again, although another renderer may have done so before.
     "dying with unread payloads": replace(
         BASE,
-        mix=replace(CALM, pictures=0.7),
+        mix=replace(CALM, images=0.7),
         crash="renderer/after_publish_before_ack=0.06",
         renderers=2,
         timeout_s=30.0,
@@ -54,7 +54,7 @@ SCENARIOS = {
     # Their tasks are rendered by others, and again by themselves when they thaw.
     "frozen renderers": replace(
         BASE,
-        mix=replace(CALM, pictures=0.7),
+        mix=replace(CALM, images=0.7),
         renderers=2,
         fault_every_s=2.5,
         faults={"stop:renderer": 1.0},
@@ -66,7 +66,7 @@ SCENARIOS = {
     # Payloads wait for engines while other requests need their slots.
     "small arena": replace(
         BASE,
-        mix=replace(CALM, pictures=1.0),
+        mix=replace(CALM, images=1.0),
         arena_mib=5,
         engines=1,
         max_num_seqs=4,
@@ -79,7 +79,7 @@ SCENARIOS = {
         BASE,
         gateways=2,
         durable=0.3,
-        mix=replace(CALM, http=1.0, cancel=0.15, ask_after=0.1),
+        mix=replace(CALM, http=1.0, cancel=0.15, resubmit_after=0.1),
         fault_every_s=2.0,
         faults={"kill:gateway": 1.0},
         max_tokens=(16, 48),

@@ -1,14 +1,14 @@
-"""From the recorded history of a run: which promises were broken, and how long things took.
+"""The checker: finds the promises that a recorded run has broken, and measures the run.
 
-Pure: it reads neither files nor clocks, and a run that nobody has run can be checked as well, which
-is how it is tested. The invariants I1 to I14 are those of the design's reliability page.
+It is pure and reads neither files nor clocks, so its tests check runs that are made up. The
+invariants I1 to I14 are those of the documents' page on reliability.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from ops.chaos.checks import figures, http, requests, system
-from ops.chaos.checks.recorded_run import Run
+from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.checks.violation import Violation
 
 
@@ -23,7 +23,8 @@ class Verdict:
         return not self.violations
 
 
-def check(run: Run) -> Verdict:
+def check(run: RecordedRun) -> Verdict:
+    """Apply all checks to a run."""
     checks = (requests, http, system)
     found = [violation for module in checks for violation in module.find(run)]
     return Verdict(sorted(found), figures.measure(run), figures.count(run))

@@ -10,32 +10,32 @@ from ops.chaos.expected_answers import Expected
 from ops.chaos.history import (
     Accepted,
     AnyEvent,
-    Asked,
-    AskedToCancel,
-    Broke,
-    Did,
-    Ended,
+    CancelSent,
+    EventReceived,
     Fault,
-    Final,
-    Got,
+    FinalState,
+    ProcessExited,
     Ready,
-    Saw,
+    RecordReceived,
+    RequestSent,
+    SessionFailed,
+    WorkerEvent,
 )
 from ops.chaos.plan import Planned, Settings
 from shared.state.token_log import is_final
 
-# What a coordinator had in hand comes to another after their ack wait of a second.
-TAKES_WORK_S = 1.2
-# What a stopped worker has asked for is sent to it, again and again after the ack wait, until its
-# pull requests have expired.
+# Tasks of a dead coordinator are redelivered to another after their ack wait of a second.
+REDELIVERY_S = 1.2
+# The broker goes on to deliver to the pull requests of a stopped worker, and again after each ack
+# wait, until they have expired.
 STOPPED_PULLS_S = 6.0
-# A leader is the server of a cluster that has to agree to every write of a stream.
+# A leader is the member of a cluster that must agree to every write of a stream.
 BROKER_ROLES = ("broker", "leader")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How long things may take, from the design's fault matrix; seconds and MiB."""
+    """Upper bounds of the invariants, from the design's fault matrix; seconds and MiB."""
 
     after_deadline_s: float = 2.0
     after_cancel_s: float = 2.0
@@ -43,69 +43,71 @@ class Bounds:
     broker_recovery_s: float = 3.0
     refusal_s: float = 1.0
     rss_mib: dict[str, float] = field(default_factory=dict)
-    """By role; none for a role that is not there."""
+    """Memory bound by role; a role without an entry is not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one reader of one log has seen."""
+    """One reader's view of one token log."""
 
-    asked: Asked
-    got: list[Got] = field(default_factory=list)
+    opened: RequestSent
+    received: list[RecordReceived] = field(default_factory=list)
 
     @property
-    def final(self) -> Got | None:
-        return self.got[-1] if self.got and is_final(self.got[-1].record) else None
+    def final(self) -> RecordReceived | None:
+        return self.received[-1] if self.received and is_final(self.received[-1].record) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What came over one connection to a gateway."""
+class HttpSession:
+    """The events of one answer that came over one connection to a gateway."""
 
-    asked: Asked
-    saw: list[Saw] = field(default_factory=list)
+    opened: RequestSent
+    events: list[EventReceived] = field(default_factory=list)
 
     @property
     def ended(self) -> float | None:
-        return self.saw[-1].t if self.saw and self.saw[-1].data == DONE else None
+        return self.events[-1].t if self.events and self.events[-1].data == DONE else None
 
 
 @dataclass
-class Run:
+class RecordedRun:
+    """A plan, the events of all processes, and the state that they have left."""
+
     settings: Settings
     planned: dict[str, Planned]
     expected: dict[str, Expected]
     clients: list[AnyEvent]
     pool: list[AnyEvent]
     workers: list[AnyEvent]
-    final: Final
+    final: FinalState
     bounds: Bounds = field(default_factory=Bounds)
 
     @cached_property
     def sessions(self) -> dict[str, list[Session]]:
-        """By request, in the order in which they began."""
+        """Sessions over NATS by request, in the order in which they began."""
         found: dict[str, dict[int, Session]] = defaultdict(dict)
         for event in self.clients:
-            if isinstance(event, Asked):
+            if isinstance(event, RequestSent):
                 found[event.id][event.session] = Session(event)
-            elif isinstance(event, Got) and event.session in found[event.id]:
-                found[event.id][event.session].got.append(event)
+            elif isinstance(event, RecordReceived) and event.session in found[event.id]:
+                found[event.id][event.session].received.append(event)
         return {id: list(by_number.values()) for id, by_number in found.items()}
 
     @cached_property
-    def readings(self) -> dict[str, list[Reading]]:
-        """By request, in the order in which they began."""
-        found: dict[str, dict[int, Reading]] = defaultdict(dict)
+    def http_sessions(self) -> dict[str, list[HttpSession]]:
+        """Sessions over HTTP by request, in the order in which they began."""
+        found: dict[str, dict[int, HttpSession]] = defaultdict(dict)
         for event in self.clients:
-            if isinstance(event, Asked) and self.planned[event.id].http:
-                found[event.id][event.session] = Reading(event)
-            elif isinstance(event, Saw):
-                found[event.id][event.session].saw.append(event)
+            if isinstance(event, RequestSent) and self.planned[event.id].http:
+                found[event.id][event.session] = HttpSession(event)
+            elif isinstance(event, EventReceived):
+                found[event.id][event.session].events.append(event)
         return {id: list(by_number.values()) for id, by_number in found.items()}
 
     @cached_property
     def accepted(self) -> dict[str, float]:
-        """When each request was accepted for the first time."""
+        """Time at which each request was accepted first."""
         found: dict[str, float] = {}
         for event in self.clients:
             if isinstance(event, Accepted):
@@ -113,29 +115,29 @@ class Run:
         return found
 
     @cached_property
-    def broken(self) -> dict[str, list[Broke]]:
-        found: dict[str, list[Broke]] = defaultdict(list)
+    def session_failures(self) -> dict[str, list[SessionFailed]]:
+        found: dict[str, list[SessionFailed]] = defaultdict(list)
         for event in self.clients:
-            if isinstance(event, Broke):
+            if isinstance(event, SessionFailed):
                 found[event.id].append(event)
         return found
 
     @cached_property
     def harmed(self) -> Counter[str]:
-        """How often each request did its harm."""
+        """Number of times that each request did harm."""
         return Counter(event.id for event in self.did if event.what == "harm")
 
     @cached_property
-    def cancelled(self) -> dict[str, AskedToCancel]:
-        return {event.id: event for event in self.clients if isinstance(event, AskedToCancel)}
+    def cancelled(self) -> dict[str, CancelSent]:
+        return {event.id: event for event in self.clients if isinstance(event, CancelSent)}
 
     @cached_property
     def ended(self) -> dict[str, float]:
-        """When a client first saw the final record of each request."""
+        """Time at which a client first saw the final record of each request."""
         found: dict[str, float] = {}
         for id, sessions in self.sessions.items():
             finals = [session.final.t for session in sessions if session.final is not None]
-            ends = (reading.ended for reading in self.readings.get(id, []))
+            ends = (session.ended for session in self.http_sessions.get(id, []))
             finals += [end for end in ends if end is not None]
             if finals:
                 found[id] = min(finals)
@@ -143,18 +145,20 @@ class Run:
 
     @cached_property
     def outages(self) -> list[tuple[float, float]]:
-        """When it could not be expected that a request ends: no broker to write to, no coordinator
-        to do it, or what is to be done is in the hand of one that is gone."""
+        """Intervals in which a request cannot be expected to end.
+
+        There is no broker to write to, or no coordinator, or a dead coordinator holds the task.
+        """
         found = self._broker_outages() + self._absences("coordinator")
         for event in self.pool:
-            if isinstance(event, Ended) and event.role == "coordinator":
-                found.append((event.t, event.t + TAKES_WORK_S))
+            if isinstance(event, ProcessExited) and event.role == "coordinator":
+                found.append((event.t, event.t + REDELIVERY_S))
             elif isinstance(event, Fault) and (event.kind, event.role) == ("stop", "coordinator"):
                 found.append((event.t, event.t + STOPPED_PULLS_S))
         return sorted(found)
 
     def _broker_outages(self) -> list[tuple[float, float]]:
-        """From the fault to when it was there again, and what clients need to find it."""
+        """Intervals from a fault until the broker was back and clients had time to reconnect."""
         found = []
         readies = [e.t for e in self.pool if isinstance(e, Ready) and e.role == "broker"]
         for event in self.pool:
@@ -164,17 +168,17 @@ class Run:
         return found
 
     def _absences(self, role: str) -> list[tuple[float, float]]:
-        """When none of a role was up; it takes work when it has announced itself."""
+        """Intervals without any worker of a role; a worker counts once it has announced itself."""
         found = []
         up: set[int] = set()
         left = None
         for event in self.pool:
-            if not isinstance(event, Ready | Fault | Ended) or event.role != role:
+            if not isinstance(event, Ready | Fault | ProcessExited) or event.role != role:
                 continue
             if isinstance(event, Ready):
                 up.add(event.number)
                 if left is not None:
-                    found.append((left, event.t + TAKES_WORK_S))
+                    found.append((left, event.t + REDELIVERY_S))
                     left = None
             elif event.number in up:
                 up.discard(event.number)
@@ -182,7 +186,7 @@ class Run:
         return found
 
     def gateway_failed(self, number: int, start: float, stop: float) -> bool:
-        """Whether a gateway was hurt, or away, at any time of [start, stop]."""
+        """Return whether a gateway met a fault or was down at any time of [start, stop]."""
         events = [
             (event.t, isinstance(event, Ready))
             for event in self.pool
@@ -193,7 +197,7 @@ class Run:
         return before[-1:] == [False] or any(start <= t <= stop for t, ready in events if not ready)
 
     def outage_within(self, start: float, stop: float) -> float:
-        """Seconds of [start, stop] that were outages; where they overlap they count once."""
+        """Return the seconds of [start, stop] that were outages; overlaps count once."""
         total, reached = 0.0, start
         for began, back in self.outages:
             total += max(0.0, min(stop, back) - max(reached, began))
@@ -201,5 +205,5 @@ class Run:
         return total
 
     @property
-    def did(self) -> Iterator[Did]:
-        return (event for event in self.workers if isinstance(event, Did))
+    def did(self) -> Iterator[WorkerEvent]:
+        return (event for event in self.workers if isinstance(event, WorkerEvent))

@@ -1,4 +1,4 @@
-"""I1 to I4, I10 to I12 and I14: what each client saw of its request, and what its log holds."""
+"""Invariants I1 to I4, I10 to I12 and I14: each request's log, and what its clients received."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ops.chaos import fake_model
-from ops.chaos.checks.recorded_run import Run
+from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.checks.violation import Violation
 from ops.chaos.expected_answers import Expected
 from ops.chaos.history import Fault
@@ -15,38 +15,39 @@ from shared.bus.streams import HEARTBEAT_TTL_S
 from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
 from shared.state.token_log import is_final
 
-# Clocks of broker and client are the same machine's; a timer may fire a little early.
+# Broker and client share the clock of one machine; a timer may fire a little early.
 CLOCK_SLACK_S = 0.15
 
 _LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6}|(?:^|\s)/(?:\w+/)+\w+|File \"")
 
 
-def find(run: Run) -> Iterator[Violation]:
+def find(run: RecordedRun) -> Iterator[Violation]:
+    """Yield the violations of all planned requests, and logs that have no request."""
     for planned in run.planned.values():
         for invariant, check in CHECKS:
             for what in check(run, planned):
                 yield Violation(invariant, planned.id, what)
     for id in run.final.logs.keys() - run.planned.keys():
-        yield Violation("I5", id, "a log of a request that nobody asked for")
+        yield Violation("I5", id, "a log of a request that no client has sent")
 
 
-def _log(run: Run, planned: Planned) -> list[LogRecord]:
+def _log(run: RecordedRun, planned: Planned) -> list[LogRecord]:
     return run.final.logs.get(planned.id, [])
 
 
-def _end(run: Run, planned: Planned) -> LogRecord | None:
+def _end(run: RecordedRun, planned: Planned) -> LogRecord | None:
     log = _log(run, planned)
     return log[-1] if log and is_final(log[-1]) else None
 
 
-# -- I1: accepted is answered, in time --------------------------------------------------------
+# -- I1: an accepted request is answered in time ----------------------------------------------
 
 
-def check_answered(run: Run, planned: Planned) -> Iterator[str]:
+def check_answered(run: RecordedRun, planned: Planned) -> Iterator[str]:
     accepted = run.accepted.get(planned.id)
     if accepted is None:
-        if not run.broken.get(planned.id):
-            yield "neither accepted nor refused: its client was never told anything"
+        if not run.session_failures.get(planned.id):
+            yield "neither accepted nor refused: its client never got an answer"
         return
     if _end(run, planned) is None:
         yield f"accepted, but its log of {len(_log(run, planned))} records has no end"
@@ -59,35 +60,36 @@ def check_answered(run: Run, planned: Planned) -> Iterator[str]:
         yield f"ended {late_s:.2f} s after its deadline"
 
 
-def check_cancelled(run: Run, planned: Planned) -> Iterator[str]:
-    asked, ended = run.cancelled.get(planned.id), run.ended.get(planned.id)
-    if asked is None or ended is None:
+def check_cancelled(run: RecordedRun, planned: Planned) -> Iterator[str]:
+    cancel, ended = run.cancelled.get(planned.id), run.ended.get(planned.id)
+    if cancel is None or ended is None:
         return
-    late_s = _late_s(run, asked.t, ended)
-    if asked.gateway is not None and run.gateway_failed(
-        asked.gateway, asked.t, asked.t + run.bounds.after_cancel_s
+    late_s = _late_s(run, cancel.t, ended)
+    if cancel.gateway is not None and run.gateway_failed(
+        cancel.gateway, cancel.t, cancel.t + run.bounds.after_cancel_s
     ):
-        return  # It may never have heard of it.
-    if asked.gateway is not None and any(
-        asked.t - HEARTBEAT_TTL_S < broke.t < asked.t for broke in run.broken.get(planned.id, [])
+        return  # The cancellation may never have reached the gateway.
+    if cancel.gateway is not None and any(
+        cancel.t - HEARTBEAT_TTL_S < failed.t < cancel.t
+        for failed in run.session_failures.get(planned.id, [])
     ):
-        # One that has died with the request counts as living, and as reading it for somebody.
+        # Until its heartbeat lapses, a dead gateway counts as a reader of the request.
         return
     if late_s > run.bounds.after_cancel_s:
         yield f"ended {late_s:.2f} s after its cancellation"
 
 
-def _late_s(run: Run, due: float, ended: float) -> float:
-    """What the broker was away for is not counted."""
+def _late_s(run: RecordedRun, due: float, ended: float) -> float:
+    """Return the delay without the time in which the broker was down."""
     return ended - due - run.outage_within(due, ended)
 
 
 # -- I2: one stream ---------------------------------------------------------------------------
 
 
-def check_log(run: Run, planned: Planned) -> Iterator[str]:
+def check_log(run: RecordedRun, planned: Planned) -> Iterator[str]:
     log = _log(run, planned)
-    yield from _faults_of_stream(log, 0)
+    yield from _stream_faults(log, 0)
     for record in log[:-1]:
         if is_final(record):
             yield f"a final record at {record.index}, before the end"
@@ -103,12 +105,12 @@ def check_log(run: Run, planned: Planned) -> Iterator[str]:
             positions[delta.index] = delta.position + len(delta.token_ids)
 
 
-def check_sessions(run: Run, planned: Planned) -> Iterator[str]:
+def check_sessions(run: RecordedRun, planned: Planned) -> Iterator[str]:
     log = _log(run, planned)
     for session in run.sessions.get(planned.id, []):
-        name = f"session {session.asked.session}"
-        records = [got.record for got in session.got]
-        for what in _faults_of_stream(records, session.asked.start):
+        name = f"session {session.opened.session}"
+        records = [got.record for got in session.received]
+        for what in _stream_faults(records, session.opened.start):
             yield f"{name}: {what}"
         for record in records:
             if record.index >= len(log) or log[record.index] != record:
@@ -116,7 +118,7 @@ def check_sessions(run: Run, planned: Planned) -> Iterator[str]:
                 break
 
 
-def _faults_of_stream(records: Sequence[LogRecord], start: int) -> Iterator[str]:
+def _stream_faults(records: Sequence[LogRecord], start: int) -> Iterator[str]:
     for wanted, record in enumerate(records, start):
         if record.index != wanted:
             kind = "repeated" if record.index < wanted else "missing"
@@ -127,12 +129,12 @@ def _faults_of_stream(records: Sequence[LogRecord], start: int) -> Iterator[str]
 # -- I3: the right tokens ---------------------------------------------------------------------
 
 
-def check_tokens(run: Run, planned: Planned) -> Iterator[str]:
+def check_tokens(run: RecordedRun, planned: Planned) -> Iterator[str]:
     expected, end = run.expected.get(planned.id), _end(run, planned)
     if expected is None:
         return
     finished = isinstance(end, Finish)
-    yield from _faults_of_choices(_log(run, planned), expected, finished)
+    yield from _choice_faults(_log(run, planned), expected, finished)
     if isinstance(end, Finish):
         wanted = (expected.prompt_tokens, sum(len(c.token_ids) for c in expected.choices))
         found = (end.usage.prompt_tokens, end.usage.completion_tokens)
@@ -140,9 +142,7 @@ def check_tokens(run: Run, planned: Planned) -> Iterator[str]:
             yield f"usage {found} instead of {wanted}"
 
 
-def _faults_of_choices(
-    log: Sequence[LogRecord], expected: Expected, finished: bool
-) -> Iterator[str]:
+def _choice_faults(log: Sequence[LogRecord], expected: Expected, finished: bool) -> Iterator[str]:
     deltas = [d for record in log if isinstance(record, TokenChunk) for d in record.choices]
     for index, wanted in enumerate(expected.choices):
         mine = [delta for delta in deltas if delta.index == index]
@@ -161,7 +161,7 @@ def _faults_of_choices(
                 f" {(wanted.finish_reason, wanted.stop_reason)}"
             )
     if any(delta.index >= len(expected.choices) for delta in deltas):
-        yield "tokens of a choice that was not asked for"
+        yield "tokens of a choice that was not requested"
 
 
 def _first_difference(found: Sequence[int], wanted: Sequence[int]) -> int:
@@ -172,7 +172,7 @@ def _first_difference(found: Sequence[int], wanted: Sequence[int]) -> int:
 # -- I4: one live attempt ---------------------------------------------------------------------
 
 
-def check_attempts(run: Run, planned: Planned) -> Iterator[str]:
+def check_attempts(run: RecordedRun, planned: Planned) -> Iterator[str]:
     chunks = [record for record in _log(run, planned) if isinstance(record, TokenChunk)]
     for before, after in itertools.pairwise(chunks):
         if after.attempt < before.attempt:
@@ -185,34 +185,34 @@ def check_attempts(run: Run, planned: Planned) -> Iterator[str]:
 # -- I10: honest errors -----------------------------------------------------------------------
 
 
-def check_errors(run: Run, planned: Planned) -> Iterator[str]:
+def check_errors(run: RecordedRun, planned: Planned) -> Iterator[str]:
     end = _end(run, planned)
     if not isinstance(end, Failure):
         return
     code = end.error.code
     if _LEAKS.search(end.error.message):
-        yield f"its error tells of our insides: {end.error.message!r}"
+        yield f"its error shows internals: {end.error.message!r}"
     if code == "cancelled":
-        asked_for = planned.id in run.cancelled or planned.behaviour == "cancel"
-        if not asked_for and not _left_by_dead_client(run, planned):
-            yield "cancelled, though nobody had asked for it"
+        is_cancelled = planned.id in run.cancelled or planned.behaviour == "cancel"
+        if not is_cancelled and not _left_by_dead_client(run, planned):
+            yield "cancelled, although no client cancelled it"
     elif code == "deadline_exceeded":
-        asked, ended = run.sessions[planned.id][0].asked.t, run.ended.get(planned.id)
-        if ended is not None and ended < asked + planned.timeout_s - CLOCK_SLACK_S:
-            yield f"deadline_exceeded after {ended - asked:.2f} s of {planned.timeout_s:g} s"
+        began, ended = run.sessions[planned.id][0].opened.t, run.ended.get(planned.id)
+        if ended is not None and ended < began + planned.timeout_s - CLOCK_SLACK_S:
+            yield f"deadline_exceeded after {ended - began:.2f} s of {planned.timeout_s:g} s"
         if planned.behaviour not in ("deadline", "harm"):
-            yield f"ran out of its {planned.timeout_s:g} s, which is plenty"
+            yield f"did not end within its {planned.timeout_s:g} s, which is ample time"
     elif planned.behaviour != "harm":
         yield f"failed with {code}: {end.error.message}"
 
 
-def _left_by_dead_client(run: Run, planned: Planned) -> bool:
-    """Its connections to gateways were closed with it."""
+def _left_by_dead_client(run: RecordedRun, planned: Planned) -> bool:
+    """Return whether a death of the clients' process closed the connections of the request."""
     if not planned.http or planned.durable:
         return False
-    asked, ended = run.sessions[planned.id][0].asked.t, run.ended.get(planned.id, math.inf)
+    began, ended = run.sessions[planned.id][0].opened.t, run.ended.get(planned.id, math.inf)
     return any(
-        isinstance(event, Fault) and event.role == "load" and asked < event.t < ended
+        isinstance(event, Fault) and event.role == "load" and began < event.t < ended
         for event in run.pool
     )
 
@@ -220,7 +220,7 @@ def _left_by_dead_client(run: Run, planned: Planned) -> bool:
 # -- I11: poison harms nobody else ------------------------------------------------------------
 
 
-def check_harm(run: Run, planned: Planned) -> Iterator[str]:
+def check_harm(run: RecordedRun, planned: Planned) -> Iterator[str]:
     if planned.behaviour != "harm" or planned.id not in run.accepted:
         return
     deaths = run.harmed[planned.id]
@@ -248,33 +248,37 @@ def _seed_of(planned: Planned) -> int | None:
 # -- I12 and I14 ------------------------------------------------------------------------------
 
 
-def check_same_again(run: Run, planned: Planned) -> Iterator[str]:
-    """Whoever asks again under the same id is told the same, to the end."""
+def check_same_again(run: RecordedRun, planned: Planned) -> Iterator[str]:
+    """Check that a request sent again under its id gets the same records, to the end."""
     complete = [s for s in run.sessions.get(planned.id, []) if s.final is not None]
     for session in complete[1:]:
-        records = [got.record for got in session.got]
-        if records != [got.record for got in complete[0].got][session.asked.start :]:
-            if complete[0].asked.start:
+        records = [got.record for got in session.received]
+        if records != [got.record for got in complete[0].received][session.opened.start :]:
+            if complete[0].opened.start:
                 continue
-            yield f"session {session.asked.session} was told another story than the first"
-    if planned.behaviour == "ask_after" and len(complete) == 1 and _end(run, planned) is not None:
-        yield "asked again after its end, and got no answer"
+            yield f"session {session.opened.session} got other records than the first"
+    if (
+        planned.behaviour == "resubmit_after"
+        and len(complete) == 1
+        and _end(run, planned) is not None
+    ):
+        yield "sent again after its end, it got no answer"
 
 
-def check_refusals(run: Run, planned: Planned) -> Iterator[str]:
-    asked = {s.asked.session: s.asked.t for s in run.sessions.get(planned.id, [])}
-    for event in run.broken.get(planned.id, []):
+def check_refusals(run: RecordedRun, planned: Planned) -> Iterator[str]:
+    began_by_session = {s.opened.session: s.opened.t for s in run.sessions.get(planned.id, [])}
+    for event in run.session_failures.get(planned.id, []):
         if event.code != "overloaded":
             continue
-        began = asked[event.session]
+        began = began_by_session[event.session]
         took_s = event.t - began - run.outage_within(began, event.t)
         if took_s > run.bounds.refusal_s:
             yield f"refused after {took_s:.2f} s"
-    if asked and planned.id not in run.accepted and _log(run, planned):
-        yield "never accepted, and yet it has a log"
+    if began_by_session and planned.id not in run.accepted and _log(run, planned):
+        yield "never accepted, but it has a log"
 
 
-Check = Callable[[Run, Planned], Iterator[str]]
+Check = Callable[[RecordedRun, Planned], Iterator[str]]
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("I1", check_answered),
     ("I1", check_cancelled),

@@ -1,4 +1,4 @@
-"""I5 to I9 and I13: what is left in queues, pools and processes, and how fast it all came back."""
+"""Invariants I5 to I9 and I13: queues, pools and processes at rest, and recovery from faults."""
 
 import bisect
 from collections import Counter
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ops.chaos.checks.recorded_run import BROKER_ROLES, Run
+from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun
 from ops.chaos.checks.violation import Violation
-from ops.chaos.history import Ended, Fault, Memory, Snapshot
+from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
 from shared.protocol import subjects
 from shared.protocol.messages import Failure
 
-# What ends by itself without having been told to: a configuration error, or a crash of the
-# interpreter. Exit code 1 is a worker that gave up its broker, and is started again.
+# Exit codes of a process that ended by itself: a configuration error, or a crash of the
+# interpreter. A worker that gave up its broker exits with 1 and is started again.
 BAD_CODES = {78: "refused its configuration", -11: "segmentation fault", -6: "aborted"}
-LETTERED = ("poison", "worker_failure")
+DEAD_LETTER_CODES = ("poison", "worker_failure")
 
 
-def find(run: Run) -> Iterator[Violation]:
+def find(run: RecordedRun) -> Iterator[Violation]:
+    """Yield the violations of the system as a whole."""
     for invariant, check in CHECKS:
         for subject, what in check(run):
             yield Violation(invariant, subject, what)
@@ -27,20 +28,22 @@ def find(run: Run) -> Iterator[Violation]:
 # -- I5: no work is removed without an end ----------------------------------------------------
 
 
-def check_queues(run: Run) -> Iterator[tuple[str, str]]:
+def check_queues(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for stream in (subjects.REQUESTS_STREAM, subjects.STAGES_STREAM):
         if left := run.final.messages.get(stream, 0):
-            names = f": {', '.join(run.final.left)}" if stream == subjects.REQUESTS_STREAM else ""
-            yield stream, f"holds {left} messages after all clients have gone{names}"
+            names = (
+                f": {', '.join(run.final.queued_ids)}" if stream == subjects.REQUESTS_STREAM else ""
+            )
+            yield stream, f"holds {left} messages after all clients have ended{names}"
     if not run.final.settled:
         yield "system", "did not come to rest"
 
 
-def check_letters(run: Run) -> Iterator[tuple[str, str]]:
+def check_letters(run: RecordedRun) -> Iterator[tuple[str, str]]:
     lettered = {letter.request_id for letter in run.final.letters}
     for id, log in run.final.logs.items():
         end = log[-1]
-        if isinstance(end, Failure) and end.error.code in LETTERED and id not in lettered:
+        if isinstance(end, Failure) and end.error.code in DEAD_LETTER_CODES and id not in lettered:
             yield id, f"ended with {end.error.code} without a dead letter"
     for letter in run.final.letters:
         log = run.final.logs.get(letter.request_id or "", [])
@@ -48,84 +51,84 @@ def check_letters(run: Run) -> Iterator[tuple[str, str]]:
             yield letter.request_id, "has a dead letter, but its log did not end with an error"
 
 
-# -- I6 to I8: nothing is kept ----------------------------------------------------------------
+# -- I6 to I8: no resource is leaked ----------------------------------------------------------
 
 
-# Pools make their threads one by one, when they are busy: those that render, and asyncio's own, in
+# Thread pools start their threads one by one under load: those of rendering, and asyncio's own, in
 # which workers connect to the owners of payloads.
 POOL_THREADS = {"renderer": 8, "encoder": 7, "engine": 6, "gateway": 6}
-HELD = ("fds", "memfds", "threads", "tasks", "subscriptions")
+COUNTED_RESOURCES = ("fds", "memfds", "threads", "tasks", "subscriptions")
 
 
-def check_blocks(run: Run) -> Iterator[tuple[str, str]]:
+def check_blocks(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for beat in run.final.beats:
         load = beat.load
         if beat.role == "engine" and load.get("free_blocks") != load.get("blocks"):
             yield beat.worker, f"{load['free_blocks']:g} of {load['blocks']:g} blocks are free"
         for name in ("held", "running", "waiting"):
             if load.get(name):
-                yield beat.worker, f"{name} is {load[name]:g} though nothing is asked of it"
+                yield beat.worker, f"{name} is {load[name]:g} although the worker is idle"
     for event in run.did:
         if event.what == "leak":
-            yield "engine", f"{event.at} blocks were held while nothing ran"
+            yield "engine", f"{event.at} blocks were in use while no sequence ran"
 
 
-def check_shared_memory(run: Run) -> Iterator[tuple[str, str]]:
+def check_shared_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
     if new := set(run.final.shm_after) - set(run.final.shm_before):
         yield "system", f"left in /dev/shm: {', '.join(sorted(new))}"
 
 
-def check_memfds(run: Run) -> Iterator[tuple[str, str]]:
+def check_memfds(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for role, before, after in _pairs(run):
         if after.memfds > before.memfds:
             yield f"{role} {after.pid}", f"memfds: {after.memfds}, {before.memfds} at first"
 
 
-def check_pins(run: Run) -> Iterator[tuple[str, str]]:
-    """Only what somebody had asked for who then died is kept until its time is over."""
-    forgotten = _forgotten(run)
+def check_pins(run: RecordedRun) -> Iterator[tuple[str, str]]:
+    """Check pinned payloads; only keys of dead borrowers may stay valid until they expire."""
+    orphaned = _count_orphaned_keys(run)
     for beat in run.final.beats:
         pinned = beat.load.get("arena_pinned", 0)
-        if pinned > forgotten[beat.worker]:
-            yield beat.worker, f"{pinned:g} payloads are pinned though nobody is to read them"
+        if pinned > orphaned[beat.worker]:
+            yield beat.worker, f"{pinned:g} payloads are pinned although they have no reader"
 
 
-def _forgotten(run: Run) -> Counter[str]:
-    """By owner: keys that were given to a process which is dead, and which nobody else has."""
+def _count_orphaned_keys(run: RecordedRun) -> Counter[str]:
+    """Count, by owner, the keys that a process borrowed and did not end before it died."""
     living = {beat.pid for beat in run.final.beats}
     borrowed = {e.id for e in run.did if e.what == "borrowed" and e.at not in living}
     ended = {e.id for e in run.did if e.what in ("returned", "forwarded")}
     return Counter(id.partition(":")[0] for id in borrowed - ended)
 
 
-def check_roads(run: Run) -> Iterator[tuple[str, str]]:
-    """Whoever has gone is connected to nobody, and nobody keeps its memory."""
+def check_transports(run: RecordedRun) -> Iterator[tuple[str, str]]:
+    """Check that no process is connected to a dead worker or maps its memory."""
     arenas = [beat.blobs for beat in run.final.beats if beat.blobs is not None]
     living = {arena.local for arena in arenas}
     living |= {f"{arena.tcp[0]}:{arena.tcp[1]}" for arena in arenas if arena.tcp is not None}
     for held in run.final.after:
         name, peers = f"{held.role} {held.pid}", set(held.peers)
         if gone := peers - living:
-            yield name, f"has connections to {len(gone)} workers that are gone"
+            yield name, f"has connections to {len(gone)} workers that have ended"
         if len(held.peers) > len(peers):
             yield name, f"has {len(held.peers)} connections to {len(peers)} workers"
         near = sum(peer.startswith("pagemill-") for peer in peers)
         if held.mappings > 1 + near:
             yield name, f"maps {held.mappings} arenas, and is connected to {near} workers"
-        # By its memory, and by TCP.
+        # Each neighbour may read by shared memory and by TCP.
         if held.readers > 2 * max(len(arenas) - 1, 0):
             yield name, f"serves {held.readers} readers, with {len(arenas) - 1} workers beside it"
     ours = {event.id for event in run.did if event.what == "arena"}
     if left := set(run.final.sockets) & ours - living:
-        yield "system", f"{len(left)} sockets of arenas whose workers are gone"
+        yield "system", f"{len(left)} sockets of arenas whose workers have ended"
 
 
-def check_files(run: Run) -> Iterator[tuple[str, str]]:
+def check_files(run: RecordedRun) -> Iterator[tuple[str, str]]:
     if left := run.final.temp_files:
         yield "system", f"temporary files are left: {', '.join(left)}"
 
 
-def check_resources(run: Run) -> Iterator[tuple[str, str]]:
+def check_resources(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for role, before, after in _pairs(run):
         for name in ("fds", "threads", "tasks", "subscriptions"):
             was, found = getattr(before, name), getattr(after, name)
@@ -138,22 +141,24 @@ def check_resources(run: Run) -> Iterator[tuple[str, str]]:
             yield stream, f"{found} consumers, {was} at first"
 
 
-def _pairs(run: Run) -> Iterator[tuple[str, Snapshot, Snapshot]]:
-    """The most that a process of the role held at first, and what each of them holds at the end."""
+def _pairs(run: RecordedRun) -> Iterator[tuple[str, Snapshot, Snapshot]]:
+    """Pair the most that any process of a role held at first with each process at the end."""
     most: dict[str, Snapshot] = {}
     for taken in run.final.before:
-        known = most.setdefault(taken.role, taken)
-        more = {name: max(getattr(known, name), getattr(taken, name)) for name in HELD}
+        largest = most.setdefault(taken.role, taken)
+        more = {
+            name: max(getattr(largest, name), getattr(taken, name)) for name in COUNTED_RESOURCES
+        }
         most[taken.role] = replace(taken, **more)
     for taken in run.final.after:
         if taken.role in most:
             yield taken.role, most[taken.role], taken
 
 
-def check_memory(run: Run) -> Iterator[tuple[str, str]]:
+def check_memory(run: RecordedRun) -> Iterator[tuple[str, str]]:
     most: dict[tuple[str, int], float] = {}
     for event in run.pool:
-        if isinstance(event, Memory):
+        if isinstance(event, MemorySample):
             key = event.role, event.pid
             most[key] = max(most.get(key, 0.0), event.rss_mib)
     for (role, pid), rss_mib in most.items():
@@ -165,36 +170,36 @@ def check_memory(run: Run) -> Iterator[tuple[str, str]]:
 # -- I9: recovery -----------------------------------------------------------------------------
 
 
-def recoveries(run: Run) -> list[tuple[Fault, float]]:
-    """For each kill: seconds until the first record of a request asked after it reached a client.
+def recoveries(run: RecordedRun) -> list[tuple[Fault, float]]:
+    """Return, for each kill, the seconds until the first record of a later request.
 
-    Only where somebody asked soon after it; a stop is not over when it begins, and is left out.
+    Kills without a request soon after them are left out, and so are stops, which go on for longer.
     """
     over_nats = sorted(
-        (sessions[0].asked.t, sessions[0].got[0].t)
+        (sessions[0].opened.t, sessions[0].received[0].t)
         for sessions in run.sessions.values()
-        if sessions[0].got and sessions[0].asked.publishes
+        if sessions[0].received and sessions[0].opened.publishes
     )
     over_http = sorted(
-        (readings[0].asked.t, min(reading.saw[0].t for reading in readings if reading.saw))
-        for id, readings in run.readings.items()
-        if run.planned[id].streamed and any(reading.saw for reading in readings)
+        (sessions[0].opened.t, min(session.events[0].t for session in sessions if session.events))
+        for id, sessions in run.http_sessions.items()
+        if run.planned[id].streamed and any(session.events for session in sessions)
     )
     found = []
     for fault in run.pool:
         if not isinstance(fault, Fault) or fault.kind != "kill" or fault.role == "load":
             continue
         firsts = over_http if fault.role == "gateway" else over_nats
-        asked = [t for t, _ in firsts]
-        # Those of the next seconds; the very first of them may be a long one.
-        start, stop = bisect.bisect(asked, fault.t), bisect.bisect(asked, fault.t + 2.0)
+        sent = [t for t, _ in firsts]
+        # All requests of the next two seconds count, because the first of them may be a long one.
+        start, stop = bisect.bisect(sent, fault.t), bisect.bisect(sent, fault.t + 2.0)
         if start < stop:
             first = min(got for _, got in firsts[start:stop])
             found.append((fault, first - fault.t))
     return found
 
 
-def check_recovery(run: Run) -> Iterator[tuple[str, str]]:
+def check_recovery(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for fault, took_s in recoveries(run):
         is_broker = fault.role in BROKER_ROLES
         bound_s = run.bounds.broker_recovery_s if is_broker else run.bounds.recovery_s
@@ -203,23 +208,25 @@ def check_recovery(run: Run) -> Iterator[tuple[str, str]]:
             yield f"{fault.role} {fault.pid}", f"{took_s:.2f} s from its death to a first record"
 
 
-# -- processes that end by themselves ---------------------------------------------------------
+# -- I11: processes that end by themselves ----------------------------------------------------
 
 
-def check_deaths(run: Run) -> Iterator[tuple[str, str]]:
+def check_deaths(run: RecordedRun) -> Iterator[tuple[str, str]]:
     for event in run.pool:
-        if not isinstance(event, Ended):
+        if not isinstance(event, ProcessExited):
             continue
         name = f"{event.role} {event.pid}"
         if event.code in BAD_CODES:
             yield name, BAD_CODES[event.code]
     for fault in _drains(run):
-        ended = next((e for e in run.pool if isinstance(e, Ended) and e.pid == fault.pid), None)
+        ended = next(
+            (e for e in run.pool if isinstance(e, ProcessExited) and e.pid == fault.pid), None
+        )
         if ended is not None and ended.code not in (0, -9):
             yield f"{fault.role} {fault.pid}", f"drained with exit code {ended.code}"
 
 
-def _drains(run: Run) -> Iterator[Fault]:
+def _drains(run: RecordedRun) -> Iterator[Fault]:
     return (e for e in run.pool if isinstance(e, Fault) and e.kind == "drain")
 
 
@@ -230,7 +237,7 @@ CHECKS = (
     ("I7", check_shared_memory),
     ("I7", check_memfds),
     ("I7", check_pins),
-    ("I7", check_roads),
+    ("I7", check_transports),
     ("I8", check_files),
     ("I8", check_resources),
     ("I9", check_recovery),

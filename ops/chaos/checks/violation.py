@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Violation:
     invariant: str
     subject: str
-    """A request id, or a process."""
+    """Id of a request, or name of a process."""
     what: str
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Clients of a run that go through the gateways, one of them as good as another.
+"""The clients of a run that go through the gateways, any of which can serve any request.
 
-One whose connection breaks, or says nothing for a while, goes on over the next gateway: it asks
-again under the same name, from the event after the last that it has seen. The silent connection it
-closes only when it has another, for to close it is to want no answer any more.
+A client whose connection breaks, or is silent for a while, resumes through the next gateway: it
+sends the request again under the same id, from the event after the last one that it has received.
+It closes the silent connection only when it has another, because closing it would cancel.
 """
 
 import asyncio
@@ -15,50 +15,52 @@ import httpx
 from ops.chaos.clients import http_exchange
 from ops.chaos.clients.http_exchange import (
     DONE,
-    Line,
-    Lost,
-    Opened,
-    Told,
-    UnderWay,
+    ConnectionLost,
+    ExchangeItem,
+    RequestRunning,
+    ResponseStarted,
+    ServerEvent,
 )
 from ops.chaos.history import (
     Accepted,
-    Asked,
-    AskedToCancel,
-    Broke,
+    CancelSent,
+    EventReceived,
     Journal,
-    Saw,
+    RequestSent,
+    SessionFailed,
     now,
 )
 from ops.chaos.plan import Planned
 
-# A gateway that has nothing to say would say so after 15 s.
+# Idle gateways send keep-alive comments only every 15 s.
 SILENCE_S = 2.5
-# One that answers with the whole is silent until then.
+# An answer that is not streamed is silent until its end.
 WHOLE_SILENCE_S = 12.0
-AGAIN_S = 0.3
+RETRY_PAUSE_S = 0.3
 TIMEOUT = httpx.Timeout(None, connect=2.0)
-# What may pass: the broker is away, or a queue is full.
-PASSING = (503,)
+# The broker is down, or a queue is full; a later attempt may succeed.
+TRANSIENT_STATUSES = (503,)
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Somebody who wants an answer from event `next` on, over however many connections."""
+class _HttpReader:
+    """A reader of one answer from event `next` on, over any number of connections."""
 
     next: int = 0
     publishes: bool = True
     intervenes: bool = False
     ended: bool = False
     left: bool = False
-    """It has closed its connection, and wants to see what becomes of that."""
+    """The reader has closed its connection, and only follows the log now."""
     silent: list["asyncio.Task[None]"] = field(default_factory=list)
-    """Connections that it has turned away from."""
+    """Silent connections that are still open."""
 
 
-class HttpLoad:
+class HttpClients:
+    """All clients of a run that go through gateways."""
+
     def __init__(self, urls: list[str], journal: Journal, session_of: Callable[[str], int]) -> None:
-        """`session_of` gives each session of a request its number."""
+        """`session_of` returns the number of a new session of a request."""
         limits = httpx.Limits(max_connections=None)
         self._gateways = [
             httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False)
@@ -66,35 +68,37 @@ class HttpLoad:
         ]
         self._journal = journal
         self._session_of = session_of
-        self._turn = 0
+        self._next_gateway = 0
 
     async def close(self) -> None:
         for gateway in self._gateways:
             await gateway.aclose()
 
-    async def be_client(self, planned: Planned, give_up: float) -> None:
-        """One client to the end of its request."""
-        async with asyncio.TaskGroup() as beside:
+    async def run_client(self, planned: Planned, give_up_at: float) -> None:
+        """Run one client to the end of its request."""
+        async with asyncio.TaskGroup() as group:
 
-            def join(reader: _Reader) -> None:
-                beside.create_task(self._read(planned, reader, give_up, None))
+            def join(reader: _HttpReader) -> None:
+                group.create_task(self._run_reader(planned, reader, give_up_at, None))
 
-            reader = _Reader(intervenes=planned.behaviour in ("cancel", "ask_during", "follow"))
-            await self._read(planned, reader, give_up, join)
-        if planned.behaviour == "ask_after":
-            await self._read(planned, _Reader(), give_up, None)
+            reader = _HttpReader(
+                intervenes=planned.behaviour in ("cancel", "resubmit_during", "follow")
+            )
+            await self._run_reader(planned, reader, give_up_at, join)
+        if planned.behaviour == "resubmit_after":
+            await self._run_reader(planned, _HttpReader(), give_up_at, None)
 
-    async def _read(
+    async def _run_reader(
         self,
         planned: Planned,
-        reader: _Reader,
-        give_up: float,
-        join: Callable[[_Reader], None] | None,
+        reader: _HttpReader,
+        give_up_at: float,
+        join: Callable[[_HttpReader], None] | None,
     ) -> None:
-        self._turn += 1
-        number = self._turn
+        self._next_gateway += 1
+        number = self._next_gateway
         try:
-            while not reader.ended and now() < give_up:
+            while not reader.ended and now() < give_up_at:
                 number += 1
                 await self._session(planned, number % len(self._gateways), reader, join)
         finally:
@@ -105,121 +109,130 @@ class HttpLoad:
         self,
         planned: Planned,
         number: int,
-        reader: _Reader,
-        join: Callable[[_Reader], None] | None,
+        reader: _HttpReader,
+        join: Callable[[_HttpReader], None] | None,
     ) -> None:
-        """Over one connection, as long as it lasts."""
+        """Read over one connection for as long as it lasts."""
         session, began = self._session_of(planned.id), now()
         publishes = reader.publishes and not reader.left
-        self._journal.write(Asked(began, planned.id, session, reader.next, publishes))
-        lines: asyncio.Queue[Line] = asyncio.Queue()
-        start = http_exchange.ask if publishes else http_exchange.follow
-        talking = asyncio.create_task(start(self._gateways[number], planned, reader.next, lines))
+        self._journal.write(RequestSent(began, planned.id, session, reader.next, publishes))
+        lines: asyncio.Queue[ExchangeItem] = asyncio.Queue()
+        start = http_exchange.submit if publishes else http_exchange.follow
+        exchange = asyncio.create_task(start(self._gateways[number], planned, reader.next, lines))
         whole = publishes and not planned.streamed
-        looking = self._look(planned, number + 1, lines) if whole and reader.intervenes else None
+        polling = (
+            self._poll_state(planned, number + 1, lines) if whole and reader.intervenes else None
+        )
         try:
             while not reader.ended:
                 async with asyncio.timeout(WHOLE_SILENCE_S if whole else SILENCE_S):
                     line = await lines.get()
-                if (fault := _fault_of(line)) is not None:
-                    await self._broke(planned, session, *fault)
+                if (fault := _transient_failure(line)) is not None:
+                    await self._record_failure(planned, session, *fault)
                     return
-                if isinstance(line, Opened):
-                    self._opened(planned, session, reader, line, began if whole else now())
-                if isinstance(line, Told):
-                    self._saw(planned, session, reader, line)
-                if _is_time(planned, reader, line):
-                    at = line.at if isinstance(line, Told) else None
+                if isinstance(line, ResponseStarted):
+                    self._record_start(planned, session, reader, line, began if whole else now())
+                if isinstance(line, ServerEvent):
+                    self._record_event(planned, session, reader, line)
+                if _must_intervene(planned, reader, line):
+                    at = line.at if isinstance(line, ServerEvent) else None
                     if await self._intervene(planned, number, reader, at or 0, join):
                         return
         except TimeoutError:
-            reader.silent.append(talking)
-            await self._broke(planned, session, "silence", "nothing for a while")
+            reader.silent.append(exchange)
+            await self._record_failure(planned, session, "silence", "no event for a while")
             return
         finally:
-            ending = [task for task in (talking, looking) if task and task not in reader.silent]
+            ending = [task for task in (exchange, polling) if task and task not in reader.silent]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
 
-    def _look(
-        self, planned: Planned, number: int, lines: asyncio.Queue[Line]
+    def _poll_state(
+        self, planned: Planned, number: int, lines: asyncio.Queue[ExchangeItem]
     ) -> "asyncio.Task[None]":
-        """Who is shown nothing before the end finds out elsewhere when it is time."""
+        """Poll another gateway for the start of a request whose answer is not streamed."""
         gateway = self._gateways[number % len(self._gateways)]
-        return asyncio.create_task(http_exchange.look(gateway, planned, lines))
+        return asyncio.create_task(http_exchange.wait_until_running(gateway, planned, lines))
 
-    def _opened(
-        self, planned: Planned, session: int, reader: _Reader, opened: Opened, accepted: float
+    def _record_start(
+        self,
+        planned: Planned,
+        session: int,
+        reader: _HttpReader,
+        opened: ResponseStarted,
+        accepted: float,
     ) -> None:
-        """`accepted`: no later than the request was."""
+        """Record a response; `accepted` is a time no later than the acceptance."""
         if reader.publishes:
             self._journal.write(Accepted(accepted, planned.id, session, False))
         for task in reader.silent:
             task.cancel()
         if opened.body:
-            self._saw(planned, session, reader, Told(None, opened.body))
-            self._saw(planned, session, reader, Told(None, DONE))
+            self._record_event(planned, session, reader, ServerEvent(None, opened.body))
+            self._record_event(planned, session, reader, ServerEvent(None, DONE))
 
-    def _saw(self, planned: Planned, session: int, reader: _Reader, told: Told) -> None:
-        self._journal.write(Saw(now(), planned.id, session, told.at, told.data))
-        if told.at is not None:
-            reader.next = told.at + 1
-        reader.ended |= told.data == DONE
+    def _record_event(
+        self, planned: Planned, session: int, reader: _HttpReader, event: ServerEvent
+    ) -> None:
+        self._journal.write(EventReceived(now(), planned.id, session, event.at, event.data))
+        if event.at is not None:
+            reader.next = event.at + 1
+        reader.ended |= event.data == DONE
 
-    async def _broke(self, planned: Planned, session: int, code: str, reason: str) -> None:
-        self._journal.write(Broke(now(), planned.id, session, code, reason))
-        await asyncio.sleep(AGAIN_S)
+    async def _record_failure(self, planned: Planned, session: int, code: str, reason: str) -> None:
+        self._journal.write(SessionFailed(now(), planned.id, session, code, reason))
+        await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _intervene(
         self,
         planned: Planned,
         number: int,
-        reader: _Reader,
+        reader: _HttpReader,
         at: int,
-        join: Callable[[_Reader], None] | None,
+        join: Callable[[_HttpReader], None] | None,
     ) -> bool:
-        """What this client does in the middle of it; whether it closes its connection."""
+        """Act in the middle of an answer as planned; return whether the connection is closed."""
         reader.intervenes = False
         if planned.behaviour == "cancel" and not planned.durable:
             reader.left = True
-            self._journal.write(AskedToCancel(now(), planned.id, number))
+            self._journal.write(CancelSent(now(), planned.id, number))
             return True
         if planned.behaviour == "cancel":
             await self._delete(planned, number)
         elif join is not None:
             follows = planned.behaviour == "follow"
-            join(_Reader(at if follows else 0, publishes=not follows))
+            join(_HttpReader(at if follows else 0, publishes=not follows))
         return False
 
     async def _delete(self, planned: Planned, number: int) -> None:
-        """At another gateway; what fails there is tried once more at the next."""
+        """Cancel through another gateway, and once more through the next one if that fails."""
         for turn in (1, 2):
             gateway = self._gateways[(number + turn) % len(self._gateways)]
             with contextlib.suppress(httpx.HTTPError):
                 answer = await gateway.delete(f"/v1/requests/{planned.id}", timeout=SILENCE_S)
                 if answer.status_code == 202:
-                    self._journal.write(AskedToCancel(now(), planned.id))
+                    self._journal.write(CancelSent(now(), planned.id))
                     return
 
 
-def _fault_of(line: Line) -> tuple[str, str] | None:
-    """Code and reason, where the client is to try again."""
+def _transient_failure(line: ExchangeItem) -> tuple[str, str] | None:
+    """Return code and reason of a failure after which the client tries again."""
     match line:
-        case Lost(reason):
+        case ConnectionLost(reason):
             return "connection", reason
-        case Opened(status, body) if status in PASSING:
+        case ResponseStarted(status, body) if status in TRANSIENT_STATUSES:
             return str(status), body
-        case Told(None, data) if data != DONE:
-            # Not what has become of the request, but that the broker does not answer.
+        case ServerEvent(None, data) if data != DONE:
+            # The gateway reports that the broker does not answer, not an end of the request.
             return "unavailable", data
     return None
 
 
-def _is_time(planned: Planned, reader: _Reader, line: Line) -> bool:
-    """For what this client does in the middle of it."""
+def _must_intervene(planned: Planned, reader: _HttpReader, line: ExchangeItem) -> bool:
+    """Return whether the client acts at this point of the answer."""
     if not reader.intervenes:
         return False
-    if isinstance(line, Told) and line.at is not None:
+    if isinstance(line, ServerEvent) and line.at is not None:
         return line.at >= planned.after_records
-    return isinstance(line, UnderWay)
+    return isinstance(line, RequestRunning)

@@ -1,4 +1,4 @@
-"""What a client and a gateway say to each other over one connection."""
+"""One exchange of a client with a gateway: requests, and the items of their answers."""
 
 import asyncio
 import contextlib
@@ -13,35 +13,40 @@ from ops.chaos.plan import Planned
 
 PATH = "/v1/chat/completions"
 DONE = "[DONE]"
-LOOK_S = 0.1
-LOOK_TIMEOUT_S = 2.5
+POLL_S = 0.1
+POLL_TIMEOUT_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ResponseStarted:
+    """Status of a response, with the complete body unless it is a stream."""
+
     status: int
     body: str
-    """All of an answer that is no stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServerEvent:
+    """A server-sent event; `at` is its id."""
+
     at: int | None
     data: str
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
-    """Somebody works on the request."""
+class RequestRunning:
+    """The request has left its queue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class ConnectionLost:
+    """The connection ended before the answer did."""
+
     reason: str
 
 
-Line = Opened | Told | UnderWay | Lost | None
-"""None: the server has let hear from itself."""
+ExchangeItem = ResponseStarted | ServerEvent | RequestRunning | ConnectionLost | None
+"""An item of an answer; None is a line without content, such as a keep-alive comment."""
 
 
 def body_of(planned: Planned) -> dict[str, Any]:
@@ -58,63 +63,65 @@ def body_of(planned: Planned) -> dict[str, Any]:
     }
 
 
-def ask(
-    gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[Line]
+def submit(
+    gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
-    """Under the client's own name for it, from event `start` on."""
+    """Send the request under the client's own id, and read its answer from event `start` on."""
     headers = _headers(start, streamed=planned.streamed) | {"x-request-id": planned.id}
     request = gateway.build_request("POST", PATH, json=body_of(planned), headers=headers)
     return _exchange(gateway, request, lines)
 
 
 def follow(
-    gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[Line]
+    gateway: httpx.AsyncClient, planned: Planned, start: int, lines: asyncio.Queue[ExchangeItem]
 ) -> Coroutine[Any, Any, None]:
-    """As events, however it was asked for."""
+    """Read the events of a request that was sent before, from event `start` on."""
     path = f"/v1/requests/{planned.bus_id}/stream"
     request = gateway.build_request("GET", path, headers=_headers(start, streamed=True))
     return _exchange(gateway, request, lines)
 
 
-async def look(gateway: httpx.AsyncClient, planned: Planned, lines: asyncio.Queue[Line]) -> None:
-    """Again and again, until the request is under way."""
+async def wait_until_running(
+    gateway: httpx.AsyncClient, planned: Planned, lines: asyncio.Queue[ExchangeItem]
+) -> None:
+    """Poll the state of the request until it has left its queue."""
     while True:
         with contextlib.suppress(httpx.HTTPError):
             path = f"/v1/requests/{planned.id}"
-            answer = await gateway.get(path, timeout=LOOK_TIMEOUT_S)
+            answer = await gateway.get(path, timeout=POLL_TIMEOUT_S)
             if answer.status_code == 200 and answer.json()["state"] != "queued":
-                lines.put_nowait(UnderWay())
+                lines.put_nowait(RequestRunning())
                 return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 def _headers(start: int, *, streamed: bool) -> dict[str, str]:
-    # With the ids of events, to go on from.
+    # This media type is answered with the ids of events, from which a client can resume.
     headers = {"accept": "text/event-stream"} if streamed else {}
     return headers | ({"last-event-id": str(start - 1)} if start else {})
 
 
 async def _exchange(
-    gateway: httpx.AsyncClient, request: httpx.Request, lines: asyncio.Queue[Line]
+    gateway: httpx.AsyncClient, request: httpx.Request, lines: asyncio.Queue[ExchangeItem]
 ) -> None:
-    """What comes over one connection, to its end."""
+    """Put every item that one connection yields into the queue, to its end."""
     try:
         answer = await gateway.send(request, stream=True)
         try:
             is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
             body = "" if is_stream else (await answer.aread()).decode()
-            lines.put_nowait(Opened(answer.status_code, body))
+            lines.put_nowait(ResponseStarted(answer.status_code, body))
             if is_stream:
                 async for line in _events(answer.aiter_lines()):
                     lines.put_nowait(line)
-            lines.put_nowait(Lost("it ended before its answer"))
+            lines.put_nowait(ConnectionLost("the connection ended before its answer"))
         finally:
             await answer.aclose()
     except (httpx.HTTPError, OSError) as error:
-        lines.put_nowait(Lost(f"{type(error).__name__}: {error}"))
+        lines.put_nowait(ConnectionLost(f"{type(error).__name__}: {error}"))
 
 
-async def _events(lines: AsyncIterator[str]) -> AsyncIterator[Told | None]:
+async def _events(lines: AsyncIterator[str]) -> AsyncIterator[ServerEvent | None]:
     at: int | None = None
     data = ""
     async for line in lines:
@@ -124,7 +131,7 @@ async def _events(lines: AsyncIterator[str]) -> AsyncIterator[Told | None]:
         elif name == "data":
             data = value
         elif not line and data:
-            yield Told(at, data)
+            yield ServerEvent(at, data)
             at, data = None, ""
         else:
             yield None

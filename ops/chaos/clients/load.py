@@ -1,8 +1,8 @@
-"""The clients of a run, all in one process which may itself be killed and started again.
+"""The clients of a run, all in one process, which may itself be killed and started again.
 
-Every client asks for one request, follows its log, and does what its plan says in the middle of it:
-cancels, asks again under the same id, lets a second reader join. Everything that it is told is
-written down; a process that takes over from a killed one goes on from what that one had written.
+Every client sends one request, follows its log, and acts in the middle of it as planned: it
+cancels, sends the request again under the same id, or starts a second reader. Everything that it
+receives goes to the journal, from which the successor of a killed process continues.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ import msgspec
 import uvloop
 from cyclopts import App, Parameter
 
-from ops.chaos.clients.http_clients import HttpLoad
+from ops.chaos.clients.http_clients import HttpClients
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.history import (
     Accepted,
-    Asked,
-    AskedToCancel,
-    Broke,
-    Got,
+    CancelSent,
+    EventReceived,
     Journal,
-    Saw,
+    RecordReceived,
+    RequestSent,
+    SessionFailed,
     now,
     read_events,
 )
@@ -37,32 +37,34 @@ from shared.protocol.messages import LogRecord
 from shared.state.token_log import is_final
 from shared.telemetry import logs
 
-# After this long beyond its deadline a request will not end any more: the checker says so.
+# A client gives up this long after the deadline; the checker reports the missing end.
 PATIENCE_S = 20.0
-# The pause before a session is begun anew after an error.
-AGAIN_S = 0.3
+# The pause before a new session after an error.
+RETRY_PAUSE_S = 0.3
 
 app = App(name="chaos-load")
 
 
-class Load:
+class LoadClients:
+    """All clients of a run."""
+
     def __init__(self, url: str, gateways: list[str], settings: Settings, file: Path) -> None:
         self._url = url
         self._settings = settings
-        self._ends, self._sessions, began = _read_past(file)
+        self._ends, self._sessions, began = _read_journal(file)
         self._journal = Journal(file)
-        self._http = HttpLoad(gateways, self._journal, self._new_session)
+        self._http = HttpClients(gateways, self._journal, self._new_session)
         self._next_index = 0
         self._began = began or now()
 
     async def run(self) -> None:
-        # One connection for all, as a gateway has it.
+        # As in a gateway, all clients share one connection.
         self._bus = await Bus.connect(self._url, "chaos-load", 30.0)
         self._watch_acceptance(self._bus)
         try:
             async with asyncio.TaskGroup() as clients:
                 for _ in range(self._settings.concurrency):
-                    clients.create_task(self._be_clients())
+                    clients.create_task(self._run_clients())
         finally:
             await self._bus.close()
             await self._http.close()
@@ -79,51 +81,55 @@ class Load:
 
         bus.publish = watched
 
-    async def _be_clients(self) -> None:
-        """One client after the other, no sooner than its turn in the schedule comes."""
+    async def _run_clients(self) -> None:
+        """Run one client after the other, each no earlier than the schedule says."""
         while self._next_index < self._settings.requests:
             index, self._next_index = self._next_index, self._next_index + 1
             planned = make_request(self._settings, index)
-            wanted = 2 if planned.behaviour == "ask_after" else 1
+            wanted = 2 if planned.behaviour == "resubmit_after" else 1
             if self._ends[planned.id] >= wanted:
                 continue
             await asyncio.sleep(self._began + index / self._settings.rate - now())
-            await self._be_client(planned)
+            await self._run_client(planned)
 
-    async def _be_client(self, planned: Planned) -> None:
+    async def _run_client(self, planned: Planned) -> None:
         give_up = now() + planned.timeout_s + PATIENCE_S
         if planned.http:
-            await self._http.be_client(planned, give_up)
+            await self._http.run_client(planned, give_up)
             return
         beside: list[asyncio.Task[bool]] = []
         while not await self._session(planned, beside) and now() < give_up:  # noqa: ASYNC110
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
         for task in beside:
             while not await task and now() < give_up:
                 task = asyncio.create_task(self._session(planned, None))
-        if planned.behaviour == "ask_after":
+        if planned.behaviour == "resubmit_after":
             await self._session(planned, None)
 
     async def _session(
         self, planned: Planned, beside: list[asyncio.Task[bool]] | None, start: int | None = None
     ) -> bool:
-        """Ask (or follow from `start`) to the end; returns whether it was reached."""
+        """Send the request, or follow its log from `start`; return whether the end was reached."""
         session = self._new_session(planned.id)
         publishes = start is None
-        self._journal.write(Asked(now(), planned.id, session, start or 0, publishes))
+        self._journal.write(RequestSent(now(), planned.id, session, start or 0, publishes))
         try:
             async with asyncio.timeout(planned.timeout_s + PATIENCE_S):
                 async for record in self._records(planned, start):
-                    self._journal.write(Got(now(), planned.id, session, record))
+                    self._journal.write(RecordReceived(now(), planned.id, session, record))
                     if beside is not None and record.index == planned.after_records:
                         await self._intervene(planned, record, beside)
         except PagemillError as error:
-            self._journal.write(Broke(now(), planned.id, session, error.code, error.message))
+            self._journal.write(
+                SessionFailed(now(), planned.id, session, error.code, error.message)
+            )
             if isinstance(error, Overloaded):
                 await asyncio.sleep(error.retry_after_s or 1.0)
             return False
         except TimeoutError:
-            self._journal.write(Broke(now(), planned.id, session, "silence", "no final record"))
+            self._journal.write(
+                SessionFailed(now(), planned.id, session, "silence", "no final record")
+            )
             return False
         return True
 
@@ -139,29 +145,29 @@ class Load:
     async def _intervene(
         self, planned: Planned, record: LogRecord, beside: list[asyncio.Task[bool]]
     ) -> None:
-        """What this client does when it has seen so much; a log that has ended is left alone."""
+        """Act in the middle of an answer as planned, unless it has ended."""
         if is_final(record):
             return
         if planned.behaviour == "cancel":
             await client.cancel(self._bus, planned.id)
-            self._journal.write(AskedToCancel(now(), planned.id))
-        elif planned.behaviour == "ask_during":
+            self._journal.write(CancelSent(now(), planned.id))
+        elif planned.behaviour == "resubmit_during":
             beside.append(asyncio.create_task(self._session(planned, None)))
         elif planned.behaviour == "follow":
             beside.append(asyncio.create_task(self._session(planned, None, record.index)))
 
 
-def _read_past(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
-    """Of killed predecessors: how often they saw each end, sessions of each, their beginning."""
+def _read_journal(file: Path) -> tuple[Counter[str], dict[str, int], float | None]:
+    """Read what killed predecessors wrote: ends and sessions by request, and their start time."""
     began: float | None = None
     ends: Counter[str] = Counter()
     sessions: dict[str, int] = {}
     for event in read_events(file):
         began = event.t if began is None else began
-        if isinstance(event, Asked):
+        if isinstance(event, RequestSent):
             sessions[event.id] = event.session
-        elif (isinstance(event, Got) and is_final(event.record)) or (
-            isinstance(event, Saw) and event.data == DONE
+        elif (isinstance(event, RecordReceived) and is_final(event.record)) or (
+            isinstance(event, EventReceived) and event.data == DONE
         ):
             ends[event.id] += 1
     return ends, sessions, began
@@ -175,8 +181,11 @@ def main(
     nats: Annotated[str, Parameter(name="--nats")],
     gateway: list[str] | None = None,
 ) -> int:
+    """Run the clients of a run until all of their requests have ended."""
     logs.configure_logging("error", role="load")
-    load = Load(nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out)
+    load = LoadClients(
+        nats, gateway or [], msgspec.json.decode(settings.read_bytes(), type=Settings), out
+    )
     uvloop.run(load.run())
     return 0
 

@@ -2,8 +2,8 @@
 
     python -m ops.chaos.matrix [--seed 1 --seed 2] [--cell NAME] [--out FILE]
 
-Cells that need the same kind of scene run on one, one after the other, each with a load of its own.
-A scene on which something was wrong is thrown away, so that the next cell begins on a whole one.
+Cells that need the same kind of deployment share one, one after the other, each with its own load.
+A deployment on which a cell failed is closed, so that the next cell starts with a new one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 from msgspec import Struct
 
 from ops.chaos.history import now
-from ops.chaos.matrix.scene import Scene, open_scene
+from ops.chaos.matrix.deployment import Deployment, new_deployment
 from ops.chaos.matrix.table import CELLS, Cell
 from ops.chaos.plan import Settings
 from ops.chaos.processes import network
@@ -25,19 +25,21 @@ from shared.telemetry import logs
 
 app = App(name="matrix", help=__doc__)
 CELL_TIMEOUT_S = 240.0
-# Cell 7 with seed 3 asks for the requests of plan 3007.
+# Cell 7 with seed 3 has the requests of plan 3007.
 SEED_STEP = 1000
-SHOWN = 4
+MAX_SHOWN = 4
 
 
 class Result(Struct, frozen=True):
+    """Result of one cell with one seed."""
+
     cell: str
     seed: int
     seconds: float
     violations: list[str]
     figures: dict[str, float]
     folder: str = ""
-    """Where the run can be looked at, if something was wrong."""
+    """Folder of the deployment, if the cell failed."""
 
 
 async def run_matrix(
@@ -48,7 +50,7 @@ async def run_matrix(
     results = []
     for cell in chosen:
         if cell.reason:
-            _say(f"  --   {cell.name}: {cell.reason}")
+            _print(f"  --   {cell.name}: {cell.reason}")
     for seed in seeds:
         async for result in _run_all([cell for cell in chosen if not cell.reason], seed):
             results.append(result)
@@ -61,48 +63,48 @@ async def run_matrix(
 
 async def _run_all(cells: Sequence[Cell], seed: int) -> AsyncIterator[Result]:
     for kind in dict.fromkeys(cell.on for cell in cells):
-        scene: Scene | None = None
+        deployment: Deployment | None = None
         try:
             for cell in [cell for cell in cells if cell.on == kind]:
-                scene = scene or open_scene(kind)
-                result = await _run(cell, scene, seed)
+                deployment = deployment or new_deployment(kind)
+                result = await _run(cell, deployment, seed)
                 yield result
                 if result.violations:
-                    failed, scene = scene, None
+                    failed, deployment = deployment, None
                     await failed.close()
         finally:
-            if scene is not None:
-                await scene.close()
-                scene.remove()
+            if deployment is not None:
+                await deployment.close()
+                deployment.remove()
 
 
-async def _run(cell: Cell, scene: Scene, seed: int) -> Result:
+async def _run(cell: Cell, deployment: Deployment, seed: int) -> Result:
     assert cell.run is not None
     began = now()
     try:
         async with asyncio.timeout(CELL_TIMEOUT_S):
-            await scene.open()
-            outcome = await scene.run(_settings(cell, scene, seed), cell.run)
+            await deployment.open()
+            outcome = await deployment.run(_settings(cell, deployment, seed), cell.run)
     except Exception as error:
-        outcome = scene.outcome
-        outcome.violations.append(f"the cell itself: {error!r}")
+        outcome = deployment.outcome
+        outcome.violations.append(f"the cell failed: {error!r}")
     bad = outcome.violations
-    folder = str(scene.folder) if bad else ""
+    folder = str(deployment.folder) if bad else ""
     return Result(cell.name, seed, now() - began, bad, outcome.figures, folder)
 
 
-def _settings(cell: Cell, scene: Scene, seed: int) -> Settings:
-    """Of the scene's processes, with a load of the cell's own."""
-    load = {"requests": max(1, round(scene.settings.rate * cell.load_s))} | cell.change
+def _settings(cell: Cell, deployment: Deployment, seed: int) -> Settings:
+    """Return the settings of the deployment, with the load of the cell."""
+    load = {"requests": max(1, round(deployment.settings.rate * cell.load_s))} | cell.change
     return msgspec.structs.replace(
-        scene.settings, seed=SEED_STEP * seed + CELLS.index(cell), **load
+        deployment.settings, seed=SEED_STEP * seed + CELLS.index(cell), **load
     )
 
 
 # -- the report -------------------------------------------------------------------------------
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -110,17 +112,17 @@ def _say(line: str) -> None:
 def _report(result: Result) -> None:
     figures = ", ".join(f"{name} {value:.2f}" for name, value in result.figures.items())
     mark = "FAIL" if result.violations else " ok "
-    _say(f"{mark} {result.cell} [{result.seed}] {result.seconds:.0f} s: {figures}")
-    for violation in result.violations[:SHOWN]:
-        _say(f"       {violation}")
-    if len(result.violations) > SHOWN:
-        _say(f"       and {len(result.violations) - SHOWN} more")
+    _print(f"{mark} {result.cell} [{result.seed}] {result.seconds:.0f} s: {figures}")
+    for violation in result.violations[:MAX_SHOWN]:
+        _print(f"       {violation}")
+    if len(result.violations) > MAX_SHOWN:
+        _print(f"       and {len(result.violations) - MAX_SHOWN} more")
     if result.folder:
-        _say(f"       {result.folder}")
+        _print(f"       {result.folder}")
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """One line for each cell of the matrix, with the worst of its figures."""
+    """Return a table with a row for each cell, with the worst of its figures."""
     lines = ["| cell | how | bound | passed | worst figures |", "|---|---|---|---|---|"]
     for cell in CELLS:
         own = [result for result in results if result.cell == cell.name]
@@ -156,23 +158,23 @@ def main(
     Parameters
     ----------
     seed
-        One or more; by default 1.
+        Seeds, one or more; by default 1.
     cell
-        Only cells whose names contain one of these.
+        Parts of names; only cells whose names contain one of them run.
     out
-        A file to which every result is added, one JSON object a line.
+        File to which every result is appended, one JSON object per line.
     table
         Print the markdown table at the end.
     """
     logs.configure_logging("error", role="matrix")
-    if network.why_not() is None:
-        # Before there is any thread or socket.
+    if network.why_unavailable() is None:
+        # This comes before any thread or socket exists.
         network.isolate()
     results = asyncio.run(run_matrix(seed or [1], cell or [], out))
     if table:
-        _say(markdown(results))
+        _print(markdown(results))
     failed = sum(bool(result.violations) for result in results)
-    _say(f"{len(results) - failed} passed, {failed} failed")
+    _print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The fault matrix: its cells, how each is injected, its bound, and whether it can run here."""
+"""The table of the fault matrix: cells, their faults and bounds, and what they need to run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from ops.chaos.matrix.cells import (
     servers,
     workplaces,
 )
-from ops.chaos.matrix.scene import Disturb
+from ops.chaos.matrix.deployment import Disturb
 from ops.chaos.plan import Mix
 from ops.chaos.processes import network
 from ops.chaos.processes.pool import LOAD
@@ -26,7 +26,7 @@ from ops.chaos.processes.pool import LOAD
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`run` disturbs a scene; without it `why_not` says why the cell cannot run here."""
+    """A cell: `run` injects the fault; without it `why_not` says why the cell cannot run."""
 
     name: str
     how: str
@@ -37,9 +37,9 @@ class Cell:
     on: str = "single"
     load_s: float = 6.0
     change: dict[str, Any] = field(default_factory=dict)
-    """Of the load's settings."""
+    """Changes of the load's settings."""
     known: str = ""
-    """Why a violation is no news: a limit that the documentation states."""
+    """A documented limit that explains a violation."""
 
     @property
     def reason(self) -> str | None:
@@ -53,7 +53,7 @@ def _process_cells() -> Iterator[Cell]:
     for role in ("coordinator", "renderer", "encoder", "engine", LOAD, "gateway"):
         yield from _cells_of(role)
     yield Cell(
-        "encoder: all of them away",
+        "encoder: all of them stopped",
         "kill -STOP of all, 4 s",
         "5 s beside it",
         encoders.all_away,
@@ -62,21 +62,21 @@ def _process_cells() -> Iterator[Cell]:
     )
     yield Cell(
         "encoder: an embedding is lost",
-        "kill -9 of all when it is told, before anybody has read it",
-        "made again",
+        "kill -9 of all when it is published, before an engine has read it",
+        "computed again",
         encoders.embedding_lost,
         on="encoders",
         load_s=14,
     )
 
 
-SCENE_OF = {"encoder": "encoders", "gateway": "gateways"}
+DEPLOYMENT_OF = {"encoder": "encoders", "gateway": "gateways"}
 
 
 def _cells_of(role: str) -> Iterator[Cell]:
     name = "client" if role == LOAD else role
     for cell in _faults_of(role, name):
-        yield replace(cell, on=SCENE_OF.get(role, "single"))
+        yield replace(cell, on=DEPLOYMENT_OF.get(role, "single"))
 
 
 def _faults_of(role: str, name: str) -> Iterator[Cell]:
@@ -104,7 +104,7 @@ def _faults_of(role: str, name: str) -> Iterator[Cell]:
         "packet loss 30 % (iptables), 200 ms delay, cut mid-frame, half-open, reset (proxy)",
         "7 s",
         networks.bad_network(role),
-        needs=network.why_not,
+        needs=network.why_unavailable,
         load_s=14,
     )
 
@@ -126,7 +126,7 @@ BROKER = [
         "iptables on its port",
         "7 s",
         servers.broker_lossy,
-        needs=network.why_not,
+        needs=network.why_unavailable,
         load_s=10,
     ),
     Cell("broker: disk full", "tmpfs of 24 MiB", "3 s", servers.disk_full, on="disk", load_s=10),
@@ -157,14 +157,14 @@ CLUSTER = [
         "iptables by cgroup, 12 s",
         "10 s",
         members.member_isolated(leader=True),
-        needs=network.why_not,
+        needs=network.why_unavailable,
     ),
     Cell(
         "cluster: clients cut from the leader",
         "iptables by port, 11 s",
         "10 s",
         members.clients_cut_from_the_leader,
-        needs=network.why_not,
+        needs=network.why_unavailable,
     ),
     Cell("cluster: rolling restart", "SIGTERM, one by one", "10 s", members.rolling_members),
     Cell("cluster: leader's disk full", "tmpfs of 256 MiB", "10 s", members.leader_disk_full),
@@ -180,14 +180,14 @@ CLUSTER = [
 SHARED_MEMORY = [
     Cell(
         "shared memory: writer killed",
-        "kill -9 of renderers while engines look for 0.5 s, three times",
+        "kill -9 of renderers while engines read for 0.5 s, three times",
         "5 s",
         payloads.killed_while_read("renderer"),
         load_s=12,
     ),
     Cell(
         "shared memory: reader killed",
-        "kill -9 of engines while they look for 0.5 s, three times",
+        "kill -9 of engines while they read for 0.5 s, three times",
         "5 s",
         payloads.killed_while_read("engine"),
         load_s=12,
@@ -213,7 +213,7 @@ SHARED_MEMORY = [
     Cell("shared memory: forged handle", "random keys", "lost", payloads.forged_reference),
     Cell(
         "shared memory: owner frozen",
-        "kill -STOP of a renderer whose payloads nobody has read",
+        "kill -STOP of a renderer whose payloads are unread",
         f"{payloads.FROZEN_S:.0f} s",
         payloads.owner_frozen,
         load_s=4,
@@ -242,7 +242,7 @@ DISK = [
     Cell(
         "disk: log disk full", "stderr of workers on a full tmpfs", "5 s", workplaces.log_disk_full
     ),
-    Cell("disk: cache disk full", "", why_not="no worker keeps anything on a disk"),
+    Cell("disk: cache disk full", "", why_not="no worker caches anything on a disk"),
     Cell(
         "disk: read-only root",
         "workers in a mount namespace without a writable path",
@@ -273,7 +273,7 @@ SLOW = [
     ),
     Cell(
         "slow: flood in the batch lane",
-        "10x beside the load (there are no tenants yet)",
+        "10x beside the load (run before there were tenants)",
         "",
         overload.batch_flood,
     ),
@@ -290,7 +290,7 @@ CLOCK = [
     )
     for what, fake_time in (("+1 h", "+1h"), ("-1 h", "-1h"), ("drift 2 s/s", "+0 x3"))
 ] + [
-    Cell("clock: none read", "a gate on the source", "", workplaces.no_wall_clock, load_s=1),
+    Cell("clock: none read", "a search of the source", "", workplaces.no_wall_clock, load_s=1),
 ]
 
 PARTITION = [
@@ -322,10 +322,10 @@ PARTITION = [
         "iptables by cgroup, 12 s",
         "10 s",
         members.member_isolated(leader=False),
-        needs=network.why_not,
+        needs=network.why_unavailable,
         on="cluster",
         load_s=20,
-        known="who is connected to the server that is cut off sees nothing new until it is back",
+        known="a client of the server that is cut off sees nothing new until it is back",
     ),
     Cell(
         "partition: flapping", "proxy, 1 s on, 1 s off, 20 s", "7 s", networks.flapping, load_s=22

@@ -1,7 +1,7 @@
-"""Three nats-servers that keep every stream three times, and what a nemesis may do to them.
+"""A cluster of three nats-servers that replicate every stream, and faults of its members.
 
-A member is named by its number. Two of the three must live for anything to be stored, and one that
-comes back must catch up first: `wait_current` says when the next may be harmed.
+Members have numbers. Two of the three must run for a message to be stored, and a member that
+returns must catch up first: `wait_current` returns when the next member may fail.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer, free_port
 from shared.errors import Unavailable
 
 SIZE = 3
-# An election takes 4 to 9 s; the streams elect their leaders when the meta group has one.
+# An election takes 4 to 9 s; streams elect their leaders after the meta group has one.
 READY_TIMEOUT_S = 40.0
 POLL_S = 0.1
 ANSWER_TIMEOUT_S = 1.0
@@ -32,11 +32,11 @@ MAX_SILENT_S = 1.6
 _Down = (NatsError, OSError, TimeoutError)
 
 
-class Cluster3:
-    """Owns the servers; `url` names them all, separated by commas, as `Bus.connect` takes it."""
+class Cluster:
+    """Three servers; `url` lists all of them, separated by commas, as `Bus.connect` expects."""
 
     def __init__(self, folder: Path, ports: list[int] | None = None) -> None:
-        """With `ports` the servers listen where somebody expects them."""
+        """With `ports` the servers listen on these, and else on free ones."""
         self.route_ports = [free_port() for _ in range(SIZE)]
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.route_ports)
         self.members = [
@@ -55,7 +55,7 @@ class Cluster3:
         self.url = ",".join(member.url for member in self.members)
 
     async def start(self) -> None:
-        """Returns when streams can be made: some seconds, for the servers elect a leader first."""
+        """Start all members; return when they have elected a leader, some seconds later."""
         for number in range(SIZE):
             await self.restart(number)
         await self.wait_current()
@@ -68,13 +68,13 @@ class Cluster3:
             network.remove_group(self.group(number))
 
     def group(self, number: int) -> str:
-        """Of the member's process, for `network.drop`."""
+        """Return the cgroup of a member's process, for `network.drop`."""
         return f"pagemill-{os.getpid()}-n{number}"
 
-    # -- harm -------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
-        """The member has exited then, and stays away until it is restarted."""
+        """Kill a member, which stays down until it is restarted."""
         self._signal(number, signal.SIGKILL)
 
     async def terminate(self, number: int) -> None:
@@ -84,8 +84,8 @@ class Cluster3:
         await asyncio.to_thread(self.start_member, number)
 
     def start_member(self, number: int) -> None:
-        """Start a member that does not run, with the store that it has; takes some 0.1 s."""
-        with network.born_in(self.group(number)):
+        """Start a member that is not running, on its store; this takes about 0.1 s."""
+        with network.started_in(self.group(number)):
             self.members[number].start()
 
     def pid(self, number: int) -> int:
@@ -104,7 +104,7 @@ class Cluster3:
     # -- waiting ----------------------------------------------------------------------------
 
     async def leader_of(self, stream: str) -> int | None:
-        """The member that leads a stream; None while there is none, or nobody answers."""
+        """Return the member that leads a stream, or None without a leader or an answer."""
         with contextlib.suppress(*_Down):
             async with self._connected() as nc:
                 info = await _ask(nc, f"STREAM.INFO.{stream}")
@@ -115,7 +115,7 @@ class Cluster3:
     async def wait_current(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Wait until all streams and consumers have a leader and all their replicas are current.
 
-        Returns the seconds that took; raises Unavailable, saying what is missing.
+        Return the seconds that this took. Raises Unavailable, saying what is missing.
         """
         began = time.monotonic()
         missing = "no server answers"
@@ -130,7 +130,7 @@ class Cluster3:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Client]:
-        """To the first member that answers. Raises one of `_Down` when none does."""
+        """Connect to the first member that answers. Raises one of `_Down` if none does."""
         for member in self.members:
             nc = Client()
             with contextlib.suppress(*_Down):
@@ -154,7 +154,7 @@ async def _ask(nc: Client, what: str) -> dict[str, Any]:
 
 
 async def _missing(nc: Client) -> str:
-    """What is not as it should be, the first thing found; empty when all is well."""
+    """Return the first defect that is found, or an empty string if there is none."""
     listed = await _ask(nc, "STREAM.LIST")
     if "error" in listed:
         return str(listed["error"].get("description"))
@@ -181,10 +181,13 @@ def _lacking(info: dict[str, Any]) -> str:
 
 
 def _follows(replica: dict[str, Any]) -> bool:
-    """A follower that has died is called current for a while: it has not missed anything yet."""
+    """Return whether a follower is current and alive.
+
+    A dead follower is reported as current until it has missed a message.
+    """
     silent_s = replica.get("active", 0) / 1e9
     return bool(replica.get("current")) and not replica.get("offline") and silent_s < MAX_SILENT_S
 
 
 async def _ignore(_: Exception) -> None:
-    """The library would write every refused connection to stderr."""
+    """Ignore an error; by default the library writes every refused connection to stderr."""

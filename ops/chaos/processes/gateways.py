@@ -1,4 +1,4 @@
-"""The gateways of a run: where they are, their first requests, and their names of requests."""
+"""The gateways of a run: their ports, their warm-up requests, and the ids that they derive."""
 
 import asyncio
 import itertools
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import httpx
 
-from ops.chaos.clients.http_clients import AGAIN_S
+from ops.chaos.clients.http_clients import RETRY_PAUSE_S
 from ops.chaos.clients.http_exchange import PATH
 from ops.chaos.history import now
 from ops.chaos.plan import MODEL, Planned
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Gateways:
-    """Each has a port of its own, whichever process serves there."""
+    """Ports of the gateways; a restarted gateway keeps its predecessor's port."""
 
     def __init__(self, count: int) -> None:
         self._ports = [free_port() for _ in range(count)]
-        self._num_asked = 0
+        self._num_sent = 0
 
     @property
     def urls(self) -> list[str]:
@@ -34,7 +34,7 @@ class Gateways:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the clients' process."""
+        """Command line arguments for the clients' process."""
         return [word for url in self.urls for word in ("--gateway", url)]
 
     def with_port(self, slot: Slot, command: list[str]) -> list[str]:
@@ -42,17 +42,17 @@ class Gateways:
 
     @property
     def warm_up_ids(self) -> set[str]:
-        return {named_request_id("chat", "", f"warm-{n}") for n in range(self._num_asked)}
+        return {named_request_id("chat", "", f"warm-{n}") for n in range(self._num_sent)}
 
     async def warm_up(self) -> None:
-        """What comes with the first requests belongs to a gateway from then on."""
+        """Send the first requests, after which a gateway's resources are constant."""
         for url in self.urls:
-            asked = range(self._num_asked, self._num_asked + NUM_WARM_UPS)
-            self._num_asked += NUM_WARM_UPS
-            await asyncio.gather(*(ask(url, f"warm-{n}") for n in asked))
+            numbers = range(self._num_sent, self._num_sent + NUM_WARM_UPS)
+            self._num_sent += NUM_WARM_UPS
+            await asyncio.gather(*(time_to_first_event(url, f"warm-{n}") for n in numbers))
 
     async def probe(self, name: str, patience_s: float) -> float:
-        """Seconds until the first event of an answer, for a client who tries them in turn.
+        """Return the seconds until the first event of an answer, trying the gateways in turn.
 
         Raises TimeoutError.
         """
@@ -61,14 +61,16 @@ class Gateways:
             for url in itertools.cycle(self.urls):
                 try:
                     before = now() - began
-                    return before + await ask(url, name, timeout_s=patience_s)
+                    return before + await time_to_first_event(url, name, timeout_s=patience_s)
                 except httpx.HTTPError:
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(RETRY_PAUSE_S)
         raise AssertionError("a cycle has no end")
 
 
-async def ask(url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEOUT_S) -> float:
-    """Seconds until the first event of an answer, which is then read to its end.
+async def time_to_first_event(
+    url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEOUT_S
+) -> float:
+    """Return the seconds until the first event of an answer, and read it to its end.
 
     Raises httpx.HTTPError.
     """
@@ -90,12 +92,12 @@ async def ask(url: str, name: str, max_tokens: int = 4, timeout_s: float = TIMEO
     return first
 
 
-def names_of(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
-    """That the plan has for requests, where it knows them."""
+def plan_ids(planned: Iterable[Planned], bus_ids: Iterable[str]) -> list[str]:
+    """Translate ids on the bus to those of the plan; other ids stay."""
     names = {one.bus_id: one.id for one in planned}
     return [names.get(id, id) for id in bus_ids]
 
 
-def to_plan(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
-    """By these names."""
-    return dict(zip(names_of(planned, by_bus_id), by_bus_id.values(), strict=True))
+def key_by_plan_id(planned: Iterable[Planned], by_bus_id: Mapping[str, T]) -> dict[str, T]:
+    """Translate the keys of a mapping to the ids of the plan."""
+    return dict(zip(plan_ids(planned, by_bus_id), by_bus_id.values(), strict=True))

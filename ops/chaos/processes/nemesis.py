@@ -1,7 +1,7 @@
-"""Which fault comes when: a schedule drawn from a seed before the run, and then carried out.
+"""Schedules of faults, drawn from a seed before the run, and their execution.
 
-Same seed, same schedule. A fault names a role and a random number; which process that is depends on
-who is alive at the time.
+The same seed makes the same schedule. A fault names a role and a random number; which process they
+select depends on the processes that are running at the time.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ops.chaos.history import Fault, Journal, now
-from ops.chaos.processes.cluster import Cluster3
+from ops.chaos.processes.cluster import Cluster
 from shared.protocol.subjects import REQUESTS_STREAM, STAGES_STREAM, TOKENS_STREAM
 
-# A renderer takes 3 to 4 s of a core to come back: as often as an engine, renderers would be the
-# whole load of the machine. The client process is part of the system too.
+# A renderer needs 3 to 4 s of a core to start. If renderers died as often as engines do, their
+# starts would be most of the machine's load. The clients' process is killed as well.
 KILLS = {
     "kill:engine": 4.0,
     "kill:coordinator": 2.0,
@@ -39,46 +39,51 @@ SIGNALS = {
     "stop": signal.SIGSTOP,
     "drain": signal.SIGTERM,
 }
-# Longer than the ack wait of a run: what is in hand goes to another, and comes back to life then.
+# Stops may exceed the ack wait: tasks in flight are redelivered, and then their first worker thaws.
 STOP_S = (1.0, 6.0)
-# Nobody knows yet of a leader that has just died.
+# The other members notice the death of a leader only after a while.
 SETTLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One fault of a schedule."""
+
     at_s: float
     kind: str
     role: str
     pick: int
     lasts_s: float
-    """Of a stop."""
+    """Duration of a stop."""
 
 
 def make_schedule(
     seed: int, every_s: float, duration_s: float, weights: dict[str, float]
 ) -> list[Step]:
+    """Draw a schedule; `weights` are those of the faults, by names as "kill:engine"."""
     rng = random.Random(f"nemesis:{seed}")
     steps = []
     at_s = every_s
     while at_s < duration_s:
         kind, _, role = rng.choices(list(weights), list(weights.values()))[0].partition(":")
         steps.append(Step(at_s, kind, role, rng.randrange(2**16), rng.uniform(*STOP_S)))
-        # Never in step with anything that the system does once a second.
+        # Random intervals avoid a common rhythm with timers of the system.
         at_s += every_s * rng.uniform(0.8, 1.2)
     return steps
 
 
 class Victims(Protocol):
-    """What a nemesis needs of a pool."""
+    """The part of a pool that executes faults."""
 
-    def hurt(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None: ...
+    def send_signal(
+        self, kind: str, role: str, number: signal.Signals, pick: int
+    ) -> int | None: ...
 
     def resume(self, pid: int) -> None: ...
 
 
 async def carry_out(schedule: list[Step], victims: Victims) -> None:
-    """Ends when the schedule does; cancelled before that, it continues whom it had stopped."""
+    """Execute a schedule; when cancelled, resume the processes that are stopped."""
     began = now()
     stopped: set[int] = set()
     loop = asyncio.get_running_loop()
@@ -90,7 +95,7 @@ async def carry_out(schedule: list[Step], victims: Victims) -> None:
     try:
         for step in schedule:
             await asyncio.sleep(began + step.at_s - now())
-            pid = victims.hurt(step.kind, step.role, SIGNALS[step.kind], step.pick)
+            pid = victims.send_signal(step.kind, step.role, SIGNALS[step.kind], step.pick)
             if pid is not None and step.kind == "stop":
                 stopped.add(pid)
                 loop.call_later(step.lasts_s, resume, pid)
@@ -99,7 +104,7 @@ async def carry_out(schedule: list[Step], victims: Victims) -> None:
             victims.resume(pid)
 
 
-async def kill_leaders(every_s: float, cluster: Cluster3, journal: Journal) -> None:
+async def kill_leaders(every_s: float, cluster: Cluster, journal: Journal) -> None:
     """Kill the leader of one stream after the other, the next when the last has caught up."""
     for stream in itertools.cycle((TOKENS_STREAM, STAGES_STREAM, REQUESTS_STREAM)):
         began = now()

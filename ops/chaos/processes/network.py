@@ -1,10 +1,10 @@
-"""Packet loss and partitions below TCP, on a loopback device that nobody else has.
+"""Packet loss and partitions below TCP, in a network namespace with its own loopback device.
 
-`isolate` puts this process, and every process that it starts from then on, into a network namespace
-of its own: its 127.0.0.1 is not the machine's. There the kernel's packet filter drops packets by
+`isolate` moves this process, and every process that it starts from then on, into a network
+namespace: its 127.0.0.1 is not the machine's. There the kernel's packet filter drops packets by
 port, by chance (`iptables -m statistic`), or by the process that sends or receives them (its
-cgroup). Delay and reordering of packets would need `tc netem`, which this kernel does not have; for
-delay there is the proxy.
+cgroup). Delay and reordering of packets would need `tc netem`, which not every kernel has; the
+proxy delays bytes instead.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Literal
 
 CLONE_NEWNET = 0x40000000
-# The version 2 hierarchy, where version 1 is mounted beside it, and where it is the only one.
+# Mount points of the version 2 hierarchy: beside version 1, and alone.
 _HIERARCHIES = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 _TRY = "-p tcp --dport 9 -m statistic --mode random --probability 0.5 -j DROP"
 
-Way = Literal["to", "from"]
-BOTH: tuple[Way, ...] = ("to", "from")
+Direction = Literal["to", "from"]
+BOTH_DIRECTIONS: tuple[Direction, ...] = ("to", "from")
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Why packets cannot be dropped here; None where they can. Tried in a child."""
+def why_unavailable() -> str | None:
+    """Return why packets cannot be dropped here, or None if they can, as a child process tries."""
     if os.geteuid() != 0:
         return "needs root for a network namespace"
     for tool in ("ip", "iptables", "unshare"):
@@ -40,7 +40,7 @@ def why_not() -> str | None:
 
 
 def isolate() -> None:
-    """Leave the machine's network for one of our own. Before any thread, socket or child."""
+    """Move to a network namespace; call this before any thread, socket or child exists."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -58,11 +58,11 @@ def _hierarchy() -> Path | None:
 
 
 @contextlib.contextmanager
-def born_in(group: str) -> Iterator[None]:
-    """Processes that are started inside belong to `group`, with every socket that they open.
+def started_in(group: str) -> Iterator[None]:
+    """Start processes in the cgroup `group`, to which all sockets that they open belong.
 
-    A socket belongs to the group in which its process was when it was made; therefore a process
-    cannot be moved afterwards. Where groups are not to be had this does nothing.
+    A socket belongs to the group of its process at the time of its creation, so a process cannot be
+    moved later. Without cgroups this has no effect.
     """
     root = _hierarchy()
     if root is None or os.geteuid() != 0:
@@ -83,7 +83,7 @@ def born_in(group: str) -> Iterator[None]:
 
 
 def remove_group(group: str) -> None:
-    """Once its processes have ended."""
+    """Remove a group whose processes have ended."""
     root = _hierarchy()
     if root is not None:
         with contextlib.suppress(OSError):
@@ -95,14 +95,14 @@ def remove_group(group: str) -> None:
 
 def drop(
     ports: Sequence[int],
-    ways: Sequence[Way] = BOTH,
+    ways: Sequence[Direction] = BOTH_DIRECTIONS,
     *,
     probability: float = 1.0,
     group: str | None = None,
 ) -> None:
-    """From now on lose packets to, from, or to and from the servers that listen on `ports`.
+    """Drop packets to, from, or to and from the servers that listen on `ports`.
 
-    With a `group`, only those that its processes send or receive.
+    With a `group`, drop only those that its processes send or receive.
     """
     chance = f"-m statistic --mode random --probability {probability}" if probability < 1 else ""
     for way in ways:
@@ -111,18 +111,20 @@ def drop(
         if group is None:
             _iptables(f"-A INPUT {what}")
         else:
-            # What arrives has a group only once its connection stands; what leaves always has one.
+            # Incoming packets have a group only after the connection is established; outgoing ones
+            # always have one.
             _iptables(f"-A INPUT -m cgroup --path {group} {what}")
             _iptables(f"-A OUTPUT -m cgroup --path {group} {what}")
 
 
 def heal() -> None:
+    """Remove all rules."""
     for chain in ("INPUT", "OUTPUT"):
         _iptables(f"-F {chain}")
 
 
 def num_dropped() -> int:
-    """Packets that the rules of the moment have dropped so far."""
+    """Return the number of packets that the present rules have dropped."""
     listed = subprocess.run(
         ["iptables", "-L", "-v", "-x", "-n"], check=True, capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
-"""The processes of a run: started, kept, hurt on demand, and started again at once.
+"""The processes of a run: started, watched, sent faults on demand, and started again at once.
 
-Unlike `pagemill up` it does not pause before a restart: how a system stands a process that is gone
-for seconds is seen best when there is always the next one to take away.
+Unlike `pagemill up` the pool does not pause before a restart, so that faults always find a running
+process.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from ops.chaos.history import (
-    Did,
-    Ended,
     Fault,
     Journal,
-    Memory,
+    MemorySample,
+    ProcessExited,
     Ready,
     Snapshot,
     Started,
+    WorkerEvent,
     now,
     read_events,
 )
@@ -31,20 +31,20 @@ from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 READY_TIMEOUT_S = 60.0
 WATCH_S = 0.1
 MEMORY_S = 2.0
-# One fault in so many may hit a process that is not ready yet.
+# One of so many faults may hit a process that is not ready yet.
 STARTING_TOO = 8
-# Beyond it a process has hung in its drain.
+# A process whose drain takes longer hangs.
 EXIT_TIMEOUT_S = 30.0
-# The clients' process: not kept for ever but until it ends well, and begun on demand.
+# The clients' process is started on demand, and restarted only until it succeeds.
 LOAD = "load"
-# A process that ends by itself right after its start would otherwise fill the run with its starts.
+# Without a pause, a process that ends right after its start would be restarted in a busy loop.
 FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 
 
 class Brokers(Protocol):
-    """The server, or servers, of a run."""
+    """The server, or the members of the cluster, of a run."""
 
     url: str
 
@@ -52,14 +52,16 @@ class Brokers(Protocol):
 
     def stop(self) -> None: ...
 
-    def victim(self, pick: int) -> int | None:
-        """The process that a fault with this random number is for."""
+    def pick_victim(self, pick: int) -> int | None:
+        """Return the process id that the random number `pick` selects for a fault."""
 
     def revive(self) -> list[int]:
-        """Start again what has ended; the new process ids."""
+        """Start servers again that have ended; return their new process ids."""
 
 
 class OneBroker:
+    """A single nats-server."""
+
     def __init__(self, store_dir: Path) -> None:
         self._broker = EmbeddedServer(store_dir)
         self.url = self._broker.url
@@ -70,7 +72,7 @@ class OneBroker:
     def stop(self) -> None:
         self._broker.stop()
 
-    def victim(self, pick: int) -> int | None:
+    def pick_victim(self, pick: int) -> int | None:
         return None if self._broker.has_exited else int(self._broker.pid_file.read_text())
 
     def revive(self) -> list[int]:
@@ -82,7 +84,7 @@ class OneBroker:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place for one process of a role, whichever holds it now."""
+    """A place for one process of a role, and the process that fills it at the moment."""
 
     role: str
     number: int
@@ -90,21 +92,21 @@ class Slot:
     process: asyncio.subprocess.Process | None = None
     began: float = 0.0
     ready: bool = False
-    meant: bool = False
-    """It has been sent a signal to end."""
-    failed_starts: int = 0
+    expected_exit: bool = False
+    """The pool has sent the process a signal to end."""
+    num_failed_starts: int = 0
 
     @property
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
     @property
-    def up(self) -> bool:
-        return self.alive and (self.ready or self.role == LOAD)
+    def is_up(self) -> bool:
+        return self.is_alive and (self.ready or self.role == LOAD)
 
 
 class Pool:
@@ -119,7 +121,7 @@ class Pool:
         env: dict[str, str],
         journal: Journal,
     ) -> None:
-        """`commands` by role; a role with a count of 0 is not started."""
+        """`commands` and `counts` are given by role; a role with a count of 0 is not started."""
         self.folder = folder
         self.brokers = brokers
         self.journal = journal
@@ -131,16 +133,16 @@ class Pool:
         self._env = env
         self._runs: dict[Slot, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._keep = True
+        self._keeps_running = True
         self._num_started = 0
 
     async def start(self) -> None:
-        """Returns when every worker has announced itself."""
+        """Start brokers and workers; return when every worker has announced itself."""
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(self.brokers.start)
         for slot in self.slots:
             if slot.role != LOAD:
-                self.begin(slot)
+                self.start_slot(slot)
         self._tasks += [
             asyncio.create_task(self._keep_brokers()),
             asyncio.create_task(self._watch_ready()),
@@ -149,26 +151,26 @@ class Pool:
         await self.wait_ready()
 
     async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Raises TimeoutError, naming who is missing."""
+        """Wait until all workers are ready. Raises TimeoutError, naming those that are not."""
         deadline = now() + timeout_s
-        while missing := [f"{s.role}-{s.number}" for s in self._runs if not s.up]:
+        while missing := [f"{s.role}-{s.number}" for s in self._runs if not s.is_up]:
             self._raise_failures()
-            hopeless = any(s.failed_starts > MAX_FAILED_STARTS for s in self._runs)
+            hopeless = any(s.num_failed_starts > MAX_FAILED_STARTS for s in self._runs)
             if hopeless or now() > deadline:
                 raise TimeoutError(f"not ready: {', '.join(missing)}; see {self.folder / 'logs'}")
             await asyncio.sleep(WATCH_S)
 
-    def begin(self, slot: Slot) -> None:
+    def start_slot(self, slot: Slot) -> None:
         self._runs[slot] = asyncio.create_task(self._run(slot))
 
     async def run_load(self) -> None:
-        """Returns when the clients have done all that they were to do."""
+        """Run the clients' process until it has finished its plan."""
         (slot,) = [slot for slot in self.slots if slot.role == LOAD]
-        self.begin(slot)
+        self.start_slot(slot)
         try:
             await self._runs[slot]
         finally:
-            if slot.alive and slot.process is not None:
+            if slot.is_alive and slot.process is not None:
                 slot.process.kill()
             del self._runs[slot]
 
@@ -179,16 +181,16 @@ class Pool:
 
     # -- faults -----------------------------------------------------------------------------
 
-    def hurt(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None:
-        """Send a signal to a process of `role`; its id, or None when none of them is there."""
+    def send_signal(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None:
+        """Send a signal to a process of `role`; return its id, or None if none is running."""
         if role == "broker":
-            pid = self.brokers.victim(pick)
+            pid = self.brokers.pick_victim(pick)
             slot_number = 0
         else:
             slot = self._pick(role, pick)
             if slot is None:
                 return None
-            slot.meant |= number in (signal.SIGKILL, signal.SIGTERM)
+            slot.expected_exit |= number in (signal.SIGKILL, signal.SIGTERM)
             pid, slot_number = slot.pid, slot.number
         if pid is None:
             return None
@@ -206,29 +208,31 @@ class Pool:
                 self.journal.write(Ready(now(), role, number, pid, 0.0))
 
     def _pick(self, role: str, pick: int) -> Slot | None:
-        """Mostly of those that are ready, for a process that is just starting has little to lose,
-        and on a slow machine none would ever come to work."""
-        alive = [slot for slot in self.slots if slot.role == role and slot.alive]
-        ready = [slot for slot in alive if slot.up]
+        """Pick a process, in most cases one that is ready.
+
+        A starting process has no work to lose, and on a slow machine none would become ready.
+        """
+        alive = [slot for slot in self.slots if slot.role == role and slot.is_alive]
+        ready = [slot for slot in alive if slot.is_up]
         chosen = alive if pick % STARTING_TOO == 0 else ready
         return chosen[pick // STARTING_TOO % len(chosen)] if chosen else None
 
     async def restart(self, slot: Slot) -> int:
-        """Drain one worker and wait for its successor; the exit code of the first."""
+        """Drain one worker, wait for its successor, and return the first one's exit code."""
         assert slot.process is not None
         process = slot.process
         self.journal.write(Fault(now(), "drain", slot.role, slot.number, slot.pid))
-        slot.meant = True
+        slot.expected_exit = True
         process.send_signal(signal.SIGTERM)
         code = await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
         await self.wait_ready()
         return code
 
-    # -- keeping ----------------------------------------------------------------------------
+    # -- supervision ------------------------------------------------------------------------
 
     async def _run(self, slot: Slot) -> None:
-        while self._keep:
-            slot.ready = slot.meant = False
+        while self._keeps_running:
+            slot.ready = slot.expected_exit = False
             slot.began = now()
             log = self.folder / "logs" / f"{slot.role}-{slot.number}.log"
             self._num_started += 1
@@ -244,25 +248,27 @@ class Pool:
                 )
             self.journal.write(Started(slot.began, slot.role, slot.number, slot.pid))
             code = await slot.process.wait()
-            self.journal.write(Ended(now(), slot.role, slot.number, slot.pid, code, slot.meant))
+            self.journal.write(
+                ProcessExited(now(), slot.role, slot.number, slot.pid, code, slot.expected_exit)
+            )
             if slot.role == LOAD and code == 0:
                 return
-            if not slot.meant and now() - slot.began < FAILED_START_S:
-                slot.failed_starts += 1
+            if not slot.expected_exit and now() - slot.began < FAILED_START_S:
+                slot.num_failed_starts += 1
                 await asyncio.sleep(FAILED_START_PAUSE_S)
 
     async def _keep_brokers(self) -> None:
-        while self._keep:
+        while self._keeps_running:
             await asyncio.sleep(WATCH_S)
             began = now()
             for pid in await asyncio.to_thread(self.brokers.revive):
                 self.journal.write(Ready(now(), "broker", 0, pid, now() - began))
 
     async def _watch_ready(self) -> None:
-        """A worker's own journal says that it has announced itself; no broker is needed for it."""
+        """Read from the workers' journals when they announce themselves, without any broker."""
         while True:
             for slot in self.slots:
-                if slot.alive and not slot.up and self._has_announced(slot):
+                if slot.is_alive and not slot.is_up and self._has_announced(slot):
                     slot.ready = True
                     self.journal.write(
                         Ready(now(), slot.role, slot.number, slot.pid, now() - slot.began)
@@ -271,7 +277,7 @@ class Pool:
 
     def _has_announced(self, slot: Slot) -> bool:
         events = read_events(self._journal_of(slot.role, slot.pid))
-        return any(isinstance(event, Did) and event.what == "ready" for event in events)
+        return any(isinstance(event, WorkerEvent) and event.what == "ready" for event in events)
 
     def _journal_of(self, role: str, pid: int) -> Path:
         return self.folder / "workers" / f"{role}-{pid}.jsonl"
@@ -279,16 +285,16 @@ class Pool:
     async def _watch_memory(self) -> None:
         while True:
             for slot in self.slots:
-                if slot.alive and (rss_mib := _rss_mib(slot.pid)):
-                    self.journal.write(Memory(now(), slot.role, slot.pid, rss_mib))
+                if slot.is_alive and (rss_mib := _rss_mib(slot.pid)):
+                    self.journal.write(MemorySample(now(), slot.role, slot.pid, rss_mib))
             await asyncio.sleep(MEMORY_S)
 
     # -- the end ----------------------------------------------------------------------------
 
-    async def snapshots(self, timeout_s: float = 5.0) -> list[Snapshot]:
-        """What each worker holds, by its own account."""
+    async def take_snapshots(self, timeout_s: float = 5.0) -> list[Snapshot]:
+        """Have each worker take a snapshot of its resources; return those that arrived in time."""
         began = now()
-        waiting = {slot.pid: slot.role for slot in self._runs if slot.up}
+        waiting = {slot.pid: slot.role for slot in self._runs if slot.is_up}
         for pid in waiting:
             os.kill(pid, signal.SIGUSR2)
         found: dict[int, Snapshot] = {}
@@ -301,18 +307,18 @@ class Pool:
         return list(found.values())
 
     async def stop(self) -> None:
-        """Drain everybody, then stop the brokers; the journal has the exit codes."""
-        self._keep = False
+        """Drain all processes, then stop the brokers; exit codes are in the journal."""
+        self._keeps_running = False
         for slot in self.slots:
-            if slot.alive and slot.process is not None:
-                slot.meant = True
+            if slot.is_alive and slot.process is not None:
+                slot.expected_exit = True
                 self.resume(slot.pid)
                 slot.process.terminate()
         runs = list(self._runs.values())
         if runs:
             await asyncio.wait(runs, timeout=EXIT_TIMEOUT_S)
         for slot in self.slots:
-            if slot.alive and slot.process is not None:
+            if slot.is_alive and slot.process is not None:
                 slot.process.kill()
         for task in [*runs, *self._tasks]:
             task.cancel()
@@ -321,6 +327,7 @@ class Pool:
 
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
+    """Return the command line of a watched worker."""
     command = [sys.executable, "-m", "ops.chaos.worker", role, "--config", str(config)]
     command += ["--nats", url]
     return [*command, "--fake", "--step-ms", str(step_ms)] if fake else command

@@ -1,11 +1,11 @@
-"""A TCP proxy that can be told to misbehave: between anybody and a nats-server.
+"""A TCP proxy that misbehaves on demand, between a client and a nats-server.
 
-It knows bytes and connections, not what they mean. Three ways in which a direction can be broken:
+It handles bytes and connections without their meaning. Each direction has a mode:
 
-HOLD     nothing arrives, nothing is lost: what a partition is to TCP. Healed, all of it arrives.
-SWALLOW  bytes are lost though the connection lives, as behind a device that has lost its table.
-         No TCP goes on after that: `heal` cuts the connections that have lost something.
-PASS     with a delay and a bandwidth, if set.
+HOLD     nothing arrives and nothing is lost, as in a partition; after `heal`, all of it arrives.
+SWALLOW  bytes are lost although the connection lives, as behind a device that has lost its table.
+         No TCP connection can continue after that: `heal` cuts those that have lost bytes.
+PASS     bytes pass, with a delay and a bandwidth if these are set.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
-# Chunks under way in one direction; more would be a buffer that no network has.
+# Chunks in transit in one direction; networks do not buffer more.
 QUEUE_LEN = 64
 CONNECT_TIMEOUT_S = 5.0
 
@@ -28,8 +28,8 @@ class Mode(enum.Enum):
 
 
 @dataclass(slots=True)
-class Way:
-    """How one direction of all connections behaves from now on."""
+class Behavior:
+    """Behaviour of one direction of all connections."""
 
     mode: Mode = Mode.PASS
     delay_s: float = 0.0
@@ -37,14 +37,14 @@ class Way:
 
 
 class Proxy:
-    """Listens on `port`, forwards to `target_port`, both on the loopback."""
+    """Proxy from `port` to `target_port`, both on the loopback device."""
 
     def __init__(self, target_port: int, port: int = 0) -> None:
         self._target_port = target_port
         self.port = port
-        self.up = Way()
+        self.is_up = Behavior()
         """From clients to the server."""
-        self.down = Way()
+        self.down = Behavior()
         self._refusing = False
         self._links: set[Link] = set()
         self._server: asyncio.Server | None = None
@@ -71,18 +71,18 @@ class Proxy:
 
     # -- faults -----------------------------------------------------------------------------
 
-    async def set(self, up: Way | None = None, down: Way | None = None) -> None:
-        """A direction that is left out behaves well."""
+    async def set(self, up: Behavior | None = None, down: Behavior | None = None) -> None:
+        """Set the behaviour of both directions; an omitted direction passes bytes."""
         async with self._changed:
-            self.up, self.down = up or Way(), down or Way()
+            self.is_up, self.down = up or Behavior(), down or Behavior()
             self._changed.notify_all()
 
     async def blackhole(self, *, up: bool = True, down: bool = True, lossy: bool = False) -> None:
-        broken = Way(Mode.SWALLOW if lossy else Mode.HOLD)
+        broken = Behavior(Mode.SWALLOW if lossy else Mode.HOLD)
         await self.set(broken if up else None, broken if down else None)
 
     def refuse(self, refusing: bool = True) -> None:
-        """New connections are reset; those that live go on."""
+        """Reset new connections, while existing ones continue."""
         self._refusing = refusing
 
     def cut(self) -> None:
@@ -96,7 +96,7 @@ class Proxy:
             link.pumps[0 if up else 1].budget = num_bytes
 
     def half_open(self, *, keep_client: bool = True) -> None:
-        """Close one end of each connection; the other end is not told."""
+        """Close one end of each connection without notice to the other end."""
         for link in list(self._links):
             link.close_silently(keep_client)
 
@@ -127,21 +127,21 @@ class Proxy:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def open_way(self, upward: bool) -> Way:
-        """How the direction behaves, as soon as it lets anything through at all."""
+    async def wait_until_open(self, upward: bool) -> Behavior:
+        """Return the behaviour of a direction once it is not on hold."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._way(upward).mode is not Mode.HOLD)
-        return self._way(upward)
+            await self._changed.wait_for(lambda: self._behavior(upward).mode is not Mode.HOLD)
+        return self._behavior(upward)
 
-    def _way(self, upward: bool) -> Way:
-        return self.up if upward else self.down
+    def _behavior(self, upward: bool) -> Behavior:
+        return self.is_up if upward else self.down
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Link:
-    """One client's connection and the one to the server that belongs to it."""
+    """A client's connection and the corresponding connection to the server."""
 
     def __init__(self, proxy: Proxy, near: Stream, far: Stream) -> None:
         self._writers = (near[1], far[1])
@@ -157,7 +157,7 @@ class Link:
         return self._half_open or any(pump.lost_bytes for pump in self.pumps)
 
     async def run(self) -> None:
-        """Until one end closes; then the other is closed too, unless it is not to be told."""
+        """Run until one end closes; then close the other, unless the link is half open."""
         pumps = {asyncio.create_task(pump.run()) for pump in self.pumps}
         cut = asyncio.create_task(self._cut.wait())
         try:
@@ -179,12 +179,12 @@ class Link:
     def close_silently(self, keep_client: bool) -> None:
         self._half_open = True
         for pump in self.pumps:
-            pump.deaf = True
+            pump.discards = True
         self._writers[1 if keep_client else 0].transport.abort()
 
 
 class Pump:
-    """Moves bytes in one direction of one link."""
+    """Transfer of bytes in one direction of one link."""
 
     def __init__(
         self,
@@ -198,15 +198,15 @@ class Pump:
         self._reader = reader
         self._writer = writer
         self._upward = upward
-        self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE_LEN)
+        self._in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE_LEN)
         self.lost_bytes = 0
-        self.deaf = False
-        """Nobody is left at the far end to pass anything on to."""
+        self.discards = False
+        """The far end is closed, and bytes are discarded."""
         self.budget: int | None = None
         """Bytes until the connection is cut."""
 
     async def run(self) -> None:
-        """Until the source closes, the sink is gone or the budget is used up."""
+        """Run until the source or the sink closes or the budget is used up."""
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -218,30 +218,30 @@ class Pump:
     async def _receive(self) -> None:
         loop = asyncio.get_running_loop()
         while data := await self._reader.read(CHUNK_BYTES):
-            way = await self._proxy.open_way(self._upward)
-            if way.mode is Mode.SWALLOW or self.deaf:
+            behavior = await self._proxy.wait_until_open(self._upward)
+            if behavior.mode is Mode.SWALLOW or self.discards:
                 self.lost_bytes += len(data)
             else:
-                await self._under_way.put((loop.time() + way.delay_s, data))
-        await self._under_way.join()
-        # That an end has closed is news like any other: in a partition it is not heard either.
-        await self._proxy.open_way(self._upward)
+                await self._in_transit.put((loop.time() + behavior.delay_s, data))
+        await self._in_transit.join()
+        # The close of one end does not pass a partition either.
+        await self._proxy.wait_until_open(self._upward)
 
     async def _send(self) -> None:
-        """Ends when the connection is to be cut."""
+        """Send until the budget is used up."""
         loop = asyncio.get_running_loop()
         while self.budget is None or self.budget > 0:
-            due, data = await self._under_way.get()
+            due, data = await self._in_transit.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            way = await self._proxy.open_way(self._upward)
-            if way.bytes_per_s:
-                await asyncio.sleep(len(data) / way.bytes_per_s)
+            behavior = await self._proxy.wait_until_open(self._upward)
+            if behavior.bytes_per_s:
+                await asyncio.sleep(len(data) / behavior.bytes_per_s)
             if self.budget is not None:
                 data, self.budget = data[: self.budget], self.budget - len(data)
             with contextlib.suppress(OSError):
                 self._writer.write(data)
                 await self._writer.drain()
-            self._under_way.task_done()
+            self._in_transit.task_done()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

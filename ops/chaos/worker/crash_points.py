@@ -1,8 +1,8 @@
-"""Named points of a worker's road at which its process kills itself, by chance or at the k-th pass.
+"""Named points at which a worker's process kills itself, by chance or at the k-th pass.
 
-`before_publish@3,mid_tokens:2=0.05` dies at the third pass of the first point, and with a chance of
-5 % whenever the second record of tokens of a log has been written. `renderer/before_publish@3` is
-for renderers only.
+With `before_publish@3,mid_tokens:2=0.05` a worker dies at the third pass of the first point, and
+with a chance of 5 % whenever it has written the second record of tokens of a log.
+`renderer/before_publish@3` applies to renderers only.
 """
 
 import os
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 POINTS = (
-    "before_publish",  # a stage is about to hand over
-    "after_publish_before_ack",  # it has, and its input is not acknowledged
+    "before_publish",  # a stage is about to forward a task
+    "after_publish_before_ack",  # the task is forwarded, and the input is not acknowledged
     "after_ack",
-    "mid_read",  # an engine has a payload under its eyes
-    "mid_tokens",  # `mid_tokens:k`: the k-th record of tokens of a log has been written by us
+    "mid_read",  # an engine reads a payload
+    "mid_tokens",  # `mid_tokens:k`: this worker has written its k-th record of tokens of a log
     "before_final",
     "after_final_before_ack",
 )
@@ -25,6 +25,8 @@ POINTS = (
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
+    """A crash point with its chance, or with the number of the pass at which it triggers."""
+
     point: str
     chance: float
     at_pass: int
@@ -35,11 +37,11 @@ class Trigger:
 
 
 def parse_triggers(text: str, role: str) -> list[Trigger]:
-    """Those of a worker of `role`."""
+    """Parse the triggers that apply to a worker of `role`."""
     found = []
     for part in filter(None, text.split(",")):
-        whose, _, rest = part.rpartition("/")
-        if whose in ("", role):
+        only_role, _, rest = part.rpartition("/")
+        if only_role in ("", role):
             found.append(_parse_trigger(rest))
     return found
 
@@ -53,12 +55,14 @@ def _parse_trigger(text: str) -> Trigger:
 
 
 class CrashPoints:
-    def __init__(self, triggers: list[Trigger], seed: str, tell: Callable[[str], object]) -> None:
-        """`tell` is called with the point before the end."""
+    """The crash points of one worker; call it at each point."""
+
+    def __init__(self, triggers: list[Trigger], seed: str, report: Callable[[str], object]) -> None:
+        """`report` is called with the name of the point before the process dies."""
         self._triggers = {trigger.point: trigger for trigger in triggers}
         self._rng = random.Random(seed)
         self._passes: Counter[str] = Counter()
-        self._tell = tell
+        self._report = report
 
     def __call__(self, point: str) -> None:
         trigger = self._triggers.get(point)
@@ -66,5 +70,5 @@ class CrashPoints:
             return
         self._passes[point] += 1
         if self._passes[point] == trigger.at_pass or self._rng.random() < trigger.chance:
-            self._tell(point)
+            self._report(point)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Literal
 
 from ops.chaos import fake_model
-from ops.chaos.history import Did, Journal, now
+from ops.chaos.history import Journal, WorkerEvent, now
 from ops.chaos.plan import MODEL
 from shared.stage import runtime
 from shared.stage.runtime import Context
@@ -22,7 +22,7 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
     def allows_harm(seed: int, id: str) -> bool:
         if seed == fake_model.HANGS_SEED and not _is_first(id):
             return False
-        journal.write(Did(now(), "harm", id, seed))
+        journal.write(WorkerEvent(now(), "harm", id, seed))
         return True
 
     async def main(context: Context) -> None:
@@ -69,7 +69,7 @@ def _watch_blocks(core: EngineCore, journal: Journal) -> None:
         stats = stats_of()
         num_used = stats.num_blocks - stats.num_free_blocks
         if num_used and not stats.num_running:
-            journal.write(Did(now(), "leak", at=num_used))
+            journal.write(WorkerEvent(now(), "leak", at=num_used))
         return stats
 
     setattr(core, "stats", stats)  # noqa: B010

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ops.chaos.history import Did, Journal, now
+from ops.chaos.history import Journal, WorkerEvent, now
 from ops.chaos.patching import replace_attribute, wrap
 from ops.chaos.worker import payload_events
 from ops.chaos.worker.crash_points import CrashPoints
@@ -21,7 +21,7 @@ def watch(journal: Journal, crash: CrashPoints) -> None:
     """Wrap the product's methods in this process."""
 
     def record(what: str, id: str = "", at: int = 0) -> None:
-        journal.write(Did(now(), what, id, at))
+        journal.write(WorkerEvent(now(), what, id, at))
 
     _watch_start(record)
     _watch_deliveries(record, crash)

@@ -1,4 +1,4 @@
-"""What a process holds, by what the kernel and asyncio say of it."""
+"""The resources of a worker's process, as the kernel and asyncio report them."""
 
 import asyncio
 import contextlib
@@ -8,28 +8,29 @@ import socket
 from ops.chaos.history import Snapshot, now
 from shared.bus.bus import Bus
 
-ARENA = b"\0pagemill-"
+ARENA_PREFIX = b"\0pagemill-"
 
 
 def take_snapshot(role: str, bus: Bus) -> Snapshot:
-    links = {name: _link(name) for name in os.listdir("/proc/self/fd")}
+    """Count the resources of this process."""
+    links = {name: _read_link(name) for name in os.listdir("/proc/self/fd")}
     broker = bus._nc.connected_url
-    peers, readers = _roads(links, None if broker is None else broker.port)
+    peers, readers = _arena_connections(links, None if broker is None else broker.port)
     with open("/proc/self/status") as file:
         threads = next(int(line.split()[1]) for line in file if line.startswith("Threads:"))
     with open("/proc/self/maps") as file:
         mappings = sum("/memfd:pagemill" in line for line in file)
-    # A mapping has a descriptor of its own; one of them is of the worker's own arena.
+    # Each mapping has a descriptor; one of them belongs to the worker's own arena.
     foreign = max(mappings - 1, 0)
     return Snapshot(
         t=now(),
         role=role,
         pid=os.getpid(),
-        # The listing itself has one open.
+        # Listing the folder opens one more.
         fds=len(links) - 1 - len(peers) - readers - foreign,
         memfds=sum(link.startswith("/memfd:") for link in links.values()) - foreign,
         threads=threads,
-        # Each reader is served by one.
+        # Each reader is served by a task.
         tasks=len(asyncio.all_tasks()) - readers,
         subscriptions=len(bus._nc._subs),
         mappings=mappings,
@@ -38,8 +39,8 @@ def take_snapshot(role: str, bus: Bus) -> Snapshot:
     )
 
 
-def _roads(links: dict[str, str], broker_port: int | None) -> tuple[list[str], int]:
-    """Addresses of the arenas to which we are connected, and how many are connected to ours."""
+def _arena_connections(links: dict[str, str], broker_port: int | None) -> tuple[list[str], int]:
+    """Return the addresses of the arenas that this process reads, and its number of readers."""
     socks = []
     for name, link in links.items():
         if link.startswith("socket:"):
@@ -56,12 +57,12 @@ def _roads(links: dict[str, str], broker_port: int | None) -> tuple[list[str], i
                 readers += 1
             elif sock.family == socket.AF_INET and peer[1] != broker_port:
                 peers.append(f"{peer[0]}:{peer[1]}")
-            elif isinstance(peer, bytes) and peer.startswith(ARENA):
+            elif isinstance(peer, bytes) and peer.startswith(ARENA_PREFIX):
                 peers.append(peer[1:].decode())
     return sorted(peers), readers
 
 
-def _link(name: str) -> str:
+def _read_link(name: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{name}")
     except OSError:

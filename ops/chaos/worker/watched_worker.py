@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ops.chaos import alterations
 from ops.chaos.bugs import catalog
-from ops.chaos.history import Did, Journal, now
+from ops.chaos.history import Journal, WorkerEvent, now
 from ops.chaos.plan import MODEL
 from ops.chaos.worker import fakes, observer
 from ops.chaos.worker.crash_points import CrashPoints, parse_triggers
@@ -57,7 +57,7 @@ def main(
     crash = CrashPoints(
         parse_triggers(os.environ.get("CHAOS_CRASH", ""), role),
         os.environ.get("CHAOS_SEED", ""),
-        lambda point: journal.write(Did(now(), f"crash {point}")),
+        lambda point: journal.write(WorkerEvent(now(), f"crash {point}")),
     )
     loaded = settings.load_config(config)
     if port is not None:
@@ -72,7 +72,7 @@ def main(
         )
         await role_main(context)
 
-    journal.write(Did(now(), "start"))
+    journal.write(WorkerEvent(now(), "start"))
     model = MODEL if role in ("encoder", "engine") else None
     return runtime.run(role, observed, loaded, nats, model)
 

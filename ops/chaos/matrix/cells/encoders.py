@@ -1,4 +1,4 @@
-"""Cells about encoders: away all together, or dead with what they have just made."""
+"""Cells about encoders: all of them stop, or die with embeddings that no engine has read."""
 
 import asyncio
 import base64
@@ -8,9 +8,9 @@ import signal
 
 from PIL import Image
 
-from ops.chaos.matrix.cells.common import WORKER_S, count_answers, lead_in, new_id, slots_of
+from ops.chaos.matrix.cells.common import WORKER_S, count_answers, new_id, slots_of, wait_for_load
 from ops.chaos.matrix.cells.payloads import stopped
-from ops.chaos.matrix.scene import Scene
+from ops.chaos.matrix.deployment import Deployment
 from ops.chaos.plan import MODEL
 from shared import client
 from shared.bus.bus import Bus
@@ -26,35 +26,35 @@ from shared.protocol.messages import (
 from shared.protocol.sampling import SamplingParams
 
 AWAY_S = 4.0
-NUM_ASKED = 6
+NUM_REQUESTS = 6
 
 
-async def all_away(scene: Scene) -> None:
-    """Text goes on meanwhile, and what shows pictures is answered afterwards."""
-    await lead_in(scene)
-    async with scene.bus("away") as bus:
-        with stopped(scene, "encoder"):
-            asked = _ask_new_pictures(bus)
-            await scene.probe("beside_away", WORKER_S)
+async def all_away(deployment: Deployment) -> None:
+    """Stop all encoders: text is answered meanwhile, requests with images afterwards."""
+    await wait_for_load(deployment)
+    async with deployment.bus("away") as bus:
+        with stopped(deployment, "encoder"):
+            asked = _send_new_images(bus)
+            await deployment.probe("beside_away", WORKER_S)
             await asyncio.sleep(AWAY_S)
-        count_answers(scene, "shown", await asyncio.gather(*asked, return_exceptions=True))
-    await scene.probe("after_away", WORKER_S)
+        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+    await deployment.probe("after_away", WORKER_S)
 
 
-async def embedding_lost(scene: Scene) -> None:
-    await lead_in(scene)
-    async with scene.bus("lost") as bus:
-        with stopped(scene, "engine"):
-            asked = _ask_new_pictures(bus)
+async def embedding_lost(deployment: Deployment) -> None:
+    await wait_for_load(deployment)
+    async with deployment.bus("lost") as bus:
+        with stopped(deployment, "engine"):
+            asked = _send_new_images(bus)
             await _until_encoded(bus)
-            for slot in slots_of(scene, "encoder"):
-                scene.signal(slot, "kill", signal.SIGKILL)
-        count_answers(scene, "shown", await asyncio.gather(*asked, return_exceptions=True))
-    await scene.probe("after_lost", WORKER_S)
+            for slot in slots_of(deployment, "encoder"):
+                deployment.signal(slot, "kill", signal.SIGKILL)
+        count_answers(deployment, "shown", await asyncio.gather(*asked, return_exceptions=True))
+    await deployment.probe("after_lost", WORKER_S)
 
 
 async def _until_encoded(bus: Bus) -> None:
-    """Nothing waits for encoders any more."""
+    """Wait until the queue of the encoders is empty."""
     durable = subjects.stage_consumer("encoder", MODEL, "interactive")
     await asyncio.sleep(1.0)
     async with asyncio.timeout(20):
@@ -65,14 +65,14 @@ async def _until_encoded(bus: Bus) -> None:
             await asyncio.sleep(0.1)
 
 
-def _ask_new_pictures(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
-    return [asyncio.create_task(_ask(bus, number)) for number in range(NUM_ASKED)]
+def _send_new_images(bus: Bus) -> "list[asyncio.Task[list[LogRecord]]]":
+    return [asyncio.create_task(_ask(bus, number)) for number in range(NUM_REQUESTS)]
 
 
 async def _ask(bus: Bus, number: int) -> list[LogRecord]:
     file = io.BytesIO()
     Image.new("RGB", (100 + number, 90), "red").save(file, "PNG")
-    # Bytes behind a picture make another file of it, which nobody has seen.
+    # Bytes after the end of an image file make another file, which no worker has seen.
     data = base64.b64encode(file.getvalue() + secrets.token_bytes(8)).decode()
     url = f"data:image/png;base64,{data}"
     message = Message("user", [ImagePart(ImageURL(url)), TextPart("What color is it?")])

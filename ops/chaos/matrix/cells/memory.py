@@ -1,4 +1,4 @@
-"""The kernel's OOM killer, brought upon one process."""
+"""Has the kernel's OOM killer kill one process."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ _GREEDY = "import sys\nx = []\nwhile True: x.append(bytearray(b'x' * 4_000_000))
 
 
 def starve(pid: int, limit_mib: int = 48) -> None:
-    """Have the kernel's OOM killer take `pid`: in a memory cgroup with somebody greedy."""
+    """Have the kernel's OOM killer kill `pid`, in a memory cgroup with a greedy process."""
     group = _MEMORY / f"pagemill-{os.getpid()}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text(f"{limit_mib}M")
@@ -43,4 +43,5 @@ def _remove_group(group: Path) -> None:
 
 
 def why_no_memory_limit() -> str | None:
+    """Return why memory cannot be limited here, or None if it can."""
     return None if os.access(_MEMORY / "cgroup.procs", os.W_OK) else "no memory cgroup (version 1)"

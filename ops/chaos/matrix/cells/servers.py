@@ -1,4 +1,4 @@
-"""Cells in which the only nats-server is harmed."""
+"""Cells in which the only nats-server fails."""
 
 import asyncio
 import os
@@ -11,14 +11,14 @@ from ops.chaos.matrix.cells.common import (
     WORKER_S,
     dropping,
     fill,
-    lead_in,
     new_id,
     port_of,
     request_json,
     until_empty,
+    wait_for_load,
 )
 from ops.chaos.matrix.cells.memory import starve
-from ops.chaos.matrix.scene import Disturb, Scene, Servers
+from ops.chaos.matrix.deployment import Deployment, Disturb, SingleServer
 from ops.chaos.processes import network
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects
@@ -26,112 +26,112 @@ from shared.protocol.messages import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 
-def _servers(scene: Scene) -> Servers:
-    assert isinstance(scene.servers, Servers)
-    return scene.servers
+def _servers(deployment: Deployment) -> SingleServer:
+    assert isinstance(deployment.servers, SingleServer)
+    return deployment.servers
 
 
-async def _broker_back(scene: Scene, old: int) -> None:
-    # What is waited for happens in another process.
-    while _servers(scene).pid() == old or scene.servers.victim(0) is None:  # noqa: ASYNC110
+async def _broker_back(deployment: Deployment, old: int) -> None:
+    # The restart happens in another process, of which asyncio gets no event.
+    while _servers(deployment).pid() == old or deployment.servers.pick_victim(0) is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
 def broker_killed(times: int, every_s: float) -> Disturb:
-    async def disturb(scene: Scene) -> None:
+    async def disturb(deployment: Deployment) -> None:
         for turn in range(times):
-            await asyncio.sleep(every_s * scene.rng.uniform(0.8, 1.2))
-            pid = _servers(scene).pid()
-            scene.pool.hurt("kill", "broker", signal.SIGKILL, 0)
+            await asyncio.sleep(every_s * deployment.rng.uniform(0.8, 1.2))
+            pid = _servers(deployment).pid()
+            deployment.pool.send_signal("kill", "broker", signal.SIGKILL, 0)
             if turn == times - 1:
-                await _broker_back(scene, pid)
-                await scene.probe("after_broker", BROKER_S)
+                await _broker_back(deployment, pid)
+                await deployment.probe("after_broker", BROKER_S)
 
     return disturb
 
 
-async def broker_terminated(scene: Scene) -> None:
-    await lead_in(scene)
-    pid = _servers(scene).pid()
-    scene.pool.hurt("drain", "broker", signal.SIGTERM, 0)
-    await _broker_back(scene, pid)
-    await scene.probe("after_broker", BROKER_S)
+async def broker_terminated(deployment: Deployment) -> None:
+    await wait_for_load(deployment)
+    pid = _servers(deployment).pid()
+    deployment.pool.send_signal("drain", "broker", signal.SIGTERM, 0)
+    await _broker_back(deployment, pid)
+    await deployment.probe("after_broker", BROKER_S)
 
 
 def broker_stopped(lasts_s: float) -> Disturb:
-    async def disturb(scene: Scene) -> None:
-        await lead_in(scene)
-        pid = _servers(scene).pid()
-        with scene.outage("stop"):
+    async def disturb(deployment: Deployment) -> None:
+        await wait_for_load(deployment)
+        pid = _servers(deployment).pid()
+        with deployment.outage("stop"):
             os.kill(pid, signal.SIGSTOP)
             try:
                 await asyncio.sleep(lasts_s)
             finally:
-                scene.pool.resume(pid)
-        await scene.probe("after_broker", BROKER_S)
+                deployment.pool.resume(pid)
+        await deployment.probe("after_broker", BROKER_S)
 
     return disturb
 
 
-async def broker_out_of_memory(scene: Scene) -> None:
-    await lead_in(scene)
-    pid = _servers(scene).pid()
-    scene.journal.write(Fault(now(), "kill", "broker", 0, pid))
+async def broker_out_of_memory(deployment: Deployment) -> None:
+    await wait_for_load(deployment)
+    pid = _servers(deployment).pid()
+    deployment.journal.write(Fault(now(), "kill", "broker", 0, pid))
     await asyncio.to_thread(starve, pid)
-    await _broker_back(scene, pid)
-    await scene.probe("after_broker", BROKER_S)
+    await _broker_back(deployment, pid)
+    await deployment.probe("after_broker", BROKER_S)
 
 
-async def broker_lossy(scene: Scene) -> None:
-    await lead_in(scene)
-    with scene.outage("loss"), dropping([port_of(scene.url)], probability=0.3):
+async def broker_lossy(deployment: Deployment) -> None:
+    await wait_for_load(deployment)
+    with deployment.outage("loss"), dropping([port_of(deployment.url)], probability=0.3):
         await asyncio.sleep(6.0)
-        scene.outcome.figures["packets_lost"] = network.num_dropped()
-    await scene.probe("after_loss", PARTITION_S)
+        deployment.outcome.figures["packets_lost"] = network.num_dropped()
+    await deployment.probe("after_loss", PARTITION_S)
 
 
-async def disk_full(scene: Scene) -> None:
-    """Full for six seconds; then there is space again, and the server is restarted."""
-    await lead_in(scene)
-    pid = _servers(scene).pid()
-    with scene.outage("enospc"):
-        ballast = await asyncio.to_thread(fill, _servers(scene).disk)
-        refused = await _refusal(scene)
+async def disk_full(deployment: Deployment) -> None:
+    """Fill the disk for six seconds; then free it and restart the server."""
+    await wait_for_load(deployment)
+    pid = _servers(deployment).pid()
+    with deployment.outage("enospc"):
+        ballast = await asyncio.to_thread(fill, _servers(deployment).disk)
+        refused = await _refusal(deployment)
         await asyncio.sleep(6.0)
         await asyncio.to_thread(ballast.unlink)
-        scene.pool.hurt("kill", "broker", signal.SIGKILL, 0)
-        await _broker_back(scene, pid)
+        deployment.pool.send_signal("kill", "broker", signal.SIGKILL, 0)
+        await _broker_back(deployment, pid)
     if refused is not None:
-        scene.outcome.figures["refused_after_s"] = refused
-    await scene.probe("after_space", BROKER_S)
+        deployment.outcome.figures["refused_after_s"] = refused
+    await deployment.probe("after_space", BROKER_S)
 
 
-async def _refusal(scene: Scene) -> float | None:
-    """Seconds until a new request is refused; None when the broker took it all the same."""
+async def _refusal(deployment: Deployment) -> float | None:
+    """Return the seconds until a new request is refused, or None if the broker stores it."""
     began = now()
     request = GenerateRequest("demo", [Message("user", "x" * 200_000)])
-    async with scene.bus("refusal") as bus:
+    async with deployment.bus("refusal") as bus:
         try:
             async with asyncio.timeout(20):
                 await bus.publish(
                     subjects.request("demo"), request_json(request), f"full-{began:.0f}"
                 )
         except PagemillError as error:
-            scene.outcome.figures[f"refused_as_{error.code}"] = 1
+            deployment.outcome.figures[f"refused_as_{error.code}"] = 1
             return now() - began
         except TimeoutError:
-            scene.note("a publish to a full disk got no answer within 20 s")
+            deployment.note("a publish to a full disk got no answer within 20 s")
     return None
 
 
-async def queue_at_its_limit(scene: Scene) -> None:
-    """REQUESTS at its limit of bytes: refused at once, in words; taken again when there is room."""
-    engines = [slot for slot in scene.pool.slots if slot.role == "engine"]
+async def queue_at_its_limit(deployment: Deployment) -> None:
+    """Fill REQUESTS to its limit in bytes: refused at once, accepted again when there is room."""
+    engines = [slot for slot in deployment.pool.slots if slot.role == "engine"]
     for slot in engines:
-        scene.signal(slot, "stop", signal.SIGSTOP)
+        deployment.signal(slot, "stop", signal.SIGSTOP)
     sizes = []
     try:
-        async with scene.bus("limit") as bus:
+        async with deployment.bus("limit") as bus:
             for number in range(40):
                 request = GenerateRequest(
                     "demo", [Message("user", "x" * 200_000)], SamplingParams(max_tokens=1)
@@ -145,12 +145,12 @@ async def queue_at_its_limit(scene: Scene) -> None:
                     sizes.append(now() - began)
     finally:
         for slot in engines:
-            scene.pool.resume(slot.pid)
+            deployment.pool.resume(slot.pid)
     if not sizes:
-        scene.note("I14: 8 MB of requests were taken into a queue of 2 MiB")
+        deployment.note("I14: 8 MB of requests were accepted into a queue of 2 MiB")
     else:
-        scene.outcome.figures["refused_after_s"] = max(sizes)
+        deployment.outcome.figures["refused_after_s"] = max(sizes)
         if max(sizes) > 1.0:
-            scene.note(f"I14: refused after {max(sizes):.2f} s")
-    await until_empty(scene, 30.0)
-    await scene.probe("after_limit", WORKER_S)
+            deployment.note(f"I14: refused after {max(sizes):.2f} s")
+    await until_empty(deployment, 30.0)
+    await deployment.probe("after_limit", WORKER_S)

@@ -1,7 +1,7 @@
-"""A small Pagemill on which the cells of the fault matrix run one after the other.
+"""A small Pagemill system on which the cells of the fault matrix run, one after the other.
 
-To start one takes most of the time that a cell needs; therefore it is kept for the next cell, as
-long as it comes to rest by itself after each. Before every process is a proxy of its own.
+Its start takes most of the time of a cell, so it is reused for the next cell as long as it comes to
+rest after each. Every process connects to the broker through a proxy of its own.
 """
 
 import asyncio
@@ -24,31 +24,31 @@ from msgspec.structs import replace
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
-from ops.chaos.checks.recorded_run import Run
+from ops.chaos.checks.recorded_run import RecordedRun
 from ops.chaos.expected_answers import expect
 from ops.chaos.history import (
     AnyEvent,
-    Did,
     Fault,
-    Final,
+    FinalState,
     Journal,
     Ready,
+    WorkerEvent,
     now,
     read_events,
 )
 from ops.chaos.plan import MODEL, Mix, Settings, make_requests
 from ops.chaos.processes import network
-from ops.chaos.processes.cluster import SIZE, Cluster3
-from ops.chaos.processes.gateways import Gateways, names_of, to_plan
+from ops.chaos.processes.cluster import SIZE, Cluster
+from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
 from ops.chaos.processes.pool import LOAD, OneBroker, Pool, Slot, worker_command
 from ops.chaos.processes.proxy import Proxy
 from ops.chaos.scenario import (
     bounds_of,
-    embeddings_over,
-    fakes,
-    releases_over,
+    fake_roles,
     temp_files,
     temp_folder,
+    wait_for_embeddings,
+    wait_for_releases,
     write_config,
 )
 from ops.chaos.worker.payload_events import LASTING
@@ -59,7 +59,7 @@ from shared.protocol.messages import Failure, GenerateRequest, LogRecord, Messag
 from shared.protocol.sampling import SamplingParams
 from workers.cli import settings as product_settings
 
-# Requests that live for seconds, so that there is always something in hand to lose.
+# Requests take seconds, so that there are always some in flight.
 BASE = Settings(
     requests=60,
     rate=10.0,
@@ -69,9 +69,9 @@ BASE = Settings(
     renderer="fake",
     max_tokens=(8, 120),
     step_ms=8.0,
-    mix=Mix(cancel=0.06, ask_during=0.05, ask_after=0.04, follow=0.05, deadline=0.04),
+    mix=Mix(cancel=0.06, resubmit_during=0.05, resubmit_after=0.04, follow=0.05, deadline=0.04),
 )
-# A cell that lasts longer than its load and this hangs.
+# A cell hangs if it takes this much longer than its load.
 SPARE_S = 90.0
 NUM_WARM_UPS = 16
 MEMBER_DISK_MIB = 256
@@ -79,11 +79,11 @@ CANCEL_S = 5.0
 PROBE_PATIENCE_S = 2.0
 
 
-class Servers(OneBroker):
-    """One server, which the pool starts again unless it is held down."""
+class SingleServer(OneBroker):
+    """One nats-server, which the pool restarts unless `held` keeps it down."""
 
     def __init__(self, folder: Path, disk_mib: int = 0) -> None:
-        """With `disk_mib` its store is a file system of that size."""
+        """With `disk_mib` the store is on a file system of that size."""
         self.disk = folder / "nats"
         self._disk_mib = disk_mib
         super().__init__(self.disk)
@@ -106,14 +106,14 @@ class Servers(OneBroker):
         return int(self._broker.pid_file.read_text())
 
     def settle(self) -> None:
-        """One server is there as soon as it listens."""
+        """Return at once, because a single server needs no election."""
 
 
 class ThreeServers:
-    """The servers of a cluster, in the pool's terms."""
+    """A cluster of three nats-servers, each on a small disk, as the pool's brokers."""
 
     def __init__(self, folder: Path) -> None:
-        self.cluster = Cluster3(folder)
+        self.cluster = Cluster(folder)
         self.url = self.cluster.url
         self.held = False
 
@@ -132,7 +132,7 @@ class ThreeServers:
             unmount(member.store_dir)
             network.remove_group(self.cluster.group(number))
 
-    def victim(self, pick: int) -> int | None:
+    def pick_victim(self, pick: int) -> int | None:
         member = self.cluster.members[pick % SIZE]
         return None if member.has_exited else self.cluster.pid(pick % SIZE)
 
@@ -149,7 +149,7 @@ class ThreeServers:
 
 
 def mount_disk(folder: Path, mib: int) -> None:
-    """A file system of `mib` at `folder`, which can be filled without harm to the machine's."""
+    """Mount a file system of `mib` at `folder`, which can be filled without harm."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", str(folder)]
     subprocess.run(mount, check=True)
@@ -161,24 +161,24 @@ def unmount(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a cell has found out, besides what the checker says."""
+    """Result of a cell: its own findings, and the verdict of the checker."""
 
     violations: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
 
 
-class Scene:
-    """Owns all processes; what is done to them is the business of the cells."""
+class Deployment:
+    """Owns all processes; cells inject the faults."""
 
     def __init__(
         self,
         settings: Settings = BASE,
         *,
-        servers: Callable[[Path], Servers | ThreeServers] = Servers,
+        servers: Callable[[Path], SingleServer | ThreeServers] = SingleServer,
         delivery: dict[str, int] | None = None,
     ) -> None:
-        """`delivery`: of the configuration, beyond what the settings say."""
+        """`delivery` changes this section of the configuration."""
         self.settings = settings
         self.folder = Path(tempfile.mkdtemp(prefix="pagemill-matrix-"))
         self.servers = servers(self.folder)
@@ -211,18 +211,18 @@ class Scene:
         self._cell_folder = self.folder
         self._open = False
 
-    # -- life -------------------------------------------------------------------------------
+    # -- start and end ----------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Does nothing the second time."""
+        """Start all processes; without effect if they are running."""
         if self._open:
             return
         self._open = True
         for slot in self.pool.slots:
-            if isinstance(self.servers, Servers):
+            if isinstance(self.servers, SingleServer):
                 self.proxies[slot] = proxy = Proxy(int(self.url.rpartition(":")[2]))
                 await proxy.start()
-            self.dress(slot)
+            self.set_command(slot)
         await self.pool.start()
 
     async def close(self) -> None:
@@ -233,8 +233,8 @@ class Scene:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def dress(self, slot: Slot, *before: str) -> None:
-        """Its processes from now on run under the command `before`, for instance `env X=1`."""
+    def set_command(self, slot: Slot, *before: str) -> None:
+        """Set the command of the next process in `slot`, after a prefix such as `env X=1`."""
         url = self.proxies[slot].url if slot in self.proxies else self.url
         if slot.role == LOAD:
             command = [
@@ -244,7 +244,7 @@ class Scene:
                 *self.gateways.arguments,
             ]
         else:
-            fake = fakes(self.settings)[slot.role]
+            fake = fake_roles(self.settings)[slot.role]
             command = worker_command(slot.role, self.config_file, url, fake, self.settings.step_ms)
         if slot.role == "gateway":
             command = self.gateways.with_port(slot, command)
@@ -255,44 +255,44 @@ class Scene:
         return self._cell_folder / "clients.jsonl"
 
     async def _warm_up(self) -> None:
-        """Threads and inboxes that come with the first work belong to a process from then on."""
+        """Send the first requests, after which the resources of processes are constant."""
         async with self.bus("warm-up") as bus:
             began = f"{now():.3f}".replace(".", "-")
-            asked = (
+            answers = (
                 self.ask(bus, f"warm-{began}-{number}", SamplingParams(max_tokens=4, seed=number))
                 for number in range(NUM_WARM_UPS)
             )
-            await asyncio.gather(*asked)
+            await asyncio.gather(*answers)
         await self.gateways.warm_up()
 
     # -- one cell ---------------------------------------------------------------------------
 
     async def run(self, settings: Settings, disturb: "Disturb") -> Outcome:
-        """Load, disturbance, rest, check. Raises TimeoutError when it never ends."""
+        """Run load and disturbance, wait for rest, and check. Raises TimeoutError if it hangs."""
         self.outcome = outcome = Outcome()
         self.rng = random.Random(f"cell:{settings.seed}")
         self._cell_folder = self.folder / f"cell-{settings.seed}"
         self._cell_folder.mkdir()
         (self._cell_folder / "settings.json").write_bytes(msgspec.json.encode(settings))
-        self.dress(self.slot(LOAD))
+        self.set_command(self.slot(LOAD))
         shm_before = shm_entries()
         store = await Store.connect(self.url)
         try:
             await self._warm_up()
             if not await store.settle():
                 raise TimeoutError("not at rest before the cell")
-            before, began = await self.pool.snapshots(), now()
+            before, began = await self.pool.take_snapshots(), now()
             consumers_before = await store.consumers()
             await self._under(settings, disturb)
             await self.pool.wait_ready()
             await asyncio.to_thread(self.servers.settle)
             settled = await store.settle()
-            await embeddings_over(settings)
+            await wait_for_embeddings(settings)
             mine = f"c{settings.seed}-"
             planned = make_requests(settings)
-            by_name = to_plan(planned, await store.logs())
+            by_name = key_by_plan_id(planned, await store.logs())
             logs = {id: log for id, log in by_name.items() if id.startswith(mine)}
-            noted = names_of(planned, await store.notes())
+            noted = plan_ids(planned, await store.gateway_records())
             letters = [
                 letter
                 for letter in await store.letters()
@@ -300,22 +300,22 @@ class Scene:
             ]
             pids = {slot.pid for slot in self.pool.slots}
             beats = [beat for beat in await store.beats() if beat.pid in pids]
-            await releases_over()
-            final = Final(
+            await wait_for_releases()
+            final = FinalState(
                 settled=settled,
                 logs=logs,
                 letters=letters,
                 messages=await store.messages(),
-                left=await store.left(),
+                queued_ids=await store.queued_ids(),
                 consumers=await store.consumers(),
                 consumers_before=consumers_before,
                 beats=beats,
                 before=before,
-                after=await self.pool.snapshots(),
+                after=await self.pool.take_snapshots(),
                 shm_before=shm_before,
                 shm_after=[name for name in shm_entries() if "faketime" not in name],
                 sockets=arena_sockets(),
-                notes=[id for id in noted if id.startswith(mine)],
+                gateway_records=[id for id in noted if id.startswith(mine)],
                 temp_files=temp_files(self.folder),
             )
         finally:
@@ -336,10 +336,10 @@ class Scene:
             disturbing.cancel()
             await asyncio.gather(disturbing, return_exceptions=True)
 
-    def _recorded(self, settings: Settings, final: Final, began: float) -> Run:
+    def _recorded(self, settings: Settings, final: FinalState, began: float) -> RecordedRun:
         planned = make_requests(settings)
         config = product_settings.load_config(self.config_file)
-        return Run(
+        return RecordedRun(
             settings=settings,
             planned={one.id: one for one in planned},
             expected=expect(settings, config, planned),
@@ -349,14 +349,14 @@ class Scene:
                 event
                 for file in sorted((self.folder / "workers").glob("*.jsonl"))
                 for event in read_events(file)
-                if event.t >= began or (isinstance(event, Did) and event.what in LASTING)
+                if event.t >= began or (isinstance(event, WorkerEvent) and event.what in LASTING)
             ],
             final=final,
-            # A cancellation may be in the hand of a worker that is just being hurt.
+            # A cancellation may be in flight at a worker that meets a fault.
             bounds=dataclasses.replace(bounds_of(settings), after_cancel_s=CANCEL_S),
         )
 
-    # -- what cells are made of -------------------------------------------------------------
+    # -- building blocks of cells -----------------------------------------------------------
 
     def note(self, violation: str) -> None:
         self.outcome.violations.append(violation)
@@ -369,19 +369,19 @@ class Scene:
 
     def signal(self, slot: Slot, kind: str, number: signal.Signals) -> None:
         self.journal.write(Fault(now(), kind, slot.role, slot.number, slot.pid))
-        slot.meant |= number in (signal.SIGKILL, signal.SIGTERM)
+        slot.expected_exit |= number in (signal.SIGKILL, signal.SIGTERM)
         with contextlib.suppress(ProcessLookupError):
             os.kill(slot.pid, number)
 
     async def replaced(self, slot: Slot, pid: int) -> None:
-        """Returns when another process than `pid` is in the slot, and ready."""
+        """Wait until another process than `pid` is in the slot, and ready."""
         while slot.pid == pid:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await self.pool.wait_ready()
 
     @contextlib.contextmanager
     def outage(self, kind: str) -> Iterator[None]:
-        """The broker is away, or somebody is away from it: what ends late then ends in time."""
+        """Mark an outage of the broker or of a connection to it; requests may be late."""
         self.journal.write(Fault(now(), kind, "broker", 0, 0))
         try:
             yield
@@ -390,7 +390,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def bus(self, name: str = "matrix"):  # type: ignore[no-untyped-def]
-        """A connection that no proxy disturbs."""
+        """Connect to the broker without a proxy."""
         bus = await Bus.connect(self.url, f"chaos-{name}", 30.0)
         try:
             yield bus
@@ -404,7 +404,7 @@ class Scene:
         return [record async for record in client.ask(bus, request, id)]
 
     async def probe(self, name: str, bound_s: float) -> None:
-        """How long a new request takes to its first record from now on, and that it is in time."""
+        """Check the time until the first record of a new request against a bound."""
         began = now()
         id = f"probe-{name}-{began:.3f}".replace(".", "-")
         request = GenerateRequest(MODEL, [Message("user", "probe")], SamplingParams(max_tokens=8))
@@ -416,7 +416,7 @@ class Scene:
                 async for record in records:
                     first = record
         except PagemillError as error:
-            self.note(f"I9 {name}: a new request was told {error.code}: {error.message}")
+            self.note(f"I9 {name}: a new request failed with {error.code}: {error.message}")
             return
         if isinstance(first, Failure):
             self.note(f"I9 {name}: a new request ended with {first.error.code}")
@@ -437,28 +437,28 @@ class Scene:
             self.note(f"I9 {name}: {took_s:.2f} s to the first event of a new request")
 
 
-Disturb = Callable[[Scene], Coroutine[Any, Any, None]]
+Disturb = Callable[[Deployment], Coroutine[Any, Any, None]]
 
 
-def open_scene(name: str) -> Scene:
-    return SCENES[name]()
+def new_deployment(name: str) -> Deployment:
+    return DEPLOYMENTS[name]()
 
 
 DISK_MIB = 24
-SCENES: dict[str, Callable[[], Scene]] = {
-    "single": Scene,
-    "cluster": lambda: Scene(replace(BASE, brokers=3), servers=ThreeServers),
-    # Two deaths are enough to be taken for poison; elsewhere the deaths come from outside.
-    "poison": lambda: Scene(replace(BASE, max_deaths=2, max_deliver=5)),
-    # Everything that has a limit is near it.
-    "tight": lambda: Scene(
+DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
+    "single": Deployment,
+    "cluster": lambda: Deployment(replace(BASE, brokers=3), servers=ThreeServers),
+    # Two deaths make a request count as poison. On other deployments, faults kill workers.
+    "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
+    # All limits are low.
+    "tight": lambda: Deployment(
         replace(BASE, max_queued=60, num_blocks=136),
         delivery={"max_request_mib": 2, "max_stage_mib": 8},
     ),
-    # Most of what is asked has payloads, on any road.
-    "payloads": lambda: Scene(replace(BASE, mix=replace(BASE.mix, pictures=0.7), listen=True)),
-    # Engines without a tower; most of what is asked has pictures.
-    "encoders": lambda: Scene(
+    # Most requests have images, and payloads come by any transport.
+    "payloads": lambda: Deployment(replace(BASE, mix=replace(BASE.mix, images=0.7), listen=True)),
+    # Engines have no vision tower; most requests have images.
+    "encoders": lambda: Deployment(
         replace(
             BASE,
             engine="demo",
@@ -467,12 +467,12 @@ SCENES: dict[str, Callable[[], Scene]] = {
             rate=4.0,
             renderers=1,
             max_tokens=(8, 48),
-            mix=replace(BASE.mix, pictures=0.7),
+            mix=replace(BASE.mix, images=0.7),
         )
     ),
-    # Most of what is asked goes through them.
-    "gateways": lambda: Scene(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
-    "disk": lambda: Scene(servers=lambda folder: Servers(folder, DISK_MIB)),
+    # Most requests go through gateways.
+    "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
+    "disk": lambda: Deployment(servers=lambda folder: SingleServer(folder, DISK_MIB)),
 }
 
 
