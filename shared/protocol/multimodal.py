@@ -1,4 +1,4 @@
-"""What a multimodal item is once it has been rendered, and the hash that names its content."""
+"""Multimodal items as they are after rendering, and the hash that names their content."""
 
 import hashlib
 import re
@@ -14,32 +14,29 @@ IMAGE: Modality = "image"
 
 
 class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
-    """The run of tokens in the expanded prompt that belong to one item."""
+    """The run of tokens in the expanded prompt that belongs to one item."""
 
     offset: int
     length: int
     is_embed: bytes | None = None
-    """Which of the tokens embeddings take the place of, a bit for each, the first in the lowest bit
-    of the first byte; None for all of them. The others are text, such as the ends of rows."""
+    """A bit for each token, set where an embedding replaces the token; None for all tokens.
+
+    The first token is the lowest bit of the first byte. Tokens that are not replaced are text, such
+    as the ends of rows.
+    """
 
     @property
     def num_embeds(self) -> int:
         return self.length if self.is_embed is None else len(self.embed_indexes())
 
     def embed_indexes(self) -> list[int]:
-        """Of the tokens that embeddings take the place of, counted from `offset`."""
+        """Return the indexes of the tokens that embeddings replace, counted from `offset`."""
         mask = b"\xff" * -(-self.length // 8) if self.is_embed is None else self.is_embed
         return [i for i in range(self.length) if mask[i // 8] >> i % 8 & 1]
 
 
-def pack_mask(is_embed: Sequence[bool]) -> bytes:
-    """For `PlaceholderRange.is_embed`."""
-    bits = sum(1 << i for i, embeds in enumerate(is_embed) if embeds)
-    return bits.to_bytes(-(-len(is_embed) // 8), "little")
-
-
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
-    """A large payload that a worker keeps; the key is the permission to read it."""
+    """A large payload in a worker's memory; the key is the permission to read it."""
 
     worker: str
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -47,10 +44,11 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One picture as the model takes it.
+    """One image as the model takes it.
 
     Small tensors are in the same message: `fields` maps a field name to the index of its tensor in
-    the envelope's tensor table. Large ones are a blob, itself an envelope, whose head has the map.
+    the envelope's tensor table. Large tensors are in a blob, itself an envelope whose head has the
+    map.
     """
 
     modality: str
@@ -59,14 +57,14 @@ class MultiModalKwargsItem(msgspec.Struct, frozen=True, omit_defaults=True):
     fields: dict[str, int] = {}
     blob: BlobRef | None = None
     embedding: str | None = None
-    """The key of its embeddings, which an encoder makes; `fields` are then only its metadata."""
+    """Key of the embeddings that an encoder computes; `fields` are then only the metadata."""
 
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def is_hash(name: str) -> bool:
-    """Whether `name` may be a `content_hash`."""
+    """Return whether `name` has the form of a `content_hash`."""
     return _HASH.fullmatch(name) is not None
 
 
@@ -74,7 +72,7 @@ HashPart = str | bytes | memoryview | int | Sequence["HashPart"]
 
 
 def content_hash(*parts: HashPart) -> str:
-    """SHA-256 over typed, length-framed parts; 64 hex digits.
+    """Return the SHA-256 over typed, length-framed parts as 64 hex digits.
 
     Every part carries its kind and its length, so no two different part lists have the same
     preimage: `("ab", "c")` and `("a", "bc")`, or `1` and `"1"`, differ.
@@ -106,5 +104,5 @@ def _frame(digest: "hashlib._Hash", tag: bytes, data: bytes | memoryview) -> Non
 
 
 def embedding_key(model: str, mm_hash: str) -> str:
-    """Names what this model's tower makes of a picture."""
+    """Return the name of the embeddings that this model's tower makes of an item."""
     return content_hash("embedding", model, mm_hash)

@@ -1,8 +1,8 @@
-"""Embeddings as files that several machines share: `<folder>/<mm_hash>/encoder_cache.safetensors`.
+"""Embedding directory: files that machines share, `<folder>/<mm_hash>/encoder_cache.safetensors`.
 
-The layout is that of vLLM's example connector, one tensor named `ec_cache`, so either can read what
-the other has written. A file that has been read gets a mark beside it: when room is needed, those
-go first.
+The layout is that of vLLM's example connector, with one tensor named `ec_cache`, so each system can
+read the files of the other. A file that has been read gets a mark beside it; marked files are
+removed first when room is needed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ ACKNOWLEDGED = "acknowledged"
 
 
 class EmbeddingDirectory:
-    """All functions block. Names are SHA-256 hashes in hexadecimal digits."""
+    """Embeddings by name, a SHA-256 hash in hexadecimal digits. All methods block."""
 
     def __init__(self, folder: Path, role: Role, max_bytes: int, ttl_s: float) -> None:
         """Raises ConfigError for a folder that cannot be used in this role."""
@@ -36,7 +36,7 @@ class EmbeddingDirectory:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         try:
-            # Whoever comes first makes it.
+            # The first worker creates the folder.
             folder.mkdir(parents=True, exist_ok=True)
             if role != "consumer":
                 probe = folder / f".{secrets.token_hex(8)}"
@@ -51,33 +51,33 @@ class EmbeddingDirectory:
             ) from error
 
     def put(self, name: str, embedding: Tensor) -> None:
-        """Raises Overloaded when there is no room: what is there has not been read, nor expired."""
-        place = self._place(name)
-        if self._is_fresh(place):
+        """Write a file. Raises Overloaded when all others are neither read nor expired."""
+        folder = self._folder_of(name)
+        if self._is_fresh(folder):
             return
         self._make_room(embedding.nbytes)
-        # A reader sees all of it or nothing, and so does whoever writes the same at the same time.
-        fresh = self._folder / f".{name}.{secrets.token_hex(8)}"
+        # Readers and other writers of the same name see the complete file or none.
+        draft = self._folder / f".{name}.{secrets.token_hex(8)}"
         try:
-            fresh.mkdir()
-            save_file({TENSOR: embedding.contiguous().cpu()}, fresh / FILE)
+            draft.mkdir()
+            save_file({TENSOR: embedding.contiguous().cpu()}, draft / FILE)
             self.remove(name)
-            os.rename(fresh, place)
-        except (OSError, SafetensorError) as error:  # which hides an OSError while it writes
-            if not self._is_fresh(place):
+            os.rename(draft, folder)
+        except (OSError, SafetensorError) as error:  # safetensors hides an OSError when it writes
+            if not self._is_fresh(folder):
                 raise Overloaded("the directory of embeddings takes no more") from error
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
 
     def get(self, name: str) -> Tensor | None:
-        """The embeddings; None if there are none, or the file is damaged."""
-        place = self._place(name)
+        """Return the embeddings; None if there are none, or the file is damaged."""
+        folder = self._folder_of(name)
         try:
-            if not self._is_fresh(place):
+            if not self._is_fresh(folder):
                 return None
-            # Not mapped: another machine may remove the file while somebody looks at the tensor,
-            # and a page that is gone from a network's file system kills its reader (SIGBUS).
-            return load((place / FILE).read_bytes())[TENSOR]
+            # The file is not mapped, because another machine may remove it while the tensor is in
+            # use, and a missing page of a network file system kills its reader (SIGBUS).
+            return load((folder / FILE).read_bytes())[TENSOR]
         except OSError:
             return None
         except (SafetensorError, KeyError):
@@ -85,28 +85,28 @@ class EmbeddingDirectory:
             return None
 
     def acknowledge(self, name: str) -> None:
-        """They have been read: they may go when there is need for room."""
+        """Mark the file as read, so that it may be removed when room is needed."""
         with contextlib.suppress(OSError):
-            (self._place(name) / ACKNOWLEDGED).touch()
+            (self._folder_of(name) / ACKNOWLEDGED).touch()
 
     def remove(self, name: str) -> None:
-        shutil.rmtree(self._place(name), ignore_errors=True)
+        shutil.rmtree(self._folder_of(name), ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what has expired, and what a writer that died has left half done."""
+        """Remove expired files, and drafts of writers that have died."""
         now_s = time.time()
-        for place, written_s, _ in self._entries():
+        for folder, written_s, _ in self._entries():
             if now_s - written_s > self._ttl_s:
-                shutil.rmtree(place, ignore_errors=True)
-        for left in self._folder.glob(".*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        for draft in self._folder.glob(".*"):
             with contextlib.suppress(OSError):
-                if now_s - left.stat().st_mtime > self._ttl_s:
-                    shutil.rmtree(left, ignore_errors=True)
+                if now_s - draft.stat().st_mtime > self._ttl_s:
+                    shutil.rmtree(draft, ignore_errors=True)
 
-    def _is_fresh(self, place: Path) -> bool:
-        """Whether there is a file that has not expired."""
+    def _is_fresh(self, folder: Path) -> bool:
+        """Return whether there is a file that has not expired."""
         with contextlib.suppress(OSError):
-            return time.time() - (place / FILE).stat().st_mtime <= self._ttl_s
+            return time.time() - (folder / FILE).stat().st_mtime <= self._ttl_s
         return False
 
     def _make_room(self, num_bytes: int) -> None:
@@ -114,24 +114,24 @@ class EmbeddingDirectory:
         entries = self._entries()
         room = self._max_bytes - sum(size for _, _, size in entries)
         read = [entry for entry in entries if (entry[0] / ACKNOWLEDGED).exists()]
-        for place, _, size in sorted(read, key=lambda entry: entry[1]):
+        for folder, _, size in sorted(read, key=lambda entry: entry[1]):
             if room >= num_bytes:
                 break
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             room += size
         if room < num_bytes:
             raise Overloaded("the directory of embeddings is full")
 
     def _entries(self) -> list[tuple[Path, float, int]]:
-        """Place, time of writing and size of all that are there."""
-        found = []
-        for place in self._folder.iterdir():
+        """Return folder, time of writing and size of every file."""
+        entries = []
+        for folder in self._folder.iterdir():
             with contextlib.suppress(OSError):
-                if is_hash(place.name):
-                    stat = (place / FILE).stat()
-                    found.append((place, stat.st_mtime, stat.st_size))
-        return found
+                if is_hash(folder.name):
+                    stat = (folder / FILE).stat()
+                    entries.append((folder, stat.st_mtime, stat.st_size))
+        return entries
 
-    def _place(self, name: str) -> Path:
+    def _folder_of(self, name: str) -> Path:
         assert is_hash(name), "names become paths"
         return self._folder / name

@@ -1,8 +1,8 @@
-"""Embeddings between those who make them and those who need them, by the hash of their picture.
+"""Embedding store: passes embeddings from their producer to consumers, by the hash of the image.
 
-A producer keeps them, in its memory or in a directory that all share, and says where in stream
-EMBEDDINGS. A consumer who has had them tells, so that the memory may be used for something else.
-Whatever is lost on the way is made again: nothing here is more than a cache.
+A producer stores them in its memory or in a shared directory, and publishes the place in the stream
+EMBEDDINGS. A consumer acknowledges what it has read, so that the memory can be reused. The store is
+a cache only: lost embeddings are recomputed.
 """
 
 import asyncio
@@ -37,26 +37,26 @@ from shared.protocol.multimodal import BlobRef, embedding_key
 from shared.state.token_log import last_record
 from shared.vision.embedding_directory import EmbeddingDirectory, Role
 
-# How often somebody who waits looks whether there is still something to wait for.
-LOOK_S = 1.0
+# Time between two checks, by a waiting consumer, that an encode task still exists.
+CHECK_S = 1.0
 
 _log = structlog.get_logger()
 _record = msgspec.msgpack.Decoder(EmbeddingRecord)
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """Of a blob with one tensor."""
+    """Head of a blob with one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Embeddings under the reader's eyes: [num_tokens, width]."""
+    """Embeddings that a consumer reads: [num_tokens, width]."""
 
     embedding: Tensor
     mm_hash: str
     ref: BlobRef | None = None
     blob: Blob | None = None
-    """To be closed when nobody looks at the tensor any more."""
+    """Memory of the tensor, to be closed after its last use."""
 
     def close(self) -> None:
         if self.blob is not None:
@@ -64,7 +64,7 @@ class Held:
 
 
 class EmbeddingStore:
-    """One model's, as one worker has them: a producer, a consumer, or both."""
+    """The embeddings of one model, for a worker that produces or consumes them, or both."""
 
     def __init__(self, bus: Bus, blobs: Blobs, config: Config, model: str, role: Role) -> None:
         """Raises ConfigError for a directory that cannot be used in this role."""
@@ -84,7 +84,7 @@ class EmbeddingStore:
 
     @property
     def shared(self) -> bool:
-        """Whether those who make embeddings here also look for those of others."""
+        """Whether this worker shares its embeddings with others that have a tower."""
         return self._role == "both"
 
     def key_of(self, mm_hash: str) -> str:
@@ -93,13 +93,13 @@ class EmbeddingStore:
     # -- producer -----------------------------------------------------------------------------
 
     async def put(self, key: str, mm_hash: str, embedding: Tensor) -> None:
-        """Keep them, and tell where.
+        """Store embeddings and publish their place.
 
-        Raises Overloaded when there is no room for them, EncodingFailed when there never will be.
+        Raises Overloaded when there is no room now, EncodingFailed when there never will be.
         """
         assert self._role != "consumer"
         if embedding.nbytes > self._max_bytes:
-            raise EncodingFailed("the embeddings of a picture are larger than all room for them")
+            raise EncodingFailed("the embeddings of an image are larger than the store")
         blob = None
         if self._directory is not None:
             await asyncio.to_thread(self._directory.put, mm_hash, embedding)
@@ -107,16 +107,16 @@ class EmbeddingStore:
             parts = envelope.encode_parts(_Head(), [from_torch(embedding)])
             blob = self._blobs.put(key, parts, self._ttl_s)
             if blob is None:
-                raise Overloaded("embeddings that nobody has fetched yet take all of the memory")
-        await self._tell(key, EmbeddingRecord(blob))
+                raise Overloaded("embeddings that no engine has read yet fill the memory")
+        await self._publish(key, EmbeddingRecord(blob))
 
     async def find_again(self, key: str, mm_hash: str) -> bool:
-        """Whether they have been made before and can still be had; whoever waits is then told."""
+        """Return whether the embeddings are still stored; if so, their place is published."""
         assert self._role != "consumer"
         if self._directory is not None:
             if await asyncio.to_thread(self._directory.get, mm_hash) is None:
                 return False
-            await self._tell(key, EmbeddingRecord(None))
+            await self._publish(key, EmbeddingRecord(None))
             return True
         held = await self.get(key, mm_hash)
         if held is not None:
@@ -124,31 +124,34 @@ class EmbeddingStore:
             return True
         blob = await self._blobs.find(key, self._ttl_s)
         if blob is not None:
-            await self._tell(key, EmbeddingRecord(blob))
+            await self._publish(key, EmbeddingRecord(blob))
         return blob is not None
 
-    async def _tell(self, key: str, record: EmbeddingRecord) -> None:
+    async def _publish(self, key: str, record: EmbeddingRecord) -> None:
         await self._bus.publish_without_id(subjects.embedding(key), to_msgpack(record))
 
     # -- consumer -----------------------------------------------------------------------------
 
     async def get(self, key: str, mm_hash: str) -> Held | None:
-        """None if they are not made yet, or lost; then nobody else will look for them there."""
-        told = await self._bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
-        if told is None:
+        """Return the embeddings; None if there are none yet, or if they are lost.
+
+        The record of lost embeddings is deleted, so that no other consumer follows it.
+        """
+        stored = await self._bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
+        if stored is None:
             return None
         try:
-            return await self._open(told, mm_hash)
+            return await self._open(stored, mm_hash)
         except (BlobLost, DecodeError) as error:
             _log.warning("embedding_lost", key=key, reason=error.message)
-            await self._bus.delete(subjects.EMBEDDINGS_STREAM, told.sequence)
+            await self._bus.delete(subjects.EMBEDDINGS_STREAM, stored.sequence)
             return None
 
     async def wait(self, key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> Held:
-        """The embeddings, as soon as they are there. `progress` is called as long as somebody is
-        about to make them.
+        """Return the embeddings as soon as they are stored.
 
-        Raises BlobLost when nobody is, and whatever has kept an encoder from making them.
+        `progress` is called again and again while an encode task exists. Raises BlobLost when there
+        is none, and the error of an encode task that has failed.
         """
         if (held := await self.get(key, mm_hash)) is not None:
             return held
@@ -156,7 +159,7 @@ class EmbeddingStore:
         listener = await self._bus.subscribe(subjects.embedding(key))
         try:
             while True:
-                # In this order: a task is gone only after its result has been told.
+                # The task is read first, because it is deleted only after its result is published.
                 task = await self._bus.read_last(
                     subjects.STAGES_STREAM, subjects.stages_of(encoding)
                 )
@@ -164,40 +167,40 @@ class EmbeddingStore:
                     return held
                 if task is None:
                     await self._raise_failure(key)
-                    raise BlobLost("a picture's embeddings are lost, and nobody makes them")
+                    raise BlobLost("an image's embeddings are lost, and no encoder computes them")
                 await progress()
-                await listener.next(LOOK_S)
+                await listener.next(CHECK_S)
         finally:
             await self._bus.unsubscribe(listener)
 
     async def acknowledge(self, held: Held) -> None:
-        """They have been had, and may go when their owner needs the room."""
+        """Allow the producer to remove embeddings that have been read."""
         if held.ref is not None:
             await self._blobs.acknowledge(held.ref)
         elif self._directory is not None:
             await asyncio.to_thread(self._directory.acknowledge, held.mm_hash)
 
-    async def _open(self, told: StoredMessage, mm_hash: str) -> Held:
-        ref = _record.decode(told.data).blob
+    async def _open(self, stored: StoredMessage, mm_hash: str) -> Held:
+        ref = _record.decode(stored.data).blob
         if ref is None:
-            found = None
+            embedding = None
             if self._directory is not None:
-                found = await asyncio.to_thread(self._directory.get, mm_hash)
-            if found is None:
-                raise BlobLost("the file of a picture's embeddings is gone")
-            return Held(found, mm_hash)
+                embedding = await asyncio.to_thread(self._directory.get, mm_hash)
+            if embedding is None:
+                raise BlobLost("the file of an image's embeddings is gone")
+            return Held(embedding, mm_hash)
         blob = await self._blobs.get(ref)
         try:
             _, tensors = envelope.decode(blob.data, _Head)
             if len(tensors) != 1 or len(tensors[0].shape) != 2:
-                raise DecodeError("what should be a picture's embeddings is something else")
+                raise DecodeError("the blob does not hold an image's embeddings")
             return Held(to_torch(tensors[0]), mm_hash, ref, blob)
         except BaseException:
             blob.close()
             raise
 
     async def _raise_failure(self, key: str) -> None:
-        """An encode task that has failed leaves its error where a request leaves its answer."""
+        """Raise the error of a failed encode task, which is in the token log of its name."""
         record = await last_record(self._bus, subjects.encoding(key))
         if isinstance(record, Failure):
             raise _as_error(record.error)
@@ -208,4 +211,4 @@ def _as_error(info: ErrorInfo) -> PagemillError:
         return InvalidRequest(info.message, field=info.field)
     if info.code == Poisoned.code:
         return Poisoned(info.message)
-    return EncodingFailed("the embeddings of a picture could not be made")
+    return EncodingFailed("the embeddings of an image could not be computed")

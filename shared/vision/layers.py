@@ -1,11 +1,11 @@
-"""Layers of towers that do what transformers' own do, sooner: same weights, same numbers.
+"""Faster layers for towers, with the weights and the results of transformers' own layers.
 
-transformers embeds patches by a convolution whose kernel is a patch, attends to one picture or
-window after the other, and turns queries and keys in eight passes over memory. Here a patch is
-embedded by one matrix product, segments of equal length are attended to in one call, and the
-turning takes five passes. Where the C++ kernels can be had, they turn and attend in one call, and
-linears run on them together with their activations, LLaVA's too. It knows the modules of one tower,
-and neither pictures nor batches.
+transformers embeds patches by a convolution whose kernel is a patch, attends to one image or window
+after the other, and rotates queries and keys in eight passes over memory. Here a patch is embedded
+by one matrix product, segments of equal length are attended to in one call, and the rotation takes
+five passes. Where the C++ kernels are available, they rotate and attend in one call, and linears
+run on them together with their activations, also in LLaVA. This module knows the modules of a
+tower, and neither images nor batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ from transformers.models.clip.modeling_clip import CLIPAttention
 from shared.native import tower_kernels
 from shared.native.tower_kernels import TowerKernels
 
-# At a time. From 2**20 to 2**22 it took the same on two cores, 2**23 took 1.2 times as long; with
-# each piece threads wait for each other once more, which other processes draw out.
+# Scores that are computed at once. 2**20 to 2**22 took the same time on two cores, 2**23 took 1.2
+# times as long. Threads wait for each other after each piece, longer so on a busy machine.
 MAX_SCORES = 2**22
 
-# What the modules of towers call a linear and the activation behind it.
+# Names of a linear and the activation behind it in the modules of towers.
 ACTIVATED = (
     *(("fc1", "act"), ("linear_fc1", "act_fn"), ("gate_proj", "act_fn"), ("0", "1")),
     *(("fc1", "activation_fn"), ("linear_1", "act")),
 )
-# As the kernels call them.
+# Activations by their names in the kernels.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "gelu": F.gelu,
@@ -39,7 +39,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def optimize_qwen_vision(visual: Any) -> None:
-    """Put these layers into a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL, around its weights."""
+    """Replace the layers of a tower of Qwen2-VL, Qwen2.5-VL or Qwen3-VL; the weights stay."""
     kernels = tower_kernels.find_kernels(visual.patch_embed.proj.weight)
     visual.patch_embed = PatchEmbedding(visual.patch_embed.proj)
     for block in visual.blocks:
@@ -49,7 +49,7 @@ def optimize_qwen_vision(visual: Any) -> None:
 
 
 def optimize_clip(tower: nn.Module, projector: nn.Module) -> None:
-    """The same for LLaVA's tower and projector; on torch they stay as they are."""
+    """Replace the layers of LLaVA's tower and projector; without kernels they stay unchanged."""
     kernels = tower_kernels.find_kernels(next(projector.parameters()))
     if kernels is None:
         return
@@ -61,12 +61,14 @@ def optimize_clip(tower: nn.Module, projector: nn.Module) -> None:
 
 
 def pack_linears(module: nn.Module, kernels: TowerKernels) -> None:
-    """Change all linears in a module, and the activations behind them, for `PackedLinear`; the
-    weights of one are given up before the next one is packed."""
+    """Replace all linears in a module, and the activations behind them, by `PackedLinear`.
+
+    The weights of one linear are released before the next one is packed.
+    """
     for linear_name, activation_name in ACTIVATED:
         linear, follower = (getattr(module, name, None) for name in (linear_name, activation_name))
         if isinstance(linear, nn.Linear) and isinstance(follower, nn.Module):
-            activation = _name_of(follower)
+            activation = _find_activation(follower)
             if activation is not None:
                 setattr(module, linear_name, PackedLinear(linear, kernels, activation))
                 setattr(module, activation_name, nn.Identity())
@@ -77,8 +79,11 @@ def pack_linears(module: nn.Module, kernels: TowerKernels) -> None:
             pack_linears(child, kernels)
 
 
-def _name_of(activation: nn.Module) -> str | None:
-    """By what it does, for a function goes by several classes; None for one that is not known."""
+def _find_activation(activation: nn.Module) -> str | None:
+    """Return the kernels' name of an activation; None if it has none.
+
+    The values decide, because one function has several classes.
+    """
     x = torch.linspace(-6, 6, 101)
     for name, function in _FUNCTIONS.items():
         if torch.allclose(activation(x), function(x), atol=1e-6):
@@ -88,14 +93,14 @@ def _name_of(activation: nn.Module) -> str | None:
 
 class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, kernels: TowerKernels, activation: str = "none") -> None:
-        """With the weights of a linear, of an even number of inputs."""
+        """Pack the weights of a linear, which must have an even number of inputs."""
         super().__init__()
         num_outputs = linear.out_features
         bias = torch.zeros(num_outputs) if linear.bias is None else linear.bias.detach().float()
         self._kernels = kernels
         self._activation = activation
         self._num_outputs = num_outputs
-        # transformers asks for the type and the device of a `weight`.
+        # transformers reads the type and the device of a `weight`.
         self.weight = tower_kernels.pack_weight(linear.weight)
         self._bias = F.pad(bias, (0, -num_outputs % tower_kernels.PANEL))
 
@@ -107,26 +112,26 @@ class PackedLinear(nn.Module):
 
 class PatchEmbedding(nn.Module):
     def __init__(self, convolution: Any) -> None:
-        """Around the weights of an nn.Conv3d."""
+        """Reuse the weights of an nn.Conv3d."""
         super().__init__()
         weight: Tensor = convolution.weight
         assert convolution.kernel_size == convolution.stride, "patches would overlap"
-        # `proj`, as the weights are called in the folder.
+        # `proj` is the name of the weights in the folder.
         self.proj = nn.Linear(weight[0].numel(), len(weight), bias=False, device="meta")
         self.proj.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=False)
         self.proj.bias = convolution.bias
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[num_patches, channels * frames * pixels] -> [num_patches, hidden_size]."""
+        """Embed [num_patches, channels * frames * pixels] into [num_patches, hidden_size]."""
         embeddings: Tensor = self.proj(patches.to(self.proj.weight.dtype))
         return embeddings
 
 
 class SegmentAttention(nn.Module):
-    """Each patch sees those of its segment: of its picture, or of its window in the picture."""
+    """Attention among the patches of a segment, which is an image or a window of it."""
 
     def __init__(self, attention: Any, kernels: TowerKernels | None = None) -> None:
-        """Around the weights of transformers' own module; on torch without kernels."""
+        """Reuse the weights of transformers' own module; run on torch without kernels."""
         super().__init__()
         self._kernels = kernels
         self.qkv: nn.Linear = attention.qkv
@@ -155,10 +160,10 @@ class SegmentAttention(nn.Module):
 
 
 class ClipAttention(nn.Module):
-    """Each patch of a square sees all of it."""
+    """Attention among all patches of a square."""
 
     def __init__(self, attention: Any, kernels: TowerKernels) -> None:
-        """Around the weights of a CLIPAttention."""
+        """Reuse the weights of a CLIPAttention."""
         super().__init__()
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = nn.Linear(parts[0].in_features, 3 * parts[0].out_features, device="meta")
@@ -184,17 +189,19 @@ class ClipAttention(nn.Module):
 
 
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on [num_patches, ..., head_dim]; `cos` and `sin` are [num_patches, head_dim]
-    of two equal halves. In float32, as transformers does it."""
+    """Apply rotary positions to [num_patches, ..., head_dim], in float32 as transformers does.
+
+    `cos` and `sin` are [num_patches, head_dim] of two equal halves.
+    """
     half = vectors.shape[-1] // 2
     shape = (len(vectors), *[1] * (vectors.dim() - 2), half)
     cos, sin = cos[:, :half].float().view(shape), sin[:, :half].float().view(shape)
     exact = vectors.float()
     left, right = exact[..., :half], exact[..., half:]
-    turned = torch.empty_like(exact)
-    torch.mul(left, cos, out=turned[..., :half]).addcmul_(right, sin, value=-1)
-    torch.mul(right, cos, out=turned[..., half:]).addcmul_(left, sin)
-    return turned.to(vectors.dtype)
+    rotated = torch.empty_like(exact)
+    torch.mul(left, cos, out=rotated[..., :half]).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=rotated[..., half:]).addcmul_(left, sin)
+    return rotated.to(vectors.dtype)
 
 
 def attend_segments(
@@ -204,21 +211,23 @@ def attend_segments(
     lengths: Sequence[int],
     scale: float,
 ) -> Tensor:  # [num_patches, num_heads, head_dim]
-    """Segments of one length share a call. They stand one behind the other: `lengths` adds up to
-    num_patches."""
+    """Attend within consecutive segments; `lengths` adds up to num_patches.
+
+    Segments of one length share a call.
+    """
     groups = _group(tuple(lengths))
     if len(groups) == 1:
         return _attend(query, key, value, lengths[0], scale)
     output = torch.empty_like(query)
-    for length, places in groups:
-        rows = places.to(query.device)
+    for length, indexes in groups:
+        rows = indexes.to(query.device)
         q, k, v = (tensor.index_select(0, rows) for tensor in (query, key, value))
         output.index_copy_(0, rows, _attend(q, k, v, length, scale))
     return output
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    """Of segments that are all of this length."""
+    """Attend within segments that all have this length."""
     shape = (-1, length, *query.shape[1:])
     q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (query, key, value))
     if query.device.type == "cpu" and query.dtype == torch.bfloat16:
@@ -229,8 +238,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float
 
 
 def _attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[num_segments, num_heads, length, head_dim] each. Scores are rounded to bfloat16, as in
-    transformers' eager attention; SDPA keeps them exact, and took 1.6 times as long."""
+    """Attend in pieces of MAX_SCORES; arguments are [num_segments, num_heads, length, head_dim].
+
+    Scores are rounded to bfloat16, as in transformers' eager attention. SDPA computes exact scores
+    and took 1.6 times as long.
+    """
     length = query.shape[2]
     num_rows = min(length, max(1, MAX_SCORES // length))
     num_pairs = max(1, MAX_SCORES // (length * num_rows))
@@ -246,10 +258,10 @@ def _attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     return output.view(query.shape)
 
 
-# The layers of a tower ask for the same, or for two kinds in turn; so do pictures of one size.
+# All layers of a tower have the same lengths, or two kinds in turn; so do images of one size.
 @lru_cache(maxsize=64)
 def _group(lengths: tuple[int, ...]) -> list[tuple[int, Tensor]]:
-    """Each length with the patches of its segments, [num_rows]."""
+    """Return each length with the rows of its segments, [num_rows]."""
     rows: dict[int, list[Tensor]] = {}
     start = 0
     for length in lengths:

@@ -1,6 +1,6 @@
-"""Weights of a folder in Hugging Face format: of a whole model, or of a part of it.
+"""Weights of a folder in Hugging Face format, for a whole model or a part of it.
 
-Read from safetensors files only; no code that lies beside them is ever executed.
+They are read from safetensors files only; code in the folder is never executed.
 """
 
 import re
@@ -19,8 +19,8 @@ from shared.errors import ConfigError
 def load_weights(
     model_class: Any, folder: Path, dtype: torch.dtype, device: str, without: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """The model, for inference only. `without` names submodules that are left out: they are None,
-    and their weights are not read.
+    """Load a model for inference. `without` names submodules that are left out: they are None, and
+    their weights are not read.
 
     Raises ConfigError.
     """
@@ -35,7 +35,7 @@ def load_weights(
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error
-    # transformers would fill these with random numbers and go on.
+    # transformers fills missing weights with random numbers and continues.
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"models.path: {folder} lacks weights: {missing}", field="models.path")
@@ -44,7 +44,7 @@ def load_weights(
 
 
 def _part_of(model_class: Any, without: Sequence[str]) -> Any:
-    """A class that builds the model and drops parts of it, before there is memory for them."""
+    """Return a class that builds the model and drops parts of it before they take memory."""
     if not without:
         return model_class
 
@@ -53,12 +53,14 @@ def _part_of(model_class: Any, without: Sequence[str]) -> Any:
         for name in without:
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, None)
-        kept = dict(self.named_parameters(remove_duplicate=False))
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         self.all_tied_weights_keys = {
-            name: source for name, source in self.all_tied_weights_keys.items() if name in kept
+            name: source
+            for name, source in self.all_tied_weights_keys.items()
+            if name in parameters
         }
 
-    # transformers knows by these names how the weights of a class are called in older files.
+    # transformers looks up the weight names of older files by the name and module of the class.
     return type(
         model_class.__name__,
         (model_class,),

@@ -22,9 +22,10 @@ from shared.protocol.messages import (
     Message,
     TextPart,
 )
-from shared.protocol.multimodal import PlaceholderRange, pack_mask
+from shared.protocol.multimodal import PlaceholderRange
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
+from tests.masks import pack_mask
 from tests.models.rig import make_case
 from workers.engine.loader import load
 from workers.engine.runner import ModelRunner

@@ -1,4 +1,4 @@
-"""Which waiting pictures go through the tower together. Pure."""
+"""Batch queue: decides which waiting images go through the tower together. Pure."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class _Waiting(Generic[T]):
 
 
 class BatchQueue(Generic[T]):
-    """In order of arrival. There is no timer: what comes while a batch is computed is the next."""
+    """Queue in the order of arrival, without a timer: items that arrive during a batch are next."""
 
     def __init__(self, max_cost: int) -> None:
         self._max_cost = max_cost
@@ -27,7 +27,7 @@ class BatchQueue(Generic[T]):
         self._waiting.append(_Waiting(item, cost))
 
     def take(self) -> list[T]:
-        """The next batch: as many as `max_cost` has room for, and at least one if any waits."""
+        """Return the next batch: all items that fit into `max_cost`, at least one if any waits."""
         batch: list[T] = []
         room = self._max_cost
         while self._waiting and (not batch or self._waiting[0].cost <= room):

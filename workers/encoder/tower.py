@@ -1,4 +1,4 @@
-"""The thread in which a tower works: pictures in, embeddings out, several requests' at once."""
+"""Tower thread: turns the images of several requests into embeddings, batch by batch."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from workers.encoder.batches import BatchQueue
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Order:
+class _Pending:
     fields: Fields
     done: "asyncio.Future[Tensor]"
 
@@ -23,14 +23,14 @@ class _Order:
 class TowerThread:
     def __init__(self, tower: Tower, max_batch_tokens: int) -> None:
         self._tower = tower
-        self._queue: BatchQueue[_Order] = BatchQueue(max_batch_tokens)
+        self._queue: BatchQueue[_Pending] = BatchQueue(max_batch_tokens)
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "tower")
         self._began_s: float | None = None
         self.num_encoded = 0
-        """Pictures that have gone through the tower."""
+        """Number of images that have gone through the tower."""
         self.num_batches = 0
-        self.on_batch: Callable[[float], None] = lambda num_pictures: None
+        self.on_batch: Callable[[float], None] = lambda num_images: None
 
     @property
     def num_waiting(self) -> int:
@@ -38,60 +38,60 @@ class TowerThread:
 
     @property
     def batch_s(self) -> float:
-        """For how long the present batch has been computed; 0 between batches."""
+        """Age of the current batch; 0 between batches."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     async def encode(self, fields: Fields) -> Tensor:
-        """The picture's embeddings, [num_tokens, width].
+        """Return an image's embeddings, [num_tokens, width].
 
-        Raises InvalidRequest for fields that are not what the tower takes; whatever else goes wrong
-        with a batch is raised by the one picture that it goes wrong with.
+        Raises InvalidRequest for fields that the tower does not take. Any other error in a batch is
+        raised for the image that causes it.
         """
         self._tower.adapter.check(fields)
         done: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
-        self._queue.add(_Order(fields, done), self._tower.adapter.count(fields))
+        self._queue.add(_Pending(fields, done), self._tower.adapter.count(fields))
         self._arrived.set()
         return await done
 
     async def work(self) -> None:
-        """Batch after batch, until it is cancelled."""
+        """Run batch after batch until cancelled."""
         while True:
             await self._arrived.wait()
-            # Not kept until the next: pictures are views of other workers' memory.
+            # No reference may outlive the batch: images are views of other workers' memory.
             await self._serve(self._next_batch())
 
-    def _next_batch(self) -> list[_Order]:
-        """Whoever has given up in the meantime need not be served."""
-        batch = [order for order in self._queue.take() if not order.done.done()]
+    def _next_batch(self) -> list[_Pending]:
+        """Return the next batch without cancelled images."""
+        batch = [image for image in self._queue.take() if not image.done.done()]
         if not len(self._queue):
             self._arrived.clear()
         return batch
 
-    async def _serve(self, batch: list[_Order]) -> None:
+    async def _serve(self, batch: list[_Pending]) -> None:
         if not batch:
             return
         try:
-            made = list(zip(batch, await self._encode(batch), strict=True))
+            embeddings = await self._encode(batch)
         except Exception as error:
             if len(batch) > 1:
-                for order in batch:
-                    await self._serve([order])
+                for image in batch:
+                    await self._serve([image])
             elif not batch[0].done.done():
                 batch[0].done.set_exception(error)
             return
-        for order, embedding in made:
-            if not order.done.done():
-                order.done.set_result(embedding)
+        for image, embedding in zip(batch, embeddings, strict=True):
+            if not image.done.done():
+                image.done.set_result(embedding)
 
-    async def _encode(self, batch: list[_Order]) -> list[Tensor]:
+    async def _encode(self, batch: list[_Pending]) -> list[Tensor]:
         self.num_encoded += len(batch)
         self.num_batches += 1
         self.on_batch(len(batch))
         self._began_s = time.monotonic()
         try:
             loop = asyncio.get_running_loop()
-            fields = [order.fields for order in batch]
+            fields = [image.fields for image in batch]
             return await loop.run_in_executor(self._thread, self._tower.encode, fields)
         finally:
             self._began_s = None

@@ -1,4 +1,4 @@
-"""Who is next of those who wait, and who must go when there are too many: fair to tenants. Pure."""
+"""Fair queue: picks the next waiter across tenants, and the one to reject when it is full. Pure."""
 
 from collections import deque
 from typing import Generic, TypeVar
@@ -7,34 +7,37 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Tenants take turns, and each one's waiters come in their order.
+    """Tenants take turns; the waiters of one tenant are started in the order of their arrival.
 
-    Whoever has entered is held until it leaves: first it waits, then it has its turn.
+    A waiter is held from `add` until `finish`: first it waits, then it is being served.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[T]] = {}
-        """Of tenants that have any, the next one first."""
+        """Waiters by tenant, the next tenant first; tenants without waiters are left out."""
         self._num_held: dict[str, int] = {}
-        """By tenant, of those that have any."""
+        """Number of held waiters by tenant, without zeros."""
 
-    def enter(self, tenant: str, waiter: T, max_held: int) -> T | None:
-        """Returns who must go so that at most `max_held` are held: the newest that waits of the
-        tenant with the most, or `waiter` itself where its own tenant has as many. None: nobody."""
-        gone = None
+    def add(self, tenant: str, waiter: T, max_held: int) -> T | None:
+        """Add a waiter and return the one to reject, so that at most `max_held` are held.
+
+        That is the newest waiting one of the tenant with the most, or `waiter` itself, which is
+        then not added, if its own tenant has as many. None if there is room.
+        """
+        rejected = None
         if sum(self._num_held.values()) >= max_held:
-            mine = self._num_held.get(tenant, 0)
+            num_own = self._num_held.get(tenant, 0)
             heaviest = max(self._waiting, key=self._num_held.__getitem__, default=tenant)
-            if self._num_held.get(heaviest, 0) <= mine + 1:
+            if self._num_held.get(heaviest, 0) <= num_own + 1:
                 return waiter
-            gone = self._waiting[heaviest][-1]
-            self.withdraw(heaviest, gone)
+            rejected = self._waiting[heaviest][-1]
+            self.withdraw(heaviest, rejected)
         self._waiting.setdefault(tenant, deque()).append(waiter)
         self._num_held[tenant] = self._num_held.get(tenant, 0) + 1
-        return gone
+        return rejected
 
-    def next(self) -> T | None:
-        """Who has its turn now; None if nobody waits."""
+    def start_next(self) -> T | None:
+        """Return the waiter to serve now; None if there is none."""
         if not self._waiting:
             return None
         tenant, waiting = next(iter(self._waiting.items()))
@@ -45,15 +48,15 @@ class FairQueue(Generic[T]):
         return waiter
 
     def withdraw(self, tenant: str, waiter: T) -> None:
-        """Of one that still waits."""
+        """Remove a waiter that has not been started."""
         waiting = self._waiting[tenant]
         waiting.remove(waiter)
         if not waiting:
             del self._waiting[tenant]
-        self.leave(tenant)
+        self.finish(tenant)
 
-    def leave(self, tenant: str) -> None:
-        """Of one that has had its turn."""
+    def finish(self, tenant: str) -> None:
+        """Release a waiter that has been served."""
         self._num_held[tenant] -= 1
         if not self._num_held[tenant]:
             del self._num_held[tenant]

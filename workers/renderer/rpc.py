@@ -1,8 +1,8 @@
-"""Questions on the bus that are answered at once: what a prompt renders to, and how many tokens.
+"""Renderer RPC: calls that renderers answer directly, such as rendering or tokenizing a prompt.
 
-They share threads with engine-bound work, but may only ever have half of them, and what is asked
-beyond a bound is refused at once: nobody's answer waits for somebody's counting. Tenants are
-answered in turn, and when too much is asked it is the tenant with the most that is refused.
+Calls share the threads with work for engines, but use at most half of them, and calls beyond a
+bound are refused at once, so that no answer waits for a token count. Tenants take turns, and under
+overload the tenant with the most calls is refused.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.threads import InThread
 
-# Asked and not answered; at ten milliseconds each, the last of them waits less than a second.
+# Calls in flight; at ten milliseconds each, the last of them waits less than a second.
 MAX_HELD = 64
 
-Asked = TypeVar("Asked")
+Request = TypeVar("Request")
 
 _log = structlog.get_logger()
 
@@ -66,9 +66,9 @@ class RendererRpc:
         self._processors = processors
         self._config = config
         self._in_thread = in_thread
-        self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
         self._num_free = max(1, config.renderer.threads // 2)
-        self._shares: list[GroupResponder] = []
+        self._responders: list[GroupResponder] = []
 
     async def start(self) -> None:
         for model in self._processors:
@@ -80,63 +80,63 @@ class RendererRpc:
                 (subjects.card(model), self._card),
             ):
                 answer = partial(self._answer, partial(work, model))
-                self._shares.append(
+                self._responders.append(
                     await self._bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
                 )
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
-        """Answer until `stop`, and then what has been asked by then."""
+        """Answer calls until `stop`, and finish those that have arrived by then."""
         await stop.wait()
-        await asyncio.gather(*(share.stop(drain_s) for share in self._shares))
+        await asyncio.gather(*(responder.stop(drain_s) for responder in self._responders))
 
     async def _answer(
-        self, work: Callable[[bytes, str], Awaitable[bytes]], question: bytes, tenant: str | None
+        self, work: Callable[[bytes, str], Awaitable[bytes]], data: bytes, header: str | None
     ) -> bytes:
         try:
-            asker = tenant_of(tenant)
-            async with self._turn(asker):
-                return await work(question, asker)
+            tenant = tenant_of(header)
+            async with self._wait_turn(tenant):
+                return await work(data, tenant)
         except PagemillError as error:
-            return _refusal(error)
+            return _error_reply(error)
         except Exception:
-            _log.exception("not_answered")
-            return _refusal(WorkerFailure("a worker failed on this request"))
+            _log.exception("call_failed")
+            return _error_reply(WorkerFailure("a worker failed on this request"))
 
     @contextlib.asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        """Raises Overloaded, at once or when somebody else is given the place."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        gone = self._turns.enter(tenant, mine, MAX_HELD)
-        if gone is not None:
-            gone.set_exception(Overloaded(f"{MAX_HELD} others wait for this renderer's answer"))
-        self._go_on()
+    async def _wait_turn(self, tenant: str) -> AsyncIterator[None]:
+        """Raises Overloaded, at once or when a call of another tenant takes the place."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        rejected = self._queue.add(tenant, turn, MAX_HELD)
+        if rejected is not None:
+            rejected.set_exception(Overloaded(f"{MAX_HELD} calls wait for this renderer"))
+        self._start_calls()
         try:
-            await asyncio.shield(mine)
+            await asyncio.shield(turn)
             yield
         finally:
-            if not mine.done():
-                self._turns.withdraw(tenant, mine)
-            elif mine.exception() is None:
+            if not turn.done():
+                self._queue.withdraw(tenant, turn)
+            elif turn.exception() is None:
                 self._num_free += 1
-                self._turns.leave(tenant)
-                self._go_on()
+                self._queue.finish(tenant)
+                self._start_calls()
 
-    def _go_on(self) -> None:
-        while self._num_free and (waiter := self._turns.next()) is not None:
+    def _start_calls(self) -> None:
+        while self._num_free and (waiter := self._queue.start_next()) is not None:
             self._num_free -= 1
             waiter.set_result(None)
 
-    async def _render(self, model: str, question: bytes, tenant: str) -> bytes:
-        request = await _decoded(decode_request, question)
+    async def _render(self, model: str, data: bytes, tenant: str) -> bytes:
+        request = await _decode(decode_request, data)
         _check_model(request, model)
         rendered = await self._path.render(
             self._processors[model], prompt_of(request), self._bus.max_payload, tenant
         )
         head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
-        return self._fitting(envelope.encode(head, rendered.tensors))
+        return self._check_size(envelope.encode(head, rendered.tensors))
 
-    async def _features(self, model: str, question: bytes, tenant: str) -> bytes:
-        asked = await _decoded(decode_features_request, question)
+    async def _features(self, model: str, data: bytes, tenant: str) -> bytes:
+        asked = await _decode(decode_features_request, data)
         _check_model(asked.request, model)
         rendered = await self._path.render_features(
             self._processors[model],
@@ -146,27 +146,27 @@ class RendererRpc:
             tenant,
             with_data=asked.payload == "tensors",
         )
-        return self._fitting(to_msgpack(rendered))
+        return self._check_size(to_msgpack(rendered))
 
-    async def _tokenize(self, model: str, question: bytes, tenant: str) -> bytes:
-        asked = prompt_to_tokenize(await _decoded(decode_tokenize_request, question))
+    async def _tokenize(self, model: str, data: bytes, tenant: str) -> bytes:
+        asked = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
         processor = self._processors[model]
         token_ids = await self._path.tokenize(processor, asked, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)
-        counted = Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings)
-        return self._fitting(to_json(counted))
+        tokenized = Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings)
+        return self._check_size(to_json(tokenized))
 
-    async def _detokenize(self, model: str, question: bytes, tenant: str) -> bytes:
-        request = await _decoded(decode_detokenize_request, question)
-        told = await self._in_thread(
+    async def _detokenize(self, model: str, data: bytes, tenant: str) -> bytes:
+        request = await _decode(decode_detokenize_request, data)
+        text, token_bytes = await self._in_thread(
             self._processors[model].detokenize, request.tokens, request.skip_special_tokens
         )
-        return self._fitting(to_json(Detokenized(*told)))
+        return self._check_size(to_json(Detokenized(text, token_bytes)))
 
-    async def _card(self, model: str, question: bytes, tenant: str) -> bytes:
+    async def _card(self, model: str, data: bytes, tenant: str) -> bytes:
         return to_json(self._processors[model].card(model))
 
-    def _fitting(self, answer: bytes) -> bytes:
+    def _check_size(self, answer: bytes) -> bytes:
         self._bus.check_size(answer, "this answer")
         return answer
 
@@ -178,15 +178,15 @@ def _check_model(request: GenerateRequest, model: str) -> None:
         )
 
 
-async def _decoded(decode: Callable[[bytes], Asked], question: bytes) -> Asked:
+async def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
     try:
-        return await asyncio.to_thread(decode, question)
+        return await asyncio.to_thread(decode, data)
     except msgspec.ValidationError as error:
-        what, field = split_validation_error(error)
-        raise InvalidRequest(f"{field or 'request'}: {what}", field=field or None) from error
+        message, field = split_validation_error(error)
+        raise InvalidRequest(f"{field or 'request'}: {message}", field=field or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error
 
 
-def _refusal(error: PagemillError) -> bytes:
+def _error_reply(error: PagemillError) -> bytes:
     return to_json(ErrorReply(error_info(error)))

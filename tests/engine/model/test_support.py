@@ -59,7 +59,7 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("clip", {}, "no family"),
     ],
 )
-def test_unsupported_adapter_settings_are_rejected_with_the_reason(
+def test_unsupported_models_are_refused_with_the_reason(
     model_type: str, settings: dict[str, Any], reason: str
 ):
     assert reason in refuse(model_type, settings)

@@ -13,8 +13,9 @@ from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import DecodeError
 from shared.protocol.messages import EngineTask, RequestTicket
-from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, pack_mask
+from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
+from tests.masks import pack_mask
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=100))

@@ -1,7 +1,7 @@
-"""What a model's config asks of the engine: served right, or refused when it is loaded.
+"""Model support: refuses, when it is loaded, a model that the engine would answer wrongly.
 
-The one place that decides it. A family is served when a test holds its tokens against those of
-transformers; what it may still ask for beyond that, its config says.
+This module alone decides it. A family is served when a test compares its tokens with those of
+transformers; a config may still ask for features that the engine does not have.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from workers.engine.model.step_plan import Window
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
-# Their rotary frequencies depend on the longest sequence of a batch, so that what a request gets
-# would depend on its neighbours.
+# Rotary frequencies of these types depend on the longest sequence of a batch, so the answer to a
+# request would depend on the other requests.
 BATCH_ROPE = frozenset({"dynamic", "longrope"})
 
-# What these names begin with keeps a state of a fixed size instead of keys and values per token.
+# Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
 
-# Each says why, of a model's own config and that of its language model; None if it does not apply.
+# Returns the reason from a model's config and its text config; None if the model is not concerned.
 _Refusal = Callable[[Any, Any], str | None]
 
 
@@ -36,7 +36,10 @@ def check_supported(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def layer_windows(text_config: PreTrainedConfig) -> list[Window]:
-    """How far back each layer sees. Without `layer_types` a window holds for all, as in Mistral."""
+    """Return the attention window of each layer, in tokens.
+
+    Without `layer_types` one window holds for all layers, as in Mistral.
+    """
     window: Window = getattr(text_config, "sliding_window", None)
     kinds = getattr(text_config, "layer_types", None)
     if not kinds:
@@ -66,7 +69,7 @@ def _layer_kinds(config: Any, text: Any) -> str | None:
 def _stray_window(config: Any, text: Any) -> str | None:
     kinds, window = (getattr(text, name, None) for name in ("layer_types", "sliding_window"))
     if window and not kinds and "one_window" not in registry.find_decoder_traits(text):
-        # transformers' layers ignore it, and its cache does not.
+        # transformers' layers ignore the window, and its cache does not.
         return f"names a sliding window, which a model of type {text.model_type!r} does not have"
     return None
 
@@ -74,7 +77,7 @@ def _stray_window(config: Any, text: Any) -> str | None:
 def _alibi(config: Any, text: Any) -> str | None:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
-        return "uses ALiBi, which adds to the scores what the engine's attention does not"
+        return "uses ALiBi, a bias on the scores that the engine's attention does not have"
     return None
 
 
@@ -98,9 +101,9 @@ def _bidirectional(config: Any, text: Any) -> str | None:
 
 def _rope(config: Any, text: Any) -> str | None:
     rope = getattr(text, "rope_parameters", None) or {}
-    # Some families have other frequencies for each kind of layer.
-    of_kinds = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in of_kinds or [rope]:
+    # Some families have separate frequencies for each kind of layer.
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_kind or [rope]:
         if parameters.get("rope_type") in BATCH_ROPE:
             return (
                 f"uses {parameters['rope_type']} rotary positions, which depend on the other"
