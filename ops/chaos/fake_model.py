@@ -209,8 +209,8 @@ class FakeProcessor:
     def hash_media(self, modality: Modality, source_hash: str, tenant: str) -> str:
         return content_hash(tenant, source_hash, "fake")
 
-    def process(self, image: Any, field: str, tenant: str) -> FakeImage:
-        mm_hash = self.hash_media(IMAGE, image.source_hash, tenant)
+    def process(self, media: Any, field: str, tenant: str) -> FakeImage:
+        mm_hash = self.hash_media(IMAGE, media.source_hash, tenant)
         num_bytes = image_bytes(mm_hash)
         data = memoryview(bytes.fromhex(mm_hash) * (num_bytes // 32))
         return FakeImage(
@@ -227,8 +227,10 @@ class FakeProcessor:
     ) -> tuple[list[int], list[PlaceholderRange]]:
         return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
-    def render(self, messages: Sequence[Message], images: Iterable[Any]) -> FakeRendered:
-        processed = [self.process(image, "", "") for image in images]
+    def render(
+        self, messages: Sequence[Message], media: Iterable[Any], tenant: str = ""
+    ) -> FakeRendered:
+        processed = [self.process(image, "", tenant) for image in media]
         token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), processed)
         items = [
             MultiModalKwargsItem(IMAGE, image.mm_hash, placeholder, {"bytes": number})

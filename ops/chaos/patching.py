@@ -21,7 +21,7 @@ def replace_attribute(owner: Any, name: str, replacement: Callable[..., Any]) ->
     cannot take its place.
     """
     original = getattr(owner, name)
-    _check_signature(original, replacement)
+    check_signature(original, replacement)
     if isinstance(owner, ModuleType):
         _check_all_callers_use(owner, name, original)
     setattr(owner, name, replacement)
@@ -39,13 +39,14 @@ def wrap(owner: type, name: str) -> Callable[[Callable[..., Awaitable[Any]]], No
         async def call(*args: Any, **named: Any) -> Any:
             return await wrapper(original, *args, **named)
 
-        _check_signature(original, functools.partial(wrapper, original))
+        check_signature(original, functools.partial(wrapper, original))
         replace_attribute(owner, name, call)
 
     return decorate
 
 
-def _check_signature(original: Any, replacement: Callable[..., Any]) -> None:
+def check_signature(original: Any, replacement: Callable[..., Any]) -> None:
+    """Raise TypeError where `replacement` does not take the arguments of `original`."""
     name = getattr(original, "__qualname__", repr(original))
     if inspect.iscoroutinefunction(original) and not _is_async(replacement):
         raise TypeError(f"{name} is a coroutine function, its replacement is not")
