@@ -1,22 +1,49 @@
 # `make demo` shows the main job; `make test` is what CI runs. Both make .venv on first use.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip --quiet
+TORCH := 2.13.0
+JOBS ?= 3
+PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
-.PHONY: demo test check bench bench-door bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: lock demo test tests check coverage bench bench-door bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
-.venv/installed: pyproject.toml
+# Exact versions from requirements.lock, and this package. Bytecode of what is imported comes with
+# its first import; of all packages it would cost half a minute here.
+.venv/installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --editable . --group dev
-	sync  # Two gigabytes, which a broker's first writes would wait for.
+	$(PIP) install --no-compile --upgrade "pip>=25.1"
+	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock
+	$(PIP) install --no-compile torch==$(TORCH)
+	$(PIP) install --no-compile --no-deps --no-build-isolation --editable .
+	sync  # A broker's first writes would otherwise wait for two gigabytes.
 	touch $@
+
+# torch is not in the file: an index of CPU wheels has other files of the same version than PyPI,
+# whose wheels for Linux also ask for the CUDA packages.
+lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install uv
+	$(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --no-header --quiet > requirements.new
+	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } keep' requirements.new > requirements.lock
+	rm requirements.new
 
 demo: .venv/installed  ## three pictures and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
-test: .venv/installed check  ## style, types, import contracts, tests
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+test: .venv/installed  ## style, types, import contracts, tests, coverage of the pure packages
+	$(MAKE) --jobs 3 check tests coverage
+
+# Much of the tests' time is waiting, so there are more processes than cores. A file stays in one
+# process, which shares its clusters and models; tests/conftest.py puts the longest files first.
+tests: .venv/installed
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+		$(PURE_TESTS:%=--ignore=%)
+
+coverage: .venv/installed  ## the tests of packages without I/O, and how much of these they run
+	$(BIN)/pytest --cov --cov-report=term:skip-covered $(PURE_TESTS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

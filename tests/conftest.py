@@ -1,12 +1,9 @@
-"""One real nats-server per test session, on a free port; a connection for each test.
-
-And a watch over every error that is made in any test: none that may reach a client tells of our
-insides.
-"""
+"""Fixtures and hooks for all tests: a broker per session, rules about errors, skips and order."""
 
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -16,33 +13,97 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, PagemillError
 
-# Before anything imports Triton, and transformers does. Without a GPU our kernels run in its
-# interpreter.
+# transformers imports Triton, which reads this variable at its import. Without a GPU, the kernels
+# run in Triton's interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# As for workers: before anything imports torch.
+# Read by torch at its import; workers set it as well.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-INSIDES = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
+INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
+
+# Files that take minutes, most of them waiting. Workers of pytest-xdist take files in this order,
+# and a long file that starts last would keep one of them busy alone.
+LONG_FIRST = ("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_peers.py")
+
+# Most skipped tests by reason, of those that no setting of a CI machine can avoid. A reason that is
+# not listed fails the run unless it begins with a line of the environment variable
+# PAGEMILL_TESTS_MAY_SKIP.
+ALLOWED_SKIPS = {
+    "needs a CUDA device": 1,
+    "there is a GPU": 1,
+    "needs Debian's packages chromium and chromium-driver": 27,
+    "PAGEMILL_SMOLLM2 names no folder": 2,
+    "a model that does not see": 6,
+}
+MAY_SKIP = "PAGEMILL_TESTS_MAY_SKIP"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FIRST))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _excess_skips(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for reason, count in sorted(_excess_skips(config).items()):
+        terminalreporter.write_line(
+            f"FAILED: {count} tests were skipped for a reason that {__name__}.ALLOWED_SKIPS does"
+            f" not allow so often: {reason!r} ({MAY_SKIP} may allow it)",
+            red=True,
+        )
+
+
+def _excess_skips(config: pytest.Config) -> Counter[str]:
+    """Return the number of skipped tests by each reason that exceeds its allowance.
+
+    Empty in a worker of pytest-xdist, because only the controller prints reports.
+    """
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):
+        return Counter()
+    reasons = Counter(_reason_of(report) for report in reporter.stats.get("skipped", []))
+    permitted = tuple(filter(None, os.environ.get(MAY_SKIP, "").splitlines()))
+    return Counter(
+        {
+            reason: count
+            for reason, count in reasons.items()
+            if count > ALLOWED_SKIPS.get(reason, 0) and not reason.startswith(permitted)
+        }
+    )
+
+
+def _reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return text.removeprefix("Skipped: ")
 
 
 @pytest.fixture(autouse=True)
-def errors_tell_nothing_of_our_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    told: list[str] = []
+def no_error_shows_internals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check every error made during a test: a client may see it, so it must not show internals."""
+    messages: list[str] = []
     make = PagemillError.__init__
 
-    def watched(self: PagemillError, message: str, *, field: str | None = None) -> None:
+    def recorded(self: PagemillError, message: str, *, field: str | None = None) -> None:
         make(self, message, field=field)
-        if not isinstance(self, ConfigError):  # which is for the operator, and names files
-            told.append(f"{field}: {message}")
+        # The operator reads a ConfigError, which names files.
+        if not isinstance(self, ConfigError):
+            messages.append(f"{field}: {message}")
 
-    monkeypatch.setattr(PagemillError, "__init__", watched)
+    monkeypatch.setattr(PagemillError, "__init__", recorded)
     yield
-    assert [text for text in told if INSIDES.search(text)] == []
+    assert [message for message in messages if INTERNALS.search(message)] == []
 
 
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A nats-server on a free port."""
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server
@@ -51,8 +112,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 @pytest.fixture
 async def bus(broker: EmbeddedServer) -> AsyncIterator[Bus]:
+    """A connection of the test's own to the broker."""
     connection = await Bus.connect(broker.url, "test")
-    # Whether it keeps its promises is asked of all servers that there may be, which takes a while.
+    # The check of the server's durability asks all servers that there may be, which takes long.
     await connection.prepare(NatsConfig(unchecked=True), DeliveryConfig())
     yield connection
     await connection.close()
