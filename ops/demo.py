@@ -26,7 +26,8 @@ from shared.protocol.messages import Failure, Finish, LogRecord, StageSpan, Toke
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.ask import AskOptions, build_request
-from workers.cli.local_cluster import LocalCluster, default_workers
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import default_workers
 
 PICTURES = Path(__file__).parent / "demo_pictures"
 console = Console()
@@ -128,7 +129,7 @@ def _colour(one: Progress) -> str:
 
 
 def _hop(hop: StageSpan) -> str:
-    return f"{hop.role} {hop.sent_ms - hop.received_ms:.0f} ms"
+    return f"{hop.stage} {hop.sent_ms - hop.received_ms:.0f} ms"
 
 
 def pick_cases() -> list[Case]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import WorkerSpec, default_workers
 
 MODEL = Path(__file__).parent / "demo_model"
 CONFIG = """

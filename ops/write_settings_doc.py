@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
-from shared.config import ApiKey, Config, ModelConfig
+from shared.config import ApiKey, Config, InputConfig, ModelConfig, OutputConfig, StageConfig
 
 FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 
@@ -26,6 +26,12 @@ the environment is YAML, so lists and mappings are `[a, b]` and `{a: 1}`. Sizes 
 units of 2^20 bytes, times named `_s` in seconds. A dash means that there is no default value.
 """
 
+NESTED: dict[str, type[Struct]] = {
+    "models.NAME.stages.STAGE": StageConfig,
+    "models.NAME.stages.STAGE.inputs.KIND": InputConfig,
+    "models.NAME.stages.STAGE.output": OutputConfig,
+    "gateway.api_keys": ApiKey,
+}
 HEAD = ["key", "type", "default", "environment variable", "meaning"]
 
 
@@ -35,7 +41,8 @@ def document() -> str:
     for name, kind in _sections(Config):
         parts.append(_section(f"`{name}`", f"{name}.", kind, schemas))
     parts.append(_section("`models.NAME`", "models.NAME.", ModelConfig, schemas))
-    parts.append(_section("`gateway.api_keys`", "", ApiKey, schemas, in_list=True))
+    for title, kind in NESTED.items():
+        parts.append(_section(f"`{title}`", "", kind, schemas, in_list=True))
     return "\n".join(parts)
 
 
@@ -44,7 +51,7 @@ def settings() -> Iterator[tuple[str, str]]:
     top: list[tuple[str, type[Struct]]] = [
         ("", Config),
         ("models.NAME", ModelConfig),
-        ("gateway.api_keys[]", ApiKey),
+        *((f"{title}[]", kind) for title, kind in NESTED.items()),
     ]
     for name, kind in top:
         yield from _leaves(f"{name}.".lstrip("."), kind)
@@ -57,7 +64,7 @@ def _leaves(prefix: str, kind: type[Struct]) -> Iterator[tuple[str, str]]:
     for field in msgspec.structs.fields(kind):
         if _is_section(field.type):
             continue
-        yield prefix + field.name, docs.get(field.name, "")
+        yield prefix + field.encode_name, docs.get(field.name, "")
 
 
 def _sections(kind: type[Struct], prefix: str = "") -> Iterator[tuple[str, type[Struct]]]:
@@ -80,12 +87,12 @@ def _section(
     for field in msgspec.structs.fields(kind):
         if _is_section(field.type):
             continue
-        key = prefix + field.name
+        key = prefix + field.encode_name
         variable = "-" if in_list else f"`PAGEMILL_{key.upper().replace('.', '__')}`"
         rows.append(
             [
                 f"`{key}`",
-                type_words(described[field.name], _link),
+                type_words(described[field.encode_name], _link),
                 _default(field),
                 variable,
                 escaped(docs.get(field.name, "")),
@@ -95,7 +102,13 @@ def _section(
 
 
 def _link(name: str) -> str:
-    return {"ModelConfig": "[model](#modelsname)", "ApiKey": "[key](#gatewayapi_keys)"}[name]
+    return {
+        "ModelConfig": "[model](#modelsname)",
+        "StageConfig": "[stage](#modelsnamestagesstage)",
+        "InputConfig": "[input](#modelsnamestagesstageinputskind)",
+        "OutputConfig": "[output](#modelsnamestagesstageoutput)",
+        "ApiKey": "[key](#gatewayapi_keys)",
+    }[name]
 
 
 def _default(field: Any) -> str:

@@ -1,6 +1,5 @@
 """Client: publish requests, follow their token logs, cancel them, store images, ask renderers."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import (
     GenerateRequest,
     LogRecord,
-    decode_log_record,
+    OutputRecord,
     encode_request,
     to_json,
 )
@@ -34,14 +33,8 @@ from shared.protocol.renderer_rpc import (
     decode_tokenized,
 )
 from shared.state import media_store
-from shared.state.token_log import is_final
+from shared.state.log_reader import LogReader, NotEnded
 
-# Live records may be lost. After this silence the log itself is read, and ever less often while it
-# has nothing new.
-SILENCE_S = 2.0
-MAX_SILENCE_S = 15.0
-# Time after its deadline by which the coordinator has ended any request.
-GRACE_S = 15.0
 # A renderer may have to fetch and process all images of a request before it replies.
 ANSWER_TIMEOUT_S = 30.0
 
@@ -68,14 +61,15 @@ async def ask(
     """
     _check_request_id(request_id)
     _check_name(request.model, "model")
-    reader = _Reader(bus, request_id, 0)
+    reader = LogReader(bus, request_id, 0)
     await reader.open()
     try:
         data = encode_request(request, sampling)
         subject = subjects.request(request.model)
         is_duplicate = await bus.publish(subject, data, request_id, tenant=tenant)
-        async for record in reader.records(has_log=is_duplicate, timeout_s=request.timeout_s):
-            yield record
+        async for record in reader.records(at_once=is_duplicate, timeout_s=request.timeout_s):
+            if isinstance(record, LogRecord):
+                yield record
     finally:
         await reader.close()
 
@@ -90,15 +84,35 @@ async def follow(
     and Unavailable if there is no final one.
     """
     _check_name(request_id, "request_id")
-    reader = _Reader(bus, request_id, start)
+    reader = LogReader(bus, request_id, start)
     await reader.open()
     try:
-        async for record in reader.records(has_log=True, timeout_s=timeout_s):
-            yield record
-    except _Unended:
+        async for record in reader.records(at_once=True, timeout_s=timeout_s):
+            if isinstance(record, LogRecord):
+                yield record
+    except NotEnded:
         if reader.is_empty:
             raise LogTruncated("this log has been removed to make room") from None
         raise
+    finally:
+        await reader.close()
+
+
+async def follow_output(
+    bus: Bus, request_id: str, output: str, start: int = 0, timeout_s: float | None = None
+) -> AsyncIterator[OutputRecord]:
+    """Yield the records of an output beside the text, from record `start` to its OutputEnd.
+
+    Raises what `follow` raises.
+    """
+    _check_name(request_id, "request_id")
+    _check_name(output, "output")
+    reader = LogReader(bus, request_id, start, output)
+    await reader.open()
+    try:
+        async for record in reader.records(at_once=True, timeout_s=timeout_s):
+            if isinstance(record, OutputRecord):
+                yield record
     finally:
         await reader.close()
 
@@ -197,82 +211,12 @@ async def _request(
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
 
 
-class _Unended(Unavailable):
-    """The deadline of a request has passed, and its log has no final record."""
-
-
-class _Reader:
-    """Reads a log: live records while they arrive in order, and the stored log when they do not."""
-
-    def __init__(self, bus: Bus, request_id: str, start: int) -> None:
-        self._bus = bus
-        self._subject = subjects.tokens(request_id)
-        self._expected = start
-        self._first = 1
-        """Stream sequence of the first message that has not been read."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no record of the log has been read."""
-        return self._expected == 0
-
-    async def open(self) -> None:
-        self._listener = await self._bus.subscribe(self._subject)
-
-    async def close(self) -> None:
-        """Stop listening. A second call does nothing."""
-        await self._bus.unsubscribe(self._listener)
-
-    async def records(self, *, has_log: bool, timeout_s: float | None) -> AsyncIterator[LogRecord]:
-        """Yield the records to the final one. With `has_log`, the stored log is read at once."""
-        loop = asyncio.get_running_loop()
-        give_up = None if timeout_s is None else loop.time() + timeout_s + GRACE_S
-        silence_s = 0.0 if has_log else SILENCE_S
-        while True:
-            began = loop.time()
-            new_records = await self._next(silence_s)
-            silent = not new_records and loop.time() - began >= silence_s
-            silence_s = min(max(2 * silence_s, SILENCE_S), MAX_SILENCE_S) if silent else SILENCE_S
-            for record in new_records:
-                if not is_final(record):
-                    yield record
-                    continue
-                # A caller may never resume this generator after the final record.
-                await self.close()
-                yield record
-                return
-            if give_up is not None and not new_records and loop.time() > give_up:
-                raise _Unended("no worker has ended the request by its deadline")
-
-    async def _next(self, silence_s: float) -> list[LogRecord]:
-        """Return new records in order, live or from the log, or none after `silence_s`."""
-        live = await self._listener.next(silence_s) if silence_s else None
-        if live is not None:
-            record = decode_log_record(live.data)
-            if record.index < self._expected:
-                return []
-            if record.index == self._expected:
-                self._expected += 1
-                self._first = live.sequence + 1
-                return [record]
-        stored = await self._bus.read(subjects.TOKENS_STREAM, self._subject, self._first)
-        new_records = []
-        for message in stored:
-            self._first = message.sequence + 1
-            record = decode_log_record(message.data)
-            if record.index > self._expected:
-                raise LogTruncated("the beginning of this log has been removed to make room")
-            if record.index == self._expected:
-                new_records.append(record)
-                self._expected = record.index + 1
-        return new_records
-
-
 def _check_request_id(value: str) -> None:
     _check_name(value, "request_id")
     if not subjects.is_request_id(value):
         raise InvalidRequest(
-            'request ids must not start with "encode_": that prefix is reserved for encoder tasks',
+            f"request ids must not start with {subjects.RESERVED_PREFIX!r}: that prefix is reserved"
+            " for item tasks",
             field="request_id",
         )
 

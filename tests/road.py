@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
 from shared.errors import PagemillError
-from shared.protocol.messages import EngineTask, RequestTicket
+from shared.protocol.messages import EngineBody, Task
 from shared.protocol.sampling import SamplingParams
+from tests.tasks import engine_task
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
 from workers.renderer.processing.processor import Rendered
@@ -16,16 +17,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 def pack(rendered: Rendered, request_id: str = "r", sampling: SamplingParams = GREEDY) -> bytes:
     """The message that the renderer would publish, every tensor in it."""
-    accepted = RequestTicket(0.0, 1.0, 1, "receipt")
-    task = EngineTask(
-        request_id, "m", "batch", rendered.prompt_token_ids, rendered.items, sampling, accepted, []
-    )
+    task = engine_task(request_id, rendered.prompt_token_ids, rendered.items, sampling)
     return encode(task, rendered.tensors)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
     """What the engine makes of it; the tensors are views of `data`."""
-    task, tensors = decode(data, EngineTask)
+    task, tensors = decode(data, Task[EngineBody])
     items = [
         Item(
             item.modality,
@@ -33,9 +31,11 @@ def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
             item.placeholder,
             {name: to_torch(tensors[index]) for name, index in item.fields.items()},
         )
-        for item in task.items
+        for item in task.body.items
     ]
-    return EngineRequest(task.request_id, task.prompt_token_ids, items, task.sampling_params)
+    return EngineRequest(
+        task.header.request_id, task.body.prompt_token_ids, items, task.header.sampling
+    )
 
 
 def run(

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import uvloop
 import yaml
@@ -16,25 +16,19 @@ from rich.markup import escape
 
 from shared.client import new_request_id
 from shared.errors import PagemillError
+from shared.protocol.pipeline import graph_lines
 from shared.stage import runtime
+from shared.stage.pipelines import pipelines_of
 from shared.telemetry import logs
 from workers.cli import metrics as exporting
 from workers.cli import operate, settings
 from workers.cli import top as watching
 from workers.cli.ask import AskOptions, ask_and_print, follow_and_print
-from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
+from workers.cli.local_cluster import LocalCluster
 from workers.cli.preview import render_and_print, tokenize_and_print
 from workers.cli.up import run_until_stopped
 from workers.gateway.http.auth import digest, make_key
-
-Role = Literal["coordinator", "renderer", "encoder", "engine", "gateway"]
-ROLE_MODULES = {
-    "coordinator": "workers.coordinator.worker",
-    "renderer": "workers.renderer.worker",
-    "encoder": "workers.encoder.worker",
-    "engine": "workers.engine.main",
-    "gateway": "workers.gateway.worker",
-}
+from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
 ConfigFile = Annotated[
     Path | None,
@@ -72,18 +66,32 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     return uvloop.run(run_until_stopped(cluster))
 
 
+def _check_role(_: type[str], name: str) -> None:
+    names = [spec.name for spec in all_roles()]
+    if name not in names:
+        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
+
+
 @app.command
 def worker(
-    role: Role, /, *, model: str | None = None, config: ConfigFile = None, nats: NatsUrl = None
+    role: Annotated[str, Parameter(validator=_check_role)],
+    /,
+    *,
+    model: str | None = None,
+    stage: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
 ) -> int:
     """Run one worker of a role, until SIGTERM or Ctrl-C drains it.
 
     Parameters
     ----------
     role
-        What the worker does.
+        The kind of worker: coordinator, renderer, encoder, engine or gateway.
     model
         The model that an engine or an encoder serves; needed only when several are configured.
+    stage
+        The stage of the model's pipeline that it serves; by default the one named like its role.
     """
     loaded = settings.load_config(settings.find_config_file(config))
     if model is None and len(loaded.models) == 1:
@@ -91,8 +99,9 @@ def worker(
     # Threads of torch's that wait for work would keep the processors from those that do it: from
     # the engine's own kernels, and from other workers. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    module = importlib.import_module(ROLE_MODULES[role])
-    return runtime.run(role, module.main, loaded, nats or settings.nats_url(loaded), model)
+    module = importlib.import_module(role_of(role).module)
+    url = nats or settings.nats_url(loaded)
+    return runtime.run(role, module.main, loaded, url, model, stage)
 
 
 @app.command
@@ -345,11 +354,14 @@ def key(name: str, /, *, tenant: str | None = None) -> int:
 
 @app.command
 def check(*, config: ConfigFile = None) -> int:
-    """Print the effective configuration, or what is wrong with it."""
+    """Print each pipeline and the effective configuration, or what is wrong with it."""
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
     settings.check_paths(loaded)
     Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
+    for name, pipeline in pipelines_of(loaded).items():
+        lines = [f"pipeline of {name}", *(f"  {line}" for line in graph_lines(pipeline))]
+        sys.stdout.writelines(f"# {line}\n" for line in lines)
     sys.stdout.write(yaml.safe_dump(settings.as_tree(loaded), sort_keys=False))
     return 0
 

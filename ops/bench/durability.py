@@ -43,23 +43,26 @@ from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     Failure,
     GenerateRequest,
     LogRecord,
     Message,
     RequestTicket,
+    Task,
+    TaskHeader,
     TokenChunk,
 )
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, default_workers
+from workers.cli.local_cluster import LocalCluster
 from workers.engine import loader
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest
 from workers.engine.main import build_core
 from workers.renderer.processing.processor import Processor
+from workers.roles import default_workers
 
 MODEL = "bench"
 LOADS = (1, 8, 32)
@@ -141,17 +144,9 @@ async def publish_task(
     """To the engine, as a renderer would."""
     now_ms = bus.now_ms()
     # There is no request in a queue to be acknowledged at the end.
-    accepted = RequestTicket(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
-    task = EngineTask(
-        request_id=request_id,
-        model=MODEL,
-        lane="interactive",
-        prompt_token_ids=token_ids,
-        items=[],
-        sampling_params=sampling,
-        accepted=accepted,
-        path=[],
-    )
+    ticket = RequestTicket(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
+    header = TaskHeader(request_id, MODEL, "interactive", ticket, sampling)
+    task = Task(header, EngineBody(token_ids, []))
     subject = subjects.stage("engine", MODEL, "interactive", request_id)
     await bus.publish(subject, envelope.encode(task, []), f"{request_id}:engine")
 

@@ -25,7 +25,8 @@ from shared.protocol.messages import Finish, GenerateRequest, StageSpan
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.ask import AskOptions, build_request
-from workers.cli.local_cluster import LocalCluster, default_workers
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import default_workers
 
 
 async def measure_floor(bus: Bus, count: int) -> list[float]:
@@ -66,7 +67,7 @@ def _hand_overs(sent_ms: float, path: list[StageSpan]) -> list[tuple[str, float]
     start = StageSpan("client", "", 1, sent_ms, sent_ms)
     hops = [start, *path]
     return [
-        (f"{a.role} → {b.role}", b.received_ms - a.sent_ms) for a, b in itertools.pairwise(hops)
+        (f"{a.stage} → {b.stage}", b.received_ms - a.sent_ms) for a, b in itertools.pairwise(hops)
     ]
 
 

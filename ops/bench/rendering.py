@@ -25,6 +25,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer
 from shared.bus.embedded_server import EmbeddedServer
+from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.messages import (
@@ -33,16 +34,17 @@ from shared.protocol.messages import (
     ImageURL,
     Message,
     Prompt,
-    RenderTask,
+    RenderBody,
     RequestTicket,
+    Task,
+    TaskHeader,
     TextPart,
-    to_msgpack,
 )
 from shared.protocol.renderer_rpc import ErrorReply
-from shared.protocol.sampling import SamplingParams
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, WorkerSpec
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import WorkerSpec
 
 MODEL = "demo"
 SIZE = (448, 448)
@@ -89,12 +91,11 @@ class Sink:
         now_ms = self._bus.now_ms()
         request_id = client.new_request_id()
         # Of a request that nobody keeps: there is no coordinator to ask for it.
-        accepted = RequestTicket(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
-        task = RenderTask(
-            request_id, MODEL, subjects.LANES[0], Prompt(messages), SamplingParams(), accepted, []
-        )
-        subject = subjects.stage("renderer", MODEL, task.lane, request_id)
-        await self._bus.publish(subject, to_msgpack(task), request_id)
+        ticket = RequestTicket(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
+        header = TaskHeader(request_id, MODEL, subjects.LANES[0], ticket)
+        data = envelope.encode(Task(header, RenderBody(Prompt(messages))), [])
+        subject = subjects.stage("renderer", MODEL, header.lane, request_id)
+        await self._bus.publish(subject, data, request_id)
 
     async def take(self) -> None:
         async with asyncio.timeout(60):

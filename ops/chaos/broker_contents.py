@@ -14,7 +14,8 @@ from nats.js.errors import NotFoundError
 from ops.chaos.history import now
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord, decode_log_record
+from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord
+from shared.state.token_log import decode_record
 
 SETTLE_S = 30.0
 # Releases of payloads arrive after the last record, and show in heartbeats a second later.
@@ -114,7 +115,10 @@ class Store:
     async def logs(self) -> dict[str, list[LogRecord]]:
         found: dict[str, list[LogRecord]] = {}
         async for subject, data in self._read(subjects.TOKENS_STREAM, subjects.TOKENS_FILTER):
-            found.setdefault(subject.rpartition(".")[2], []).append(decode_log_record(data))
+            # The logs of other outputs have a name of their own behind the request id.
+            record = decode_record(data) if subject.count(".") == 2 else None
+            if isinstance(record, LogRecord):
+                found.setdefault(subject.rpartition(".")[2], []).append(record)
         return found
 
     async def gateway_records(self) -> list[str]:

@@ -19,6 +19,7 @@ from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
 from shared.protocol.messages import ChoiceDelta
+from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item
@@ -112,7 +113,9 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
     """Return the request as coordinator and renderer would hand it to an engine."""
     request = planned.request
     data = msgspec.json.encode(request)
-    _, sampling, _ = admit(f"pm.request.{request.model}", planned.bus_id, data, config.models)
+    pipelines = pipelines_of(config)
+    subject = f"pm.request.{request.model}"
+    sampling = admit(subject, planned.bus_id, data, config.models, pipelines).sampling
     images = _images(request, config)
     rendered = processor.render(request.messages, images)
     if engine == "fake":

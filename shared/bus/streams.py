@@ -83,9 +83,9 @@ def _logs(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
             [subjects.APPEND_FILTER],
             replicas,
             subject_transform=api.SubjectTransform(
-                src=subjects.APPEND_FILTER, dest=subjects.TOKENS_TARGET
+                src=subjects.APPEND_FILTER, dest=subjects.TOKENS_FILTER
             ),
-            republish=api.RePublish(src=subjects.TOKENS_FILTER, dest=subjects.TOKENS_TARGET),
+            republish=api.RePublish(src=subjects.TOKENS_FILTER, dest=subjects.TOKENS_FILTER),
             storage=api.StorageType(delivery.token_log_storage),
             max_age=delivery.token_log_age_s,
             max_bytes=delivery.max_token_log_mib * MIB,
@@ -135,10 +135,11 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
             max_bytes=128 * MIB,
             max_msgs_per_subject=MAX_ATTEMPT_RECORDS,
         ),
-        # Locations of embeddings. Without them embeddings are found or computed again.
+        # Results of item tasks, such as locations of embeddings. Without them items are processed
+        # again.
         _stream(
-            subjects.EMBEDDINGS_STREAM,
-            [subjects.EMBEDDINGS_FILTER],
+            subjects.RESULTS_STREAM,
+            [subjects.RESULTS_FILTER],
             replicas,
             storage=storage,
             max_age=delivery.max_timeout_s,

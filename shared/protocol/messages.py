@@ -1,11 +1,12 @@
 """Every Struct on the wire, by direction. Requests to renderers are in `renderer_rpc`.
 
 client → coordinator      GenerateRequest            pm.request.<model>          JSON or msgpack
-coordinator → renderer    RenderTask                 pm.stage.renderer.…         msgpack
-renderer → engine         EngineTask                 pm.stage.engine.…           envelope
-renderer → encoder        EncodeTask                 pm.stage.encoder.…          envelope
-encoder → engine          EmbeddingRecord            pm.embedding.<key>          msgpack
+coordinator → renderer    Task[RenderBody]           pm.stage.renderer.…         envelope
+renderer → engine         Task[EngineBody]           pm.stage.engine.…           envelope
+renderer → encoder        Task[EncodeBody]           pm.stage.encoder.…          envelope
+encoder → engine          ItemResult                 pm.result.<key>             msgpack
 anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
+anyone → client           MediaChunk | OutputEnd     pm.tokens.<id>.<output>     JSON
 any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
 any worker → anyone       Attempt                    pm.attempt.<id>             JSON
 gateway → gateways        RequestRecord                  pm.job.<id>                 JSON
@@ -23,7 +24,7 @@ parameter must not be ignored in silence.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -175,6 +176,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     messages where the model's own processor does."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     """Nothing that is cached for one salt is found with another, or without one."""
+    outputs: Annotated[list[str], Meta(max_length=8)] = []
+    """Names of the model's outputs that the request wants; by default its text."""
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True):
@@ -195,27 +198,31 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
 # ---------------------------------------------------------------------------------------------
 # between workers
 
+TASK_VERSION = 1
+"""Raised when an older worker would misread a task. New optional fields do not raise it: a reader
+ignores fields that it does not know."""
+
 
 class StageSpan(Struct, frozen=True, array_like=True):
-    """One stage of a request's path; times are Unix milliseconds of the broker's clock.
+    """One stage of a request's path. Times are Unix milliseconds of the broker's clock.
 
-    An encoder's is written by the engine that waited: from when it asked until it had the
-    embeddings of all pictures.
+    The span of a fan-out stage is written by the stage that gathers its results: from when that
+    stage began to wait until it had all of them.
     """
 
-    role: str
+    stage: str
     worker: str
-    """Empty of encoders: each picture may be of another."""
+    """Empty for a fan-out stage, whose items may have been processed by several workers."""
     attempt: int
     received_ms: float
     sent_ms: float
 
 
 class RequestTicket(Struct, frozen=True, array_like=True):
-    """What goes with a request from its acceptance to its end.
+    """What accompanies a request from its acceptance to its end.
 
-    The request itself stays in its queue until then; whoever ends it acknowledges it there, by
-    `receipt`. Times are Unix milliseconds of the broker's clock.
+    The request itself stays in its queue until then. The worker that ends it acknowledges it there,
+    by `receipt`. Times are Unix milliseconds of the broker's clock.
     """
 
     accepted_ms: float
@@ -226,58 +233,95 @@ class RequestTicket(Struct, frozen=True, array_like=True):
     tenant: str = ""
     """Part of the key of every cache on the way; see TENANT_HEADER."""
     cache_salt: str = ""
-    """Another part of these keys, which the client has chosen."""
+    """Another part of these keys, chosen by the client."""
 
     @property
     def cache_scope(self) -> str:
-        """The two in one: what was cached in one scope is not found in another."""
+        """Tenant and salt in one: nothing cached in one scope is found in another."""
         return content_hash(self.tenant, self.cache_salt) if self.cache_salt else self.tenant
 
 
-class RenderTask(Struct, frozen=True):
+class TaskHeader(Struct, frozen=True, omit_defaults=True):
+    """What every stage's task says of its request, or of the item that it is about."""
+
     request_id: str
+    """Of an item task, the item's name; see `shared.protocol.subjects.item_task`."""
     model: str
     lane: str
-    prompt: Prompt
-    sampling_params: SamplingParams
-    accepted: RequestTicket
-    path: list[StageSpan]
+    ticket: RequestTicket | None = None
+    """None for an item task: several requests may wait for its result."""
+    sampling: SamplingParams = SamplingParams()
+    """All defaults resolved."""
+    path: list[StageSpan] = []
+    """The stages behind this one."""
     round: int = 0
-    """How often its items have been lost on the way and were made again."""
+    """How often payloads of the request have been lost and rendered again."""
     adapter: str | None = None
+    outputs: list[str] = []
+    """The outputs that the request has, which decide the stages that run; empty for text alone."""
+    expires_ms: float = 0.0
+    """When nobody waits for the result of an item task any more; by the broker's clock."""
+    version: int = TASK_VERSION
 
 
-class EngineTask(Struct, frozen=True):
-    """A rendered request: expanded token ids, and items whose tensors are in the envelope."""
+class TaskBody(Struct, frozen=True):
+    """Base of all task bodies: the part of a task that one role reads."""
 
-    request_id: str
-    model: str
-    lane: str
+    def blobs(self) -> list[BlobRef]:
+        """Large payloads that came with the task, released when it is acknowledged."""
+        return []
+
+
+Body = TypeVar("Body")
+
+
+class Task(Struct, Generic[Body], frozen=True):
+    """The message of every stage, as the head of an envelope whose buffers are its tensors."""
+
+    header: TaskHeader
+    body: Body
+
+
+class RenderBody(TaskBody, frozen=True):
+    """For renderers: the prompt as the client wrote it."""
+
+    prompt: Prompt
+
+
+class EngineBody(TaskBody, frozen=True):
+    """For engines: expanded token ids, and items whose tensors are in the envelope or in blobs."""
+
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
-    sampling_params: SamplingParams
-    accepted: RequestTicket
-    path: list[StageSpan]
-    round: int = 0
-    adapter: str | None = None
+
+    def blobs(self) -> list[BlobRef]:
+        return [item.blob for item in self.items if item.blob is not None]
 
 
-class EncodeTask(Struct, frozen=True):
-    """A picture for an encoder. All requests that show it at the same time share one task."""
+class EncodeBody(TaskBody, frozen=True):
+    """For encoders: one item. All requests that show it at the same time share one task."""
 
     key: str
     """Names the embeddings, see `shared.vision.embedding_store`."""
-    model: str
     item: MultiModalKwargsItem
-    """Its placeholder counts the embeddings; where these will stand does not matter here."""
-    expires_ms: float
-    """By then nobody waits for it any more: Unix milliseconds of the broker's clock."""
+    """Its placeholder counts the embeddings; their position in a prompt does not matter here."""
+
+    def blobs(self) -> list[BlobRef]:
+        return [] if self.item.blob is None else [self.item.blob]
 
 
-class EmbeddingRecord(Struct, frozen=True):
-    """Where the embeddings of a picture are: a worker's blob, or the shared directory."""
+class FollowBody(TaskBody, frozen=True):
+    """For a stage that follows outputs of other stages: what each carries → the output's name."""
 
-    blob: BlobRef | None
+    inputs: dict[str, str]
+
+
+class ItemResult(Struct, frozen=True):
+    """The result of an item task: a worker's blob, small bytes, or neither if it is elsewhere."""
+
+    blob: BlobRef | None = None
+    data: bytes | None = None
+    version: int = 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -329,8 +373,21 @@ class Usage(Struct, frozen=True):
     """Of the prompt's: those that did not have to be computed, for an earlier request had been."""
 
 
-class Finish(Struct, frozen=True, tag="finish"):
-    """Last record of a log that ended well; each choice's reason came with its last tokens."""
+class OutputSummary(Struct, frozen=True, omit_defaults=True):
+    """What is known of an output at its end."""
+
+    usage: Usage | None = None
+    """Tokens, for the output that is text."""
+    kv_blocks: int = 0
+    """The most KV blocks that the stage held for the request at one time."""
+    units: dict[str, float] = {}
+    """Amounts by name, such as `samples` or `steps`."""
+    path: list[StageSpan] = []
+    """The stages that led to the output, its own last."""
+
+
+class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):
+    """Last record of a request that ended well; each choice's reason came with its last tokens."""
 
     index: int
     attempt: int
@@ -338,6 +395,8 @@ class Finish(Struct, frozen=True, tag="finish"):
     kv_blocks: int
     """The most KV blocks that the request held at one time."""
     path: list[StageSpan]
+    outputs: dict[str, OutputSummary] = {}
+    """By name, where the request has other outputs than its text."""
 
 
 class ErrorInfo(Struct, frozen=True):
@@ -360,6 +419,44 @@ class Failure(Struct, frozen=True, tag="error"):
 
 
 LogRecord = TokenChunk | Finish | Failure
+"""Records of a request's own log, which is also the log of its text."""
+
+
+class MediaChunk(Struct, frozen=True, tag="media", omit_defaults=True):
+    """A piece of an output that is not text."""
+
+    index: int
+    attempt: int
+    mime: str
+    offset: int
+    """Where the piece begins, in the output's own unit: bytes, samples, or images."""
+    data: str = ""
+    """Base64, for small pieces."""
+    media: str = ""
+    """`media:<sha256>` of a stored file, for large ones."""
+
+
+class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
+    """Last record of an output that has a log of its own."""
+
+    index: int
+    attempt: int
+    summary: OutputSummary
+    cut: bool = False
+    """The request was ended before the output was complete."""
+
+
+OutputRecord = MediaChunk | OutputEnd
+"""Records of the log of an output that is not text."""
+
+AnyRecord = LogRecord | OutputRecord
+
+
+class OutputEnds(Struct, frozen=True, tag="ends"):
+    """Which outputs of a request have ended. The stage that completes the list ends the request."""
+
+    expected: list[str]
+    ended: dict[str, OutputSummary]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -416,14 +513,15 @@ class AttemptRecord(Struct, frozen=True):
     An attempt that ended well leaves no second record, for there is nothing left to decide.
     """
 
-    role: str
+    stage: str
     worker: str
     number: int
     """Of the delivery, from 1."""
     began_ms: float
     log_len: int
     """Records in the token log when it began: a later attempt that finds more knows of progress."""
-    outcome: Literal["open", "handed_back", "failed"] = "open"
+    outcome: Literal["open", "requeued", "failed"] = "open"
+    version: int = 1
 
 
 class MediaHead(Struct, frozen=True):
@@ -471,7 +569,9 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     metrics: tuple[str, int] | None = None
     """Address and port of its HTTP endpoint, if it has one."""
     url: str | None = None
-    """A gateway's."""
+    """Where a gateway serves."""
+    stage: str = ""
+    """The stage that it serves, where that is not named like its role."""
 
 
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
@@ -501,7 +601,6 @@ class WorkerMetrics(Struct, frozen=True):
 _request_from_json = msgspec.json.Decoder(GenerateRequest)
 _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
 _job_record = msgspec.json.Decoder(RequestRecord)
-_log_record = msgspec.json.Decoder(LogRecord)
 
 _attempt = msgspec.json.Decoder(AttemptRecord)
 
@@ -537,13 +636,12 @@ def decode_job_record(data: bytes) -> RequestRecord:
     return record
 
 
-def decode_log_record(data: bytes) -> LogRecord:
-    record: LogRecord = _log_record.decode(data)
-    return record
-
-
-def decode_attempt(data: bytes) -> AttemptRecord:
-    attempt: AttemptRecord = _attempt.decode(data)
+def decode_attempt(data: bytes) -> AttemptRecord | None:
+    """None for bytes that are no record of an attempt: anyone may publish on the bus."""
+    try:
+        attempt: AttemptRecord = _attempt.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
     return attempt
 
 

@@ -6,6 +6,8 @@ token with a dot, a wildcard or white space would address something else.
 
 import re
 
+from shared.protocol.pipeline import TEXT
+
 REQUESTS_STREAM = "REQUESTS"
 STAGES_STREAM = "STAGES"
 TOKENS_STREAM = "TOKENS"
@@ -13,7 +15,7 @@ DEAD_STREAM = "DEAD"
 JOBS_STREAM = "JOBS"
 CANCELS_STREAM = "CANCELS"
 ATTEMPTS_STREAM = "ATTEMPTS"
-EMBEDDINGS_STREAM = "EMBEDDINGS"
+RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
 KV_STREAM = "KV"
 # A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
@@ -25,17 +27,15 @@ DEAD_FILTER = "pm.dead.>"
 JOBS_FILTER = "pm.job.*"
 CANCELS_FILTER = "pm.cancel.*"
 ATTEMPTS_FILTER = "pm.attempt.*"
-EMBEDDINGS_FILTER = "pm.embedding.*"
+RESULTS_FILTER = "pm.result.*"
 MEDIA_FILTER = "pm.media.>"
 PINS_FILTER = "pm.pin.>"
 ITEMS_FILTER = "pm.item.*"
 KV_FILTER = "pm.kv.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
-APPEND_FILTER = "pm.append.*"
-TOKENS_FILTER = "pm.tokens.*"
-# The server's own subject mapping language: the first wildcard of the source.
-TOKENS_TARGET = "pm.tokens.{{wildcard(1)}}"
+APPEND_FILTER = "pm.append.>"
+TOKENS_FILTER = "pm.tokens.>"
 
 # Where every worker tells its metrics to whoever asks; core NATS.
 METRICS = "pm.metrics"
@@ -46,7 +46,8 @@ LANES = ("interactive", "batch")
 
 MAX_NAME_LEN = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_ENCODING = "encode_"
+RESERVED_PREFIX = "item_"
+"""Request ids do not begin with it: names of item tasks do."""
 _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
 
 
@@ -56,12 +57,12 @@ def is_name(value: str) -> bool:
 
 
 def is_request_id(value: str) -> bool:
-    """Whether a client may call a request so.
+    """Whether a client may use `value` as a request id.
 
-    Encode tasks have logs and attempts like requests, under names that can be told from a picture:
-    whoever could end one of these would have the picture refused to everybody.
+    Item tasks have logs and attempts like requests, under names that anyone can compute from the
+    item's content. A client that could end such a task would have the item refused to every tenant.
     """
-    return is_name(value) and not value.startswith(_ENCODING)
+    return is_name(value) and not value.startswith(RESERVED_PREFIX)
 
 
 def request(model: str) -> str:
@@ -73,24 +74,24 @@ def model_of_request(subject: str) -> str:
     return subject.removeprefix("pm.request.")
 
 
-def stage(role: str, model: str, lane: str, request_id: str) -> str:
-    """One subject for each piece of work: the stream holds at most one message of it."""
-    return f"pm.stage.{role}.{model}.{lane}.{request_id}"
+def stage(name: str, model: str, lane: str, request_id: str) -> str:
+    """Subject of one piece of work for a stage: the stream holds at most one message of it."""
+    return f"pm.stage.{name}.{model}.{lane}.{request_id}"
 
 
-def stage_msg_id(role: str, request_id: str, sequence: int, round: int) -> str:
-    """One message id for each piece of work; `sequence` is that of the request in its queue."""
-    return f"{request_id}:{sequence}:{role}:{round}"
+def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
+    """Message id of one piece of work; `sequence` is that of the request in its queue."""
+    return f"{request_id}:{sequence}:{stage}:{round}"
 
 
 def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
-    """Where the request of a piece of work is in its queue; None for an id of another kind."""
+    """Sequence of a piece of work's request in its queue; None for an id of another kind."""
     found = _STAGE_MSG_ID.fullmatch(stage_msg_id)
     return int(found["sequence"]) if found and found["request_id"] == request_id else None
 
 
-def stage_filter(role: str, model: str, lane: str) -> str:
-    return f"pm.stage.{role}.{model}.{lane}.*"
+def stage_filter(name: str, model: str, lane: str) -> str:
+    return f"pm.stage.{name}.{model}.{lane}.*"
 
 
 def is_stage(subject: str) -> bool:
@@ -98,28 +99,24 @@ def is_stage(subject: str) -> bool:
 
 
 def stages_of(request_id: str) -> str:
-    """Wherever a request may be waiting or in hand."""
+    """Filter for the work of a request in all stages."""
     return f"pm.stage.*.*.*.{request_id}"
 
 
-def role_of_stage(subject: str) -> str:
-    return subject.split(".")[2]
-
-
 def parts_of_stage(subject: str) -> tuple[str, str, str]:
-    """Role, model and lane of a stage's subject or filter."""
-    _, _, role, model, lane, _ = subject.split(".")
-    return role, model, lane
+    """Stage, model and lane of a stage's subject or filter."""
+    _, _, name, model, lane, _ = subject.split(".")
+    return name, model, lane
 
 
 def model_of_stage(subject: str) -> str:
-    """Empty for the subject of a client's request: whoever publishes it chooses any name."""
+    """Model of a stage's subject; empty for a request's subject, whose name a client chooses."""
     return parts_of_stage(subject)[1] if is_stage(subject) else ""
 
 
-def stage_consumer(role: str, model: str, lane: str) -> str:
-    """Durable consumer shared by all workers of a role, on exactly one `stage_filter`."""
-    return f"{role}_{model}_{lane}"
+def stage_consumer(name: str, model: str, lane: str) -> str:
+    """Durable consumer that all workers of a stage share, on exactly one `stage_filter`."""
+    return f"{name}_{model}_{lane}"
 
 
 def render(model: str) -> str:
@@ -154,18 +151,32 @@ REQUESTS_CONSUMER = "coordinator"
 CANCELS_CONSUMER = "coordinator"
 
 
-def append(request_id: str) -> str:
-    """Where writers publish a token log record; the server stores it under `tokens`."""
-    return f"pm.append.{request_id}"
+def append(request_id: str, output: str = TEXT) -> str:
+    """Subject for writers of an output's records; the server stores them under `tokens`."""
+    return _log_subject("pm.append", request_id, output)
 
 
-def tokens(request_id: str) -> str:
-    """Where readers find a token log: live on core NATS, and from any index in TOKENS.
+def tokens(request_id: str, output: str = TEXT) -> str:
+    """Subject for readers of an output's log: live on core NATS, and from any index in TOKENS.
 
-    Only records that the stream has accepted are republished here, so a writer that was fenced off
-    is not seen by live readers either.
+    The log of the text is the request's own, and its name is the request id alone. Only records
+    that the stream has accepted are republished here, so live readers never see a record of a
+    writer that was fenced off.
     """
-    return f"pm.tokens.{request_id}"
+    return _log_subject("pm.tokens", request_id, output)
+
+
+def ends(request_id: str) -> str:
+    """Subject of the list of a request's outputs that have ended; written under `append_ends`."""
+    return f"pm.tokens.{request_id}.ends"
+
+
+def append_ends(request_id: str) -> str:
+    return f"pm.append.{request_id}.ends"
+
+
+def _log_subject(root: str, request_id: str, output: str) -> str:
+    return f"{root}.{request_id}" if output == TEXT else f"{root}.{request_id}.{output}"
 
 
 def last_token(subject: str) -> str:
@@ -188,14 +199,14 @@ def attempts(request_id: str) -> str:
     return f"pm.attempt.{request_id}"
 
 
-def encoding(key: str) -> str:
-    """What the task that makes these embeddings has for a request id."""
-    return f"{_ENCODING}{key}"
+def item_task(key: str) -> str:
+    """The name that an item task has in place of a request id; `key` identifies its content."""
+    return f"{RESERVED_PREFIX}{key}"
 
 
-def embedding(key: str) -> str:
-    """Where the embeddings of a picture can be had."""
-    return f"pm.embedding.{key}"
+def result(key: str) -> str:
+    """Subject of the result of an item task."""
+    return f"pm.result.{key}"
 
 
 def media(name: str) -> str:

@@ -80,7 +80,7 @@ NO_HISTORY = History(0, 0)
 
 
 def recount(
-    records: Sequence[AttemptRecord], role: str, log_len: int, dead: Collection[str]
+    records: Sequence[AttemptRecord], stage: str, log_len: int, dead: Collection[str]
 ) -> History:
     """`records` in the order in which they were written; `log_len` is that of the token log now.
 
@@ -88,13 +88,13 @@ def recount(
     worker does so before it has an output, and a long answer outlives many workers.
     """
     attempts = list(
-        {(a.worker, a.number, a.began_ms): a for a in records if a.role == role}.values()
+        {(a.worker, a.number, a.began_ms): a for a in records if a.stage == stage}.values()
     )
     lengths = [a.log_len for a in attempts] + [log_len]
     stuck = [
         attempt
         for attempt, (before, after) in zip(attempts, pairwise(lengths), strict=True)
-        if after <= before and attempt.outcome != "handed_back"
+        if after <= before and attempt.outcome != "requeued"
     ]
     # A worker may have had it twice; it has died once.
     deaths = len({a.worker for a in stuck if a.outcome == "open"} & set(dead))

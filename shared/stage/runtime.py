@@ -21,6 +21,7 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, to_json
 from shared.stage.loop import Shutdown
+from shared.stage.pipelines import pipelines_of
 from shared.stage.stage import Stage
 from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
@@ -50,16 +51,26 @@ class Context:
         config: Config,
         bus: Bus,
         log: logs.Logger,
+        stage: str | None = None,
     ) -> None:
         self.role = role
         self.model = model
-        """The one model that a role which serves only one is to serve."""
+        """The model to serve, for a role whose workers serve one model each."""
         self.config = config
         self.bus = bus
         self.log = log
         self.worker = worker
         self.metrics = Metrics(role, worker)
-        self.stage = Stage(bus, role, self.worker, VERSION, config.delivery, self.metrics)
+        self.pipelines = pipelines_of(config)
+        self.stage = Stage(
+            bus,
+            stage or role,
+            self.worker,
+            VERSION,
+            config.delivery,
+            self.metrics,
+            self.pipelines,
+        )
         self.shutdown = Shutdown()
         self.url: str | None = None
         """Where a gateway serves; told with every heartbeat."""
@@ -116,6 +127,7 @@ class Context:
                 blobs=address,
                 metrics=metrics,
                 url=self.url,
+                stage="" if self.stage.name == self.role else self.stage.name,
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))
@@ -130,12 +142,24 @@ class Context:
 Main = Callable[[Context], Awaitable[None]]
 
 
-def run(role: str, main: Main, config: Config, url: str, model: str | None = None) -> int:
-    """Run one worker to its end; returns the exit code."""
-    return uvloop.run(_live(role, main, config, url, model))
+def run(
+    role: str,
+    main: Main,
+    config: Config,
+    url: str,
+    model: str | None = None,
+    stage: str | None = None,
+) -> int:
+    """Run one worker until it has stopped, and return its exit code.
+
+    `stage` is the stage that it serves; by default the stage named like its role.
+    """
+    return uvloop.run(_live(role, main, config, url, model, stage))
 
 
-async def _live(role: str, main: Main, config: Config, url: str, model: str | None) -> int:
+async def _live(
+    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
+) -> int:
     worker = f"{role}-{secrets.token_hex(4)}"
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
@@ -143,7 +167,7 @@ async def _live(role: str, main: Main, config: Config, url: str, model: str | No
     except PagemillError as error:
         log.error("not_started", code=error.code, reason=error.message)
         return 1
-    context = Context(role, worker, model, config, bus, log)
+    context = Context(role, worker, model, config, bus, log, stage)
     try:
         with _signals(context.shutdown):
             await bus.prepare(config.nats, config.delivery)

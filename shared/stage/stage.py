@@ -1,156 +1,89 @@
-"""How a stage takes work in hand and settles it: hand on, answer, retry, hand back, dead letter.
+"""The life of a job in a stage: claim it, then forward, answer, retry, requeue or give it up.
 
-The hand-over rule: publish the next message under an id of its own, wait for the publish ack, and
-only then acknowledge the input. A crash in between is a redelivery whose publish is recognised.
+A stage forwards in this order: it publishes the next task under an id of its own, waits for the
+publish ack, and only then acknowledges its input. A crash in between is a redelivery whose publish
+is recognised as a duplicate.
 """
 
 import asyncio
 import random
-import traceback
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.blobs.store import Blobs
-from shared.bus.bus import DEAD_AFTER_S, Bus
+from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
+from shared.codec.envelope import TensorData
 from shared.config import DeliveryConfig
-from shared.errors import BlobLost, Fenced, PagemillError, Unavailable, WorkerFailure
+from shared.errors import BlobLost, Fenced, PagemillError, WorkerFailure
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    AttemptRecord,
-    DeadLetter,
-    EngineTask,
-    RenderTask,
-    RequestTicket,
+    OutputEnd,
+    OutputSummary,
     StageSpan,
-    decode_attempt,
+    TaskHeader,
     decode_request,
-    error_info,
-    to_json,
-    to_msgpack,
 )
 from shared.protocol.multimodal import BlobRef
+from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
-from shared.stage import retry
-from shared.stage.retry import NO_HISTORY
-from shared.state.token_log import LogWriter, end_request, is_final, last_record
+from shared.stage import dead_letter, retry, tasks
+from shared.stage.claims import ClaimedJobs
+from shared.stage.job import Job, request_is_settled
+from shared.state import output_ends
+from shared.state.token_log import (
+    LogWriter,
+    end_request,
+    finish_request,
+    is_final,
+    last_record,
+)
 from shared.telemetry.metrics import Metrics
 
 _log = structlog.get_logger()
 
-# The end of a traceback tells most. What surrounds the input in a dead letter fits into the second.
-MAX_TRACEBACK_LEN = 16_384
-MAX_LETTER_BYTES = 65_536
-
-# Of a worker whose heartbeat comes every second: it has just been heard.
-ALIVE_S = 1.5
-# How long a suspect waits for its turn to be alone in a worker.
+# How long a suspect waits for its turn to be the only suspect in a worker.
 SUSPECT_PAUSE_S = 0.5
-# How long what was made again waits while the same worker still has what was lost.
-AGAIN_PAUSE_S = 0.5
 
-
-Known = TypeVar("Known")
-
-
-class Task(Protocol):
-    """What every stage's message says of its request."""
-
-    @property
-    def accepted(self) -> RequestTicket: ...
-    @property
-    def path(self) -> list[StageSpan]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A delivery in hand, and what is known of its request so far."""
-
-    delivery: Delivery
-    received_ms: float
-    request_id: str | None
-    """None for a message that does not tell; it can only become a dead letter."""
-    accepted: RequestTicket | None = None
-    path: list[StageSpan] = field(default_factory=list)
-    attempts: list[AttemptRecord] = field(default_factory=list)
-    """Records of earlier attempts, and of this one."""
-    history: retry.History = NO_HISTORY
-    suspect: bool = False
-    """A worker has died with it in hand, and it has not shown yet that it was not the cause."""
-    waiting: bool = False
-    """It has not begun; progress of others is progress towards it."""
-    inputs: list[BlobRef] = field(default_factory=list)
-    """Payloads that came with it; released when it is acknowledged, and never before."""
-    outputs: list[BlobRef] = field(default_factory=list)
-    """Payloads made for the next stage. They are ours to take back until its message is stored."""
-
-    @property
-    def request_sequence(self) -> int | None:
-        """Where the request is in its queue: what cannot be read still has a message id."""
-        if self.accepted is not None:
-            return self.accepted.sequence
-        if self.request_id is None or not subjects.is_stage(self.delivery.subject):
-            return None
-        return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
-
-    def identify(self, task: Task) -> None:
-        """The message has been read."""
-        self.accepted = task.accepted
-        self.path = task.path
+T = TypeVar("T")
 
 
 class Stage:
-    """The identity under which a worker takes and settles its jobs."""
+    """The identity under which a worker claims and settles the jobs of one stage."""
 
     def __init__(
         self,
         bus: Bus,
-        role: str,
+        name: str,
         worker: str,
         version: str,
         policy: DeliveryConfig,
         metrics: Metrics | None = None,
+        pipelines: Mapping[str, Pipeline] | None = None,
     ) -> None:
         self.bus = bus
-        self.role = role
+        self.name = name
         self.worker = worker
         self.blobs: Blobs | None = None
-        """Of a worker that has to do with large payloads."""
-        self.metrics = metrics or Metrics(role, worker)
+        """For a worker that reads or writes large payloads."""
+        self.metrics = metrics or Metrics(name, worker)
+        self.pipelines = {} if pipelines is None else pipelines
         self._version = version
         self._policy = policy
-        self._in_hand: dict[str, Job] = {}
-        self._last_progress_ms = 0.0
-        self._telling: set[asyncio.Task[None]] = set()
+        self.claims = ClaimedJobs(bus, name, worker, policy)
 
-    # -- taking -----------------------------------------------------------------------------
+    # -- claiming ---------------------------------------------------------------------------
 
     def receive(self, delivery: Delivery) -> Job | None:
-        """A job whose request id comes from the subject: its message may prove unreadable.
-
-        None when this worker has the job in hand already, which is then settled by this delivery:
-        the broker has restarted, or progress was told too late. A job that hangs shows none of it
-        for this delivery either, so it comes again, and in the end to somebody else.
-
-        None as well for what has been made again while this worker still has in hand what was lost:
-        it is put off until that is over.
-        """
-        request_id = subjects.last_token(delivery.subject)
-        held = self._in_hand.get(request_id)
-        if held is None:
-            job = Job(delivery, self.bus.now_ms(), request_id)
+        """A new job, or None for the delivery of one that this worker has; see ClaimedJobs."""
+        job = self.claims.receive(delivery)
+        if job is not None:
             self.count_arrival(job)
-            return job
-        if delivery.sequence != held.delivery.sequence:
-            self._start(delivery.retry(AGAIN_PAUSE_S))
-            return None
-        held.delivery.abandon()
-        held.delivery = delivery
-        return None
+        return job
 
     def count_arrival(self, job: Job) -> None:
         metrics = self._metrics_of(job)
@@ -165,190 +98,177 @@ class Stage:
         self._metrics_of(job).histogram("stage_handling_seconds").observe(took_s)
 
     def count_error(self, cause: PagemillError) -> None:
-        """This worker has ended a request with an error."""
+        """Count a request that this worker has ended with an error."""
         self.metrics.counter("request_errors_total", code=cause.code).add()
 
     def _metrics_of(self, job: Job) -> Metrics:
         return self.metrics.of(subjects.model_of_stage(job.delivery.subject))
 
-    def progressed(self, jobs: Iterable[Job]) -> None:
-        """Tell the broker, a few times within the ack wait, that these jobs are advancing."""
-        now_ms = self.bus.now_ms()
-        if now_ms - self._last_progress_ms > 1000 * self._policy.ack_wait_s / 4:
-            self._last_progress_ms = now_ms
-            for job in jobs:
-                self._start(job.delivery.progress())
-
-    def _start(self, telling: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(telling)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    @property
-    def waiting(self) -> list[Job]:
-        return [job for job in self._in_hand.values() if job.waiting]
-
     def span(self, job: Job) -> StageSpan:
         """This stage's entry in the request's path, as of now."""
-        return StageSpan(
-            self.role, self.worker, job.delivery.attempt, job.received_ms, self.bus.now_ms()
-        )
+        now_ms = self.bus.now_ms()
+        return StageSpan(self.name, self.worker, job.delivery.attempt, job.received_ms, now_ms)
 
     async def claim(self, job: Job) -> LogWriter | None:
-        """Take the job in hand: leave a record of that, and open its token log.
+        """Record that this worker has the job, and open the log of this stage's output.
 
-        None when there is nothing to do here and the job is settled: the request has ended, it is
-        a suspect that has to wait, or it is not known yet whether it is one. Raises Poisoned or
+        None when there is nothing to do here and the job is settled: the request or the output has
+        ended, or the job is a suspect that has to wait, or may be one. Raises Poisoned or
         WorkerFailure when it must not be tried again, LogTruncated when its log is not whole.
         """
         request_id = _known(job.request_id)
-        self._in_hand[request_id] = job
-        opening = asyncio.create_task(LogWriter.open(self.bus, request_id, job.delivery.attempt))
+        self.claims.add(job)
+        opening = asyncio.create_task(
+            LogWriter.open(self.bus, request_id, job.delivery.attempt, self._output_of(job))
+        )
         try:
             if job.delivery.attempt == 1:
                 # Nothing has happened yet that would have to be known first.
-                await self._record(job, log_len=0)
-            log = await opening
+                await self.claims.record_attempt(job, log_len=0)
+            job.log = log = await opening
         finally:
             opening.cancel()
-        if log.closed:
-            await self.finish(job)
+        if log.closed or (log.output != TEXT and is_final(await last_record(self.bus, request_id))):
+            await self._settle_ended(job, log)
             return None
         if job.delivery.attempt > 1:
-            known = await self._load_history(job, len(log.records))
-            if not known or not self.may_begin(job):
-                self._release(job)
+            known = await self.claims.load_history(job, len(log.records))
+            if not known or not self.claims.may_begin(job):
+                self.claims.release(job)
                 await job.delivery.retry(SUSPECT_PAUSE_S * (1 + random.random()))
                 return None
-            await self._record(job, log_len=len(log.records))
+            await self.claims.record_attempt(job, log_len=len(log.records))
         return log
 
-    async def _load_history(self, job: Job, log_len: int) -> bool:
-        """Look at what became of earlier attempts. Raises when there must not be another.
+    def _output_of(self, job: Job) -> str:
+        """The output whose log this stage reads and writes: its own, or the request's text."""
+        pipeline = self._pipeline_of(job)
+        spec = None if pipeline is None else pipeline.stage(self.name)
+        return TEXT if spec is None or spec.output is None else spec.output.name
 
-        False while it cannot be told yet whether a worker that had it is dead.
+    def _pipeline_of(self, job: Job) -> Pipeline | None:
+        """The part of its model's pipeline that leads to the outputs of the job's request."""
+        pipeline = self.pipelines.get(subjects.model_of_stage(job.delivery.subject))
+        if pipeline is None or job.header is None:
+            return pipeline
+        return pipeline.restricted_to(job.header.outputs or pipeline.default_outputs)
+
+    async def _settle_ended(self, job: Job, log: LogWriter) -> None:
+        """Settle a job whose output or request has ended before this delivery."""
+        last = log.records[-1] if log.records else None
+        if isinstance(last, OutputEnd) and not last.cut:
+            # The attempt that wrote it may have died before it noted the end.
+            await self._note_end(job, log.output, last.summary)
+            return
+        if isinstance(last, OutputEnd):
+            # The worker that cut the output may have died before it ended the request.
+            error = WorkerFailure("the request was ended before this output was complete")
+            await end_request(self.bus, _known(job.request_id), 1, error, job.path)
+        await self.finish(job)
+
+    # -- forwarding -------------------------------------------------------------------------
+
+    async def forward(self, job: Job, result: Struct, tensors: Sequence[TensorData] = ()) -> None:
+        """Publish the tasks of the stages that follow, then acknowledge the input."""
+        header = self._header_behind(job)
+        pipeline = _known(self._pipeline_of(job))
+        for edge in pipeline.edges_from(self.name, "task"):
+            if await tasks.publish(self.bus, edge, header, result, tensors, job.outputs):
+                job.outputs.clear()
+        await self._acknowledge(job)
+
+    async def start_followers(self, job: Job) -> None:
+        """Publish the tasks of the stages that follow this stage's output while it grows."""
+        pipeline = self._pipeline_of(job)
+        if pipeline is None:
+            return
+        for edge in pipeline.followers_of(self.name):
+            inputs = pipeline.inputs_of(edge.target)
+            await tasks.publish(self.bus, edge, self._header_behind(job), inputs)
+
+    def _header_behind(self, job: Job) -> TaskHeader:
+        """The header for a next stage: the path now includes this one."""
+        return replace(_known(job.header), path=[*job.path, self.span(job)])
+
+    async def discard_outputs(self, job: Job) -> None:
+        """Release payloads that were made for a next stage and not handed over."""
+        await self._release_payloads(job.outputs)
+
+    async def rerender(self, job: Job, lost: BlobLost) -> None:
+        """Have a lost payload made again, from the request as it was accepted.
+
+        The stages that take the request get their tasks again, with the next round's number. Raises
+        `lost` when the request is gone, or has been through too many rounds.
         """
-        request_id = _known(job.request_id)
-        stored = await self.bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-        job.attempts = [decode_attempt(message.data) for message in stored]
-        workers = {a.worker for a in job.attempts if a.role == self.role and a.outcome == "open"}
-        others = sorted(workers - {self.worker})
-        silences = await asyncio.gather(*(self.bus.heartbeat_lag_s(w, self.worker) for w in others))
-        if any(ALIVE_S < silence_s <= DEAD_AFTER_S for silence_s in silences):
-            return False
-        dead = {w for w, silence_s in zip(others, silences, strict=True) if silence_s > ALIVE_S}
-        job.history = retry.recount(job.attempts, self.role, log_len, dead)
-        if (error := retry.verdict(job.history, self._policy)) is not None:
-            raise error
-        return True
-
-    def may_begin(self, job: Job) -> bool:
-        """One suspect at a time: if this worker dies too, it is known of which request."""
-        if job.history.suspect:
-            job.suspect = not any(
-                other.suspect for other in self._in_hand.values() if other is not job
-            )
-            return job.suspect
-        return True
-
-    async def _record(self, job: Job, log_len: int) -> None:
-        attempt = AttemptRecord(
-            self.role, self.worker, job.delivery.attempt, self.bus.now_ms(), log_len
-        )
-        job.attempts.append(attempt)
-        subject = subjects.attempts(_known(job.request_id))
-        await self.bus.publish_without_id(subject, to_json(attempt))
+        header, pipeline = job.header, self._pipeline_of(job)
+        if header is None or header.ticket is None or pipeline is None:
+            raise lost
+        request = await self.bus.get_queued_request(header.ticket.sequence)
+        edges = pipeline.restart_edges(self.name)
+        if request is None or not edges or header.round >= self._policy.max_deliver:
+            raise lost
+        again = replace(self._header_behind(job), round=header.round + 1)
+        _log.warning("rerendered", request_id=header.request_id, round=again.round)
+        prompt = prompt_of(decode_request(request.data))
+        await self.close_attempt(job)
+        for edge in edges:
+            await tasks.publish(self.bus, edge, again, prompt)
+        await self._acknowledge(job)
 
     # -- settling ---------------------------------------------------------------------------
 
-    async def forward(
-        self, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
+    async def end_output(
+        self, job: Job, summary: OutputSummary, on_end: Callable[[], None] | None = None
     ) -> None:
-        """Publish `data` for the next stage, then acknowledge the input."""
-        await self.publish(job, role, model, lane, data, round)
-        await self._acknowledge(job)
+        """Write the end of this stage's output, and settle the job.
 
-    async def publish(
-        self, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
-    ) -> None:
-        """Publish `data` for the next stage, once for each acceptance of the request and round.
-
-        Raises Unavailable while the next stage's queue still has what it was given a round ago.
+        The stage that ends the last output of a request ends the request. `on_end` is called once
+        the end is in the log, before the job is acknowledged.
         """
-        request_id, accepted = _known(job.request_id), _known(job.accepted)
-        msg_id = subjects.stage_msg_id(role, request_id, accepted.sequence, round)
-        subject = subjects.stage(role, model, lane, request_id)
-        was_there = await self.bus.publish(subject, data, msg_id)
-        if was_there and (round > 0 or job.outputs):
-            stored = await self.bus.read_last(subjects.STAGES_STREAM, subject)
-            if round > 0 and stored is not None and stored.msg_id != msg_id:
-                raise Unavailable("what was lost is still in the queue")
-            if round > 0 and stored is None:
-                # What was in the way may have gone since; what is known is refused once more.
-                was_there = await self.bus.publish(subject, data, msg_id)
-            if was_there and (stored is None or stored.data != data):
-                # Somebody has done this before, with payloads of their own.
-                return
-        job.outputs.clear()
+        log = _known(job.log)
+        expected = _known(job.header).outputs
+        summary = replace(summary, path=[*job.path, self.span(job)])
+        alone = expected in ([], [TEXT])
+        if alone:
+            await log.finish(summary, {})
+        elif log.output != TEXT:
+            await log.end(summary)
+        if on_end is not None:
+            on_end()
+        if alone:
+            await self.finish(job)
+        else:
+            await self._note_end(job, log.output, summary)
 
-    async def discard_outputs(self, job: Job) -> None:
-        """Release what was made for the next stage, and has not been handed over."""
-        await self._release_payloads(job.outputs)
+    async def _note_end(self, job: Job, output: str, summary: OutputSummary) -> None:
+        request_id = _known(job.request_id)
+        ends = await output_ends.add(self.bus, request_id, output, summary)
+        if output_ends.is_complete(ends):
+            await finish_request(self.bus, request_id, job.delivery.attempt, ends.ended)
+            await self.finish(job)
+        else:
+            await self._acknowledge(job)
 
-    async def rerender(self, job: Job, task: EngineTask, lost: BlobLost) -> None:
-        """Have what is lost made again, from the request as it was accepted.
+    async def finish_item(self, job: Job) -> None:
+        """Settle an item task whose result is published.
 
-        Raises `lost` when that cannot be done, or has been done too often.
+        Its attempts are removed: they ended well, and a later task of this name must not answer for
+        them when the workers that made them have stopped.
         """
-        request = await self.bus.get_queued_request(task.accepted.sequence)
-        if request is None or task.round >= self._policy.max_deliver:
-            raise lost
-        again = RenderTask(
-            request_id=task.request_id,
-            model=task.model,
-            lane=task.lane,
-            prompt=prompt_of(decode_request(request.data)),
-            sampling_params=task.sampling_params,
-            accepted=task.accepted,
-            path=[*task.path, self.span(job)],
-            round=task.round + 1,
-            adapter=task.adapter,
-        )
-        _log.warning("sent_back", request_id=task.request_id, round=again.round)
-        data = to_msgpack(again)
-        await self.close_attempt(job)
-        await self.forward(job, "renderer", task.model, task.lane, data, again.round)
+        await self.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(_known(job.request_id)))
+        await self.finish(job)
 
     async def finish(self, job: Job) -> None:
-        """The request has ended: its log has the final record. Nothing of it is to come again."""
-        if await self._request_is_settled(job):
-            # The job last: if the request could not be acknowledged, or we die here, the job comes
-            # again to somebody who finds that the request has ended, and tries this once more.
+        """Acknowledge the request and the job: the request's log has its final record."""
+        if await request_is_settled(self.bus, job):
+            # The job last: if the request could not be acknowledged, or this worker dies here, the
+            # job comes again to a worker that finds the request ended, and tries this once more.
             await self._acknowledge(job)
         else:
             self.drop(job)
 
-    async def _request_is_settled(self, job: Job) -> bool:
-        """Whether the request has left its queue, by its receipt if need be."""
-        accepted = job.accepted
-        if accepted is None:
-            # Without its receipt it can only be removed.
-            if job.request_sequence is not None:
-                await self.bus.delete(subjects.REQUESTS_STREAM, job.request_sequence)
-            return True
-        if accepted.receipt == job.delivery.receipt:
-            return True
-        if await self.bus.acknowledge(accepted.receipt):
-            return True
-        # A server that was cut off may have given out a receipt that its successor has never heard
-        # of. What is still in the queue then comes to a coordinator again, and leaves it there.
-        try:
-            return await self.bus.get_queued_request(accepted.sequence) is None
-        except Unavailable:
-            return False
-
     async def _acknowledge(self, job: Job) -> None:
-        # The job last: if we die here, it comes again to somebody who releases them.
+        # The job last: if this worker dies here, it comes again to a worker that releases them.
         await self._release_payloads(job.inputs)
         await job.delivery.ack()
         self.count_handled(job)
@@ -356,26 +276,26 @@ class Stage:
         self.drop(job)
 
     async def close_attempt(self, job: Job) -> None:
-        """This attempt ends without an answer, and through no fault of the job's."""
-        await self._record_outcome(job, "handed_back")
+        """Record that this attempt ends without an answer, and through no fault of the job's."""
+        await self.claims.record_outcome(job, "requeued")
 
     async def requeue(self, job: Job, after_s: float = 0.0) -> None:
-        """Give the job back without a fault of its own; another worker goes on with it."""
+        """Return the job to its queue through no fault of its own; another worker goes on."""
         try:
             await self.close_attempt(job)
         finally:
-            self._release(job)
+            self.claims.release(job)
             await job.delivery.retry(after_s)
 
     def drop(self, job: Job) -> None:
-        """Leave the job without a word: it is another's already, or will be after the ack wait."""
-        self._release(job)
+        """Let go of the job silently: another worker has it, or will after the ack wait."""
+        self.claims.release(job)
         job.delivery.abandon()
 
     async def fail(self, job: Job, error: Exception) -> None:
-        """Decide by the retry policy and carry it out; never raises.
+        """Decide by the retry policy what becomes of the job, and carry it out. Never raises.
 
-        When not even that succeeds the broker is away: the message comes again after its ack wait.
+        When that fails too, the broker is away: the message comes again after its ack wait.
         """
         try:
             await self._settle_failure(job, error)
@@ -390,28 +310,25 @@ class Stage:
             log.warning("fenced", reason=cause.message)
             await self.yield_ownership(job)
             return
-        decision = retry.decide(
-            cause,
-            job.history.failures,
-            self._policy,
-            random.random(),
-        )
+        decision = retry.decide(cause, job.history.failures, self._policy, random.random())
         log.warning(
             "failed",
             code=cause.code,
             reason=cause.message,
-            decision=type(decision).__name__.lower(),
+            decision=type(decision).__name__,
             exc_info=error if cause.fault == "server" else None,
         )
         match decision:
             case retry.RetryLater(after_s, failed):
                 self._metrics_of(job).counter("stage_retries_total", code=cause.code).add()
-                await self._record_outcome(job, "failed" if failed else "handed_back")
-                self._release(job)
+                await self.claims.record_outcome(job, "failed" if failed else "requeued")
+                self.claims.release(job)
                 await job.delivery.retry(after_s)
                 return
             case retry.GiveUp():
-                await self._write_dead_letter(job, cause, error)
+                await dead_letter.write(
+                    self.bus, job, self.name, self.worker, self._version, cause, error
+                )
                 self._metrics_of(job).counter("stage_dead_letters_total", code=cause.code).add()
             case retry.AnswerWithError():
                 pass
@@ -422,66 +339,19 @@ class Stage:
         await self.finish(job)
 
     async def yield_ownership(self, job: Job) -> None:
-        """Another has ended the request, or has it in hand: its log knows which."""
-        record = await last_record(self.bus, _known(job.request_id))
-        if record is not None and is_final(record):
+        """Let go of a job that another worker has ended or claimed; its log says which."""
+        if is_final(await last_record(self.bus, _known(job.request_id))):
             await self.finish(job)
         else:
             self.drop(job)
-
-    async def _record_outcome(self, job: Job, outcome: Literal["handed_back", "failed"]) -> None:
-        ours = [a for a in job.attempts if a.worker == self.worker and a.outcome == "open"]
-        if ours:
-            closed = replace(ours[-1], outcome=outcome)
-            subject = subjects.attempts(_known(job.request_id))
-            await self.bus.publish_without_id(subject, to_json(closed))
-
-    async def _write_dead_letter(self, job: Job, cause: PagemillError, error: Exception) -> None:
-        delivery, sequence = job.delivery, job.request_sequence
-        queued = None if sequence is None else await self.bus.get_queued_request(sequence)
-        if queued is not None:
-            request = queued.data
-        else:
-            request = delivery.data if job.request_id is None else b""
-        known = job.accepted or queued
-        # Neither alone exceeds the limit of a message; together they may.
-        room = self.bus.max_payload - MAX_LETTER_BYTES
-        request = request if len(request) <= room else b""
-        room -= len(request)
-        letter = DeadLetter(
-            role=self.role,
-            worker=self.worker,
-            version=self._version,
-            subject=delivery.subject,
-            request_id=job.request_id,
-            attempts=delivery.attempt,
-            error=error_info(cause),
-            traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK_LEN:],
-            history=job.attempts[-16:],
-            request=request,
-            input=delivery.data[:room],
-            input_len=len(delivery.data),
-            failed_ms=self.bus.now_ms(),
-            tenant="" if known is None else known.tenant,
-        )
-        name = job.request_id or f"unnamed-{delivery.sequence}"
-        await self.bus.publish(
-            subjects.dead(self.role, name),
-            to_msgpack(letter),
-            f"dead:{name}:{delivery.subject}:{delivery.sequence}",
-        )
 
     async def _release_payloads(self, refs: list[BlobRef]) -> None:
         if refs and self.blobs is not None:
             await asyncio.gather(*(self.blobs.release(ref) for ref in refs))
             refs.clear()
 
-    def _release(self, job: Job) -> None:
-        if job.request_id is not None and self._in_hand.get(job.request_id) is job:
-            del self._in_hand[job.request_id]
 
-
-def _known(value: Known | None) -> Known:
+def _known(value: T | None) -> T:
     assert value is not None
     return value
 

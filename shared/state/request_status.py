@@ -1,9 +1,9 @@
-"""Where a request is: from its log, its queue, its attempts and its worker's heartbeat.
+"""The status of a request: read from its log, its queue, its attempts and a worker's heartbeat.
 
-Nothing is written for this on a request's way; each of the four is looked up by the request's id.
+Workers write nothing for this purpose; each of the four is looked up by the request's id.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -20,21 +20,21 @@ from shared.protocol.messages import (
     Heartbeat,
     LogRecord,
     StageSpan,
+    TaskHeader,
     decode_attempt,
 )
 from shared.state.token_log import is_final, last_record
 
-State = Literal["unknown", "queued", "in_hand", "finished", "failed"]
+State = Literal["unknown", "queued", "running", "finished", "failed"]
 
 
-class _OnItsWay(msgspec.Struct, frozen=True):
-    """Of a RenderTask, and of an EngineTask."""
+class _AnyTask(msgspec.Struct, frozen=True):
+    """A task of any stage."""
 
-    path: list[StageSpan]
+    header: TaskHeader
 
 
 _heartbeat = msgspec.json.Decoder(Heartbeat)
-_on_its_way = msgspec.msgpack.Decoder(_OnItsWay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,20 @@ class RequestStatus:
     worker: str | None = None
     attempt: int | None = None
     waits_s: float | None = None
-    """In this stage so far."""
+    """Time in this stage so far."""
     records: int = 0
-    """In its token log."""
+    """Number of records in its token log."""
     why: str = ""
     attempts: list[AttemptRecord] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
-    """The stages that it has left behind."""
+    """The stages behind it."""
 
 
 async def find(bus: Bus, request_id: str) -> RequestStatus:
     last = await last_record(bus, request_id)
-    attempts = [
-        decode_attempt(stored.data)
-        for stored in await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    ]
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
+    found = (decode_attempt(message.data) for message in stored)
+    attempts = [attempt for attempt in found if attempt is not None]
     records = 0 if last is None else last.index + 1
     if last is not None and is_final(last):
         return _ended(request_id, last, attempts)
@@ -67,35 +66,26 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     if work is None:
         why = await _why_unknown(bus)
         return RequestStatus(request_id, "unknown", records=records, attempts=attempts, why=why)
-    role = subjects.role_of_stage(work.subject)
-    waits_s = (bus.now_ms() - work.stored_ms) / 1000
-    path = _path_of(work.data, role)
-    current = next((a for a in reversed(attempts) if a.role == role), None)
-    if current is None or current.outcome != "open":
-        why = await _why_queued(bus, work, role)
-        return RequestStatus(
-            request_id, "queued", role, None, None, waits_s, records, why, attempts, path
-        )
-    why = await _why_in_hand(bus, current)
-    return RequestStatus(
+    stage, _, _ = subjects.parts_of_stage(work.subject)
+    status = RequestStatus(
         request_id,
-        "in_hand",
-        role,
-        current.worker,
-        current.number,
-        waits_s,
-        records,
-        why,
-        attempts,
-        path,
+        "queued",
+        stage,
+        waits_s=(bus.now_ms() - work.stored_ms) / 1000,
+        records=records,
+        attempts=attempts,
+        path=envelope.decode(work.data, _AnyTask)[0].header.path,
     )
-
-
-def _path_of(task: bytes, role: str) -> list[StageSpan]:
-    """What a stage's message says of the stages before."""
-    if role == "renderer":
-        return _on_its_way.decode(task).path
-    return envelope.decode(task, _OnItsWay)[0].path
+    current = next((a for a in reversed(attempts) if a.stage == stage), None)
+    if current is None or current.outcome != "open":
+        return replace(status, why=await _why_queued(bus, work))
+    return replace(
+        status,
+        state="running",
+        worker=current.worker,
+        attempt=current.number,
+        why=await _why_running(bus, current),
+    )
 
 
 def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> RequestStatus:
@@ -110,7 +100,7 @@ def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> R
         case _:
             raise AssertionError("not a final record")
     stage, worker, attempt = (
-        (path[-1].role, path[-1].worker, path[-1].attempt) if path else (None, None, None)
+        (path[-1].stage, path[-1].worker, path[-1].attempt) if path else (None, None, None)
     )
     return RequestStatus(
         request_id, state, stage, worker, attempt, None, records, why, attempts, path
@@ -118,7 +108,7 @@ def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> R
 
 
 async def _why_unknown(bus: Bus) -> str:
-    """Requests that no coordinator has taken yet cannot be told apart by their ids."""
+    """Requests that wait for a coordinator are counted, because they cannot be read by id."""
     backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     return (
         f"no stage has it: it is one of {backlog.num_pending} requests that wait for a coordinator,"
@@ -126,27 +116,29 @@ async def _why_unknown(bus: Bus) -> str:
     )
 
 
-async def _why_queued(bus: Bus, work: StoredMessage, role: str) -> str:
-    _, _, _, model, lane, _ = work.subject.split(".")
+async def _why_queued(bus: Bus, work: StoredMessage) -> str:
+    stage, model, lane = subjects.parts_of_stage(work.subject)
     beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
-    takers = [beat for beat in beats if beat.role == role and model in beat.models]
-    if not takers:
-        return f"no {role} for model {model} is alive"
+    workers = [
+        beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
+    ]
+    if not workers:
+        return f"no worker of stage {stage} for model {model} is alive"
     try:
-        backlog = await bus.queue_depth(
-            subjects.STAGES_STREAM, subjects.stage_consumer(role, model, lane)
+        depth = await bus.queue_depth(
+            subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)
         )
     except NotFound as error:
         return error.message
-    if work.sequence > backlog.last_delivered:
+    if work.sequence > depth.last_delivered:
         return (
-            f"waits for one of {len(takers)} {role}s: {backlog.num_pending} are queued,"
-            f" {backlog.num_in_flight} in hand"
+            f"waits for one of {len(workers)} workers of stage {stage}: {depth.num_pending} tasks"
+            f" are queued, {depth.num_in_flight} in flight"
         )
-    return "was given back, or its worker has died: it comes again after its pause or ack wait"
+    return "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
 
 
-async def _why_in_hand(bus: Bus, attempt: AttemptRecord) -> str:
+async def _why_running(bus: Bus, attempt: AttemptRecord) -> str:
     beat = next(
         (
             beat
@@ -156,7 +148,7 @@ async def _why_in_hand(bus: Bus, attempt: AttemptRecord) -> str:
         None,
     )
     if beat is None:
-        return f"{attempt.worker} is dead: the request goes to another worker after its ack wait"
+        return f"{attempt.worker} is dead: another worker gets the request after its ack wait"
     load = beat.load
     if load.get("waiting"):
         return (

@@ -1,131 +1,271 @@
-"""The token log: one subject per request, append-only, fenced, readable from any index.
+"""Token logs: one subject per output of a request, append-only, fenced, readable from any index.
 
-A log is TokenChunk records with indexes 0, 1, 2, …, then exactly one Finish or Failure. Whoever
-appends must know the last record; a writer that somebody has overtaken is refused by the server.
+The log of the text is the request's own: TokenChunk records with indexes 0, 1, 2, …, then exactly
+one Finish or Failure, which ends the request. Another output has MediaChunk records and one
+OutputEnd. A writer must know the last message of its log, and the server refuses a writer that
+another one has overtaken.
+
+Anyone who may publish on the bus can put other bytes into a log. Readers skip bytes that are no
+record, and record kinds of a newer version; a writer that finds only such bytes after its own last
+record goes on behind them.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from shared.bus.bus import Bus
+from shared.bus.stored import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import (
+    AnyRecord,
     ChoiceDelta,
     Failure,
     Finish,
     LogRecord,
+    MediaChunk,
+    OutputEnd,
+    OutputSummary,
     StageSpan,
     TokenChunk,
     TokenLogprobs,
-    Usage,
-    decode_log_record,
     error_info,
     to_json,
 )
+from shared.protocol.pipeline import TEXT
+from shared.state import output_ends
 
 STALE_READ_S = 0.02
 
 
-async def read_log(bus: Bus, request_id: str) -> list[LogRecord]:
-    """The log as far as it has been written."""
-    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-    return [decode_log_record(message.data) for message in stored]
+class UnknownRecord(Struct, frozen=True):
+    """A record of a kind that this version does not know; it has an index like any other."""
+
+    type: str
+    index: int
+    attempt: int
+
+
+_records = msgspec.json.Decoder(AnyRecord)
+_unknown = msgspec.json.Decoder(UnknownRecord)
+
+
+def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
+    """The record in a message of a log; None for bytes that are no record."""
+    for decoder in (_records, _unknown):
+        try:
+            record: AnyRecord | UnknownRecord = decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        return record
+    return None
+
+
+def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
+    """Whether a record is the last one of its log."""
+    return isinstance(record, Finish | Failure | OutputEnd)
 
 
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
-    stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-    return None if stored is None else decode_log_record(stored.data)
+    """The last record of a request's own log that this version knows; None for an empty log."""
+    record, _ = await _last(bus, request_id, TEXT)
+    return record if isinstance(record, LogRecord) else None
 
 
-def is_final(record: LogRecord) -> bool:
-    return not isinstance(record, TokenChunk)
+async def _last(
+    bus: Bus, request_id: str, output: str
+) -> tuple[AnyRecord | UnknownRecord | None, int]:
+    """The last record of a log, and the sequence of the last message in it, record or not."""
+    subject = subjects.tokens(request_id, output)
+    last = await bus.read_last(subjects.TOKENS_STREAM, subject)
+    if last is None:
+        return None, 0
+    record = decode_record(last.data)
+    if record is None or isinstance(record, UnknownRecord):
+        # Foreign bytes cover the last record: only then is the whole log read.
+        stored = await bus.read(subjects.TOKENS_STREAM, subject)
+        return _last_known(stored), stored[-1].sequence if stored else 0
+    return record, last.sequence
+
+
+def _last_known(stored: Sequence[StoredMessage]) -> AnyRecord | UnknownRecord | None:
+    records = [decode_record(message.data) for message in stored]
+    known = [record for record in records if record is not None]
+    return next((r for r in known if is_final(r)), known[-1] if known else None)
 
 
 class LogWriter:
-    """The right to append to one log, until somebody else does.
+    """The right to append to one output's log, until another worker takes it.
 
     `records` is what the log held when it was opened. Every append raises Fenced once another
-    writer has come first; the holder then drops the request without a further word.
+    writer has appended; the holder then drops the request without a further record.
     """
 
     def __init__(
-        self, bus: Bus, request_id: str, attempt: int, records: list[LogRecord], last_sequence: int
+        self,
+        bus: Bus,
+        request_id: str,
+        output: str,
+        attempt: int,
+        records: list[AnyRecord],
+        next_index: int,
+        last_sequence: int,
     ) -> None:
+        self.output = output
         self.records = records
+        self.before_first: Callable[[], Awaitable[None]] | None = None
+        """Awaited once, before the first append of this writer."""
         self._bus = bus
         self._request_id = request_id
         self._attempt = attempt
-        self._next_index = len(records)
+        self._next_index = next_index
         self._last_sequence = last_sequence
 
     @classmethod
-    async def open(cls, bus: Bus, request_id: str, attempt: int) -> "LogWriter":
-        """Raises LogTruncated when the log is not whole any more.
+    async def open(cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT) -> "LogWriter":
+        """Raises LogTruncated when the beginning of the log has been removed.
 
-        Deliveries are counted anew for what has been made again, but attempts in a log only rise.
+        Deliveries of a task that was published again count from 1, but attempts in a log only rise.
         """
-        stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id))
-        records = [decode_log_record(message.data) for message in stored]
-        if records and records[0].index != 0:
+        subject = subjects.tokens(request_id, output)
+        stored = await bus.read(subjects.TOKENS_STREAM, subject)
+        found = [r for message in stored if (r := decode_record(message.data)) is not None]
+        if found and found[0].index != 0:
             raise LogTruncated(
                 "the beginning of this request's token log has been removed to make room"
             )
-        last_sequence = stored[-1].sequence if stored else 0
-        if records:
-            attempt = max(attempt, records[-1].attempt + 1)
-        return cls(bus, request_id, attempt, records, last_sequence)
+        if found:
+            attempt = max(attempt, found[-1].attempt + 1)
+        return cls(
+            bus,
+            request_id,
+            output,
+            attempt,
+            [record for record in found if not isinstance(record, UnknownRecord)],
+            found[-1].index + 1 if found else 0,
+            stored[-1].sequence if stored else 0,
+        )
 
     @property
     def closed(self) -> bool:
         """Whether the log had its final record when it was opened."""
-        return bool(self.records) and is_final(self.records[-1])
+        return any(is_final(record) for record in self.records)
 
     async def tokens(
         self, choices: list[ChoiceDelta], prompt_logprobs: list[TokenLogprobs] | None = None
     ) -> None:
         await self._append(TokenChunk(self._next_index, self._attempt, choices, prompt_logprobs))
 
-    async def finish(self, usage: Usage, kv_blocks: int, path: list[StageSpan]) -> None:
-        await self._append(Finish(self._next_index, self._attempt, usage, kv_blocks, path))
+    async def media(self, mime: str, offset: int, *, data: str = "", media: str = "") -> None:
+        """Append a piece of an output that is not text; see MediaChunk for the arguments."""
+        chunk = MediaChunk(self._next_index, self._attempt, mime, offset, data, media)
+        await self._append(chunk)
 
-    async def _append(self, record: LogRecord) -> None:
+    async def finish(self, summary: OutputSummary, outputs: dict[str, OutputSummary]) -> None:
+        """Append the record that ends the request; `outputs` are those beside its text."""
+        assert summary.usage is not None
+        await self._append(
+            Finish(
+                self._next_index,
+                self._attempt,
+                summary.usage,
+                summary.kv_blocks,
+                summary.path,
+                outputs,
+            )
+        )
+
+    async def end(self, summary: OutputSummary) -> None:
+        """Append the record that ends an output which is not the request's text."""
+        await self._append(OutputEnd(self._next_index, self._attempt, summary))
+
+    async def _append(self, record: AnyRecord) -> None:
+        if self.before_first is not None:
+            hook, self.before_first = self.before_first, None
+            await hook()
         data = to_json(record)
-        subject = subjects.append(self._request_id)
-        try:
-            self._last_sequence = await self._bus.append(subject, data, self._last_sequence)
-        except Fenced:
-            self._last_sequence = await self._sequence_if_ours(data)
+        subject = subjects.append(self._request_id, self.output)
+        while True:
+            try:
+                self._last_sequence = await self._bus.append(subject, data, self._last_sequence)
+                break
+            except Fenced:
+                if await self._is_stored(data):
+                    break
         self._next_index += 1
 
-    async def _sequence_if_ours(self, data: bytes) -> int:
-        """An append whose ack was lost is refused when it is repeated, though it is in the log.
+    async def _is_stored(self, data: bytes) -> bool:
+        """Whether a refused append is in the log all the same, because only its ack was lost.
 
-        Records carry index and attempt, so equal bytes at the end of the log are our own.
+        Records carry index and attempt, so equal bytes at the end of the log are this writer's. If
+        only foreign bytes are new there, the append may be repeated behind them. Raises Fenced when
+        another writer has appended a record.
         """
-        stored = await self._bus.read(subjects.TOKENS_STREAM, subjects.tokens(self._request_id))
-        if not stored or stored[-1].data != data:
+        subject = subjects.tokens(self._request_id, self.output)
+        stored = await self._bus.read(subjects.TOKENS_STREAM, subject, self._last_sequence + 1)
+        if not stored:
+            # A replica that answers reads may be a moment behind the one that refused.
             raise Fenced(f"another worker writes the log of {self._request_id}")
-        return stored[-1].sequence
+        new = [message for message in stored if decode_record(message.data) is not None]
+        if new and (len(new) > 1 or new[0].data != data):
+            raise Fenced(f"another worker writes the log of {self._request_id}")
+        self._last_sequence = stored[-1].sequence
+        return bool(new)
 
 
 async def end_request(
     bus: Bus, request_id: str, attempt: int, error: PagemillError, path: list[StageSpan]
 ) -> None:
-    """End a request with `error`, unless its log has its final record already."""
-    subject = subjects.tokens(request_id)
+    """End a request with `error`, unless its log has its final record already.
+
+    Outputs beside its text are closed first, so that no worker appends to one after the end.
+    """
+    for output in await output_ends.expected(bus, request_id):
+        if output != TEXT:
+            await _close(
+                bus,
+                request_id,
+                output,
+                lambda index: OutputEnd(index, attempt, OutputSummary(), cut=True),
+            )
+    await _close(
+        bus, request_id, TEXT, lambda index: Failure(index, attempt, error_info(error), path)
+    )
+
+
+async def finish_request(
+    bus: Bus, request_id: str, attempt: int, ended: dict[str, OutputSummary]
+) -> None:
+    """End a request whose outputs are all complete, unless its log has its final record already."""
+    text = ended.get(TEXT, OutputSummary())
+    others = {name: summary for name, summary in ended.items() if name != TEXT}
+    spans = {span for summary in ended.values() for span in summary.path}
+    path = sorted(spans, key=lambda span: (span.received_ms, span.sent_ms))
+    usage = text.usage or output_ends.NO_USAGE
+    await _close(
+        bus,
+        request_id,
+        TEXT,
+        lambda index: Finish(index, attempt, usage, text.kv_blocks, path, others),
+    )
+
+
+async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> None:
+    """Append `final(index)` to a log, unless it has a final record already."""
     while True:
-        last = await bus.read_last(subjects.TOKENS_STREAM, subject)
-        record = None if last is None else decode_log_record(last.data)
-        if record is not None and is_final(record):
+        record, last_sequence = await _last(bus, request_id, output)
+        if is_final(record):
             return
         index = 0 if record is None else record.index + 1
-        failure = Failure(index, attempt, error_info(error), path)
         try:
-            await bus.append(
-                subjects.append(request_id), to_json(failure), last.sequence if last else 0
-            )
+            data = to_json(final(index))
+            await bus.append(subjects.append(request_id, output), data, last_sequence)
             return
         except Fenced:
-            # Whoever wrote meanwhile may have ended it, or not; or it was we, and the ack was lost.
-            # A replica that answers reads may not know of it yet.
+            # Another writer may have ended it, or only have added to it; or this append is stored
+            # and its ack was lost. A replica that answers reads may not know of it yet.
             await asyncio.sleep(STALE_READ_S)

@@ -1,7 +1,7 @@
 """Embedding store: passes embeddings from their producer to consumers, by the hash of the image.
 
 A producer stores them in its memory or in a shared directory, and publishes the place in the stream
-EMBEDDINGS. A consumer acknowledges what it has read, so that the memory can be reused. The store is
+RESULTS. A consumer acknowledges what it has read, so that the memory can be reused. The store is
 a cache only: lost embeddings are recomputed.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from shared.blobs.store import Blobs
 from shared.blobs.transports import Blob
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.config import Config
@@ -26,22 +25,14 @@ from shared.errors import (
     ConfigError,
     DecodeError,
     EncodingFailed,
-    InvalidRequest,
     Overloaded,
-    PagemillError,
-    Poisoned,
 )
-from shared.protocol import subjects
-from shared.protocol.messages import EmbeddingRecord, ErrorInfo, Failure, to_msgpack
+from shared.protocol.messages import ItemResult
 from shared.protocol.multimodal import BlobRef, embedding_key
-from shared.state.token_log import last_record
+from shared.state import item_results
 from shared.vision.embedding_directory import EmbeddingDirectory, Role
 
-# Time between two checks, by a waiting consumer, that an encode task still exists.
-CHECK_S = 1.0
-
 _log = structlog.get_logger()
-_record = msgspec.msgpack.Decoder(EmbeddingRecord)
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -108,7 +99,7 @@ class EmbeddingStore:
             blob = self._blobs.put(key, parts, self._ttl_s)
             if blob is None:
                 raise Overloaded("embeddings that no engine has read yet fill the memory")
-        await self._publish(key, EmbeddingRecord(blob))
+        await item_results.publish(self._bus, key, ItemResult(blob))
 
     async def find_again(self, key: str, mm_hash: str) -> bool:
         """Return whether the embeddings are still stored; if so, their place is published."""
@@ -116,7 +107,7 @@ class EmbeddingStore:
         if self._directory is not None:
             if await asyncio.to_thread(self._directory.get, mm_hash) is None:
                 return False
-            await self._publish(key, EmbeddingRecord(None))
+            await item_results.publish(self._bus, key, ItemResult())
             return True
         held = await self.get(key, mm_hash)
         if held is not None:
@@ -124,11 +115,8 @@ class EmbeddingStore:
             return True
         blob = await self._blobs.find(key, self._ttl_s)
         if blob is not None:
-            await self._publish(key, EmbeddingRecord(blob))
+            await item_results.publish(self._bus, key, ItemResult(blob))
         return blob is not None
-
-    async def _publish(self, key: str, record: EmbeddingRecord) -> None:
-        await self._bus.publish_without_id(subjects.embedding(key), to_msgpack(record))
 
     # -- consumer -----------------------------------------------------------------------------
 
@@ -137,14 +125,14 @@ class EmbeddingStore:
 
         The record of lost embeddings is deleted, so that no other consumer follows it.
         """
-        stored = await self._bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key))
+        stored = await item_results.last(self._bus, key)
         if stored is None:
             return None
         try:
-            return await self._open(stored, mm_hash)
+            return await self._open(item_results.decode(stored.data), mm_hash)
         except (BlobLost, DecodeError) as error:
             _log.warning("embedding_lost", key=key, reason=error.message)
-            await self._bus.delete(subjects.EMBEDDINGS_STREAM, stored.sequence)
+            await item_results.forget(self._bus, stored)
             return None
 
     async def wait(self, key: str, mm_hash: str, progress: Callable[[], Awaitable[None]]) -> Held:
@@ -153,25 +141,7 @@ class EmbeddingStore:
         `progress` is called again and again while an encode task exists. Raises BlobLost when there
         is none, and the error of an encode task that has failed.
         """
-        if (held := await self.get(key, mm_hash)) is not None:
-            return held
-        encoding = subjects.encoding(key)
-        listener = await self._bus.subscribe(subjects.embedding(key))
-        try:
-            while True:
-                # The task is read first, because it is deleted only after its result is published.
-                task = await self._bus.read_last(
-                    subjects.STAGES_STREAM, subjects.stages_of(encoding)
-                )
-                if (held := await self.get(key, mm_hash)) is not None:
-                    return held
-                if task is None:
-                    await self._raise_failure(key)
-                    raise BlobLost("an image's embeddings are lost, and no encoder computes them")
-                await progress()
-                await listener.next(CHECK_S)
-        finally:
-            await self._bus.unsubscribe(listener)
+        return await item_results.wait(self._bus, key, lambda: self.get(key, mm_hash), progress)
 
     async def acknowledge(self, held: Held) -> None:
         """Allow the producer to remove embeddings that have been read."""
@@ -180,8 +150,8 @@ class EmbeddingStore:
         elif self._directory is not None:
             await asyncio.to_thread(self._directory.acknowledge, held.mm_hash)
 
-    async def _open(self, stored: StoredMessage, mm_hash: str) -> Held:
-        ref = _record.decode(stored.data).blob
+    async def _open(self, result: ItemResult, mm_hash: str) -> Held:
+        ref = result.blob
         if ref is None:
             embedding = None
             if self._directory is not None:
@@ -198,17 +168,3 @@ class EmbeddingStore:
         except BaseException:
             blob.close()
             raise
-
-    async def _raise_failure(self, key: str) -> None:
-        """Raise the error of a failed encode task, which is in the token log of its name."""
-        record = await last_record(self._bus, subjects.encoding(key))
-        if isinstance(record, Failure):
-            raise _as_error(record.error)
-
-
-def _as_error(info: ErrorInfo) -> PagemillError:
-    if info.fault == "client":
-        return InvalidRequest(info.message, field=info.field)
-    if info.code == Poisoned.code:
-        return Poisoned(info.message)
-    return EncodingFailed("the embeddings of an image could not be computed")

@@ -8,7 +8,8 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.config import Config, NatsConfig
-from workers.cli.local_cluster import LocalCluster, WorkerSpec
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import WorkerSpec
 
 
 async def test_nobody_misses_the_broker_when_the_start_is_broken_off(

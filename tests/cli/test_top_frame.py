@@ -108,7 +108,7 @@ def test_queues_are_shown_with_the_age_of_what_waits() -> None:
         StageQueue("engine", "demo", "interactive", 3, 2, 97_500.0),
     )
     seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
-    assert [(q.lane, q.pending, q.in_hand, q.oldest_s) for q in seen.queues] == [
+    assert [(q.lane, q.pending, q.in_flight, q.oldest_s) for q in seen.queues] == [
         ("interactive", 3, 2, 2.5),
         ("batch", 0, 0, None),
     ]

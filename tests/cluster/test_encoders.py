@@ -132,7 +132,7 @@ def check_path(final: LogRecord, encoded: bool) -> None:
     """A request with pictures waited for them between its renderer and its answer."""
     assert isinstance(final, Finish)
     roles = ["coordinator", "renderer", *["encoder"] * encoded, "engine"]
-    assert [hop.role for hop in final.path] == roles
+    assert [hop.stage for hop in final.path] == roles
     if encoded:
         waited, answered = final.path[-2:]
         assert answered.received_ms <= waited.received_ms <= waited.sent_ms <= answered.sent_ms
@@ -159,7 +159,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
     processor = Processor(ModelConfig(DEMO_MODEL))
     source = hash_source((tmp_path / "new.png").read_bytes())
     key = embedding_key("demo", processor.hash_media(IMAGE, source, ""))
-    for name in (key, subjects.encoding(key)):
+    for name in (key, subjects.item_task(key)):
         await client.publish_without_id(subjects.cancel(name), b"")
         bad = GenerateRequest("nobodys", request.messages)
         await client.publish(subjects.request("demo"), to_json(bad), name)
@@ -202,7 +202,7 @@ async def test_embeddings_that_are_lost_are_made_again(
 ) -> None:
     request = about_a_new_picture(tmp_path, (90, 90), "yellow")
     before = len(events(three, "encoded"))
-    await client.purge(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER)
+    await client.purge(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER)
     with frozen([await three.pid(client, "engine")]):
         running = asyncio.create_task(answer(client, request))
         await until(lambda: _told(client))
@@ -213,13 +213,13 @@ async def test_embeddings_that_are_lost_are_made_again(
     final = records[-1]
     assert isinstance(final, Finish)
     assert "yellow" in text_of(records).lower()
-    roles = [hop.role for hop in final.path]
+    roles = [hop.stage for hop in final.path]
     assert roles == ["coordinator", "renderer", "engine", "renderer", "encoder", "engine"]
     assert len(events(three, "encoded")) - before == 2
 
 
 async def _told(bus: Bus) -> bool:
-    return await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER) is not None
+    return await bus.read_last(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER) is not None
 
 
 async def test_without_encoders_the_deadline_holds_and_text_goes_on(
@@ -258,7 +258,7 @@ async def test_a_shared_directory_outlives_its_encoder(tmp_path: Path) -> None:
         (file,) = store.glob("demo/*/encoder_cache.safetensors")
         assert (file.parent / "acknowledged").exists()
         # Nobody remembers where they are, and nobody who made them is left.
-        await bus.purge(subjects.EMBEDDINGS_STREAM, subjects.EMBEDDINGS_FILTER)
+        await bus.purge(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER)
         os.kill(await cluster.pid(bus, "encoder"), signal.SIGKILL)
         records = await answer(bus, about("red.png"))
         assert isinstance(records[-1], Finish)

@@ -70,7 +70,7 @@ async def test_a_processed_picture_gets_the_same_answer_to_the_token(client: Bus
         assert tokens_of(theirs) == tokens_of(ours)
         assert text_of(theirs) == text_of(ours)
         assert theirs[-1].usage.prompt_tokens == ours[-1].usage.prompt_tokens
-        assert [hop.role for hop in theirs[-1].path] == ["coordinator", "renderer", "engine"]
+        assert [hop.stage for hop in theirs[-1].path] == ["coordinator", "renderer", "engine"]
 
 
 async def test_a_hash_alone_gets_the_same_answer_for_its_tenant(client: Bus) -> None:

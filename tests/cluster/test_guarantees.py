@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, cancel, follow, new_request_id
 from shared.protocol import subjects
@@ -24,7 +25,6 @@ from shared.protocol.messages import (
     to_json,
 )
 from shared.state import request_status
-from shared.state.token_log import read_log
 from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
 
@@ -262,7 +262,7 @@ async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
         running = asyncio.create_task(collect(client, request_text("Hello"), request_id))
         await until(partial(in_engine, client, request_id), 20, "it does not come to the engine")
         found = await request_status.find(client, request_id)
-        assert [hop.role for hop in found.path] == ["coordinator", "renderer"]
+        assert [hop.stage for hop in found.path] == ["coordinator", "renderer"]
     await running
     request_id = new_request_id()
     with stopped(await cluster.pid(client, "renderer")):
@@ -270,13 +270,13 @@ async def test_where_is_my_request(cluster: Cluster, client: Bus) -> None:
         await until(lambda: work_of(client, request_id), 20, "no stage has it")
         found = await request_status.find(client, request_id)
         assert (found.state, found.stage) == ("queued", "renderer")
-        assert [hop.role for hop in found.path] == ["coordinator"]
+        assert [hop.stage for hop in found.path] == ["coordinator"]
         assert found.waits_s is not None
         assert found.why
     await running
     found = await request_status.find(client, request_id)
     assert (found.state, found.stage, found.attempt is not None) == ("finished", "engine", True)
-    assert [hop.role for hop in found.path] == ["coordinator", "renderer", "engine"]
+    assert [hop.stage for hop in found.path] == ["coordinator", "renderer", "engine"]
     told = run(cluster, "where", request_id)
     assert told.returncode == 0
     assert "finished" in told.stdout

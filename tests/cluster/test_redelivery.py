@@ -11,6 +11,7 @@ import nats
 import pytest
 
 from ops.demo import PICTURES
+from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
@@ -24,7 +25,6 @@ from shared.protocol.messages import (
     Message,
     TextPart,
 )
-from shared.state.token_log import read_log
 from tests.cluster.conftest import (
     PICTURE_HOST,
     Cluster,
@@ -134,7 +134,7 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     final = records[-1]
     assert isinstance(final, Finish)
     assert "red" in text_of(records).lower()
-    assert [(hop.role, hop.attempt) for hop in final.path] == [
+    assert [(hop.stage, hop.attempt) for hop in final.path] == [
         ("coordinator", 1),
         ("renderer", 2),
         ("engine", 1),
@@ -156,7 +156,7 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     final = records[-1]
     assert isinstance(final, Finish)
     assert "red" in text_of(records).lower()
-    roles = [hop.role for hop in final.path]
+    roles = [hop.stage for hop in final.path]
     assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
 
 
@@ -180,7 +180,7 @@ async def test_a_picture_whose_url_has_changed_when_its_payload_is_lost(
     canary.close()
     final = records[-1]
     assert isinstance(final, Finish)
-    assert [hop.role for hop in final.path].count("renderer") == 2
+    assert [hop.stage for hop in final.path].count("renderer") == 2
     assert "red" in text_of(records).lower()
     assert len(canary.paths) == 1
 

@@ -29,8 +29,8 @@ from shared.protocol.messages import (
     GenerateRequest,
     LogRecord,
     TokenChunk,
-    decode_log_record,
 )
+from shared.state.token_log import decode_record
 from tests.cluster.conftest import (
     PAGEMILL,
     ROOT,
@@ -77,7 +77,7 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
         live = await listener.next(10)
         assert live is not None
         took_s = took_s or time.monotonic() - began
-        records.append(decode_log_record(live.data))
+        records.append(decode_record(live.data))
     await bus.unsubscribe(listener)
     return records, took_s
 
@@ -92,7 +92,7 @@ async def test_all_demo_questions_at_once_are_answered_right(client: Bus) -> Non
         final = records[-1]
         assert isinstance(final, Finish)
         assert case.expect in text_of(records).lower()
-        assert [hop.role for hop in final.path] == ["coordinator", "renderer", "engine"]
+        assert [hop.stage for hop in final.path] == ["coordinator", "renderer", "engine"]
         assert final.usage.completion_tokens == len(tokens_of(records))
         assert final.kv_blocks >= 1
 
@@ -176,7 +176,7 @@ async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, A
         headers["Pagemill-Tenant"] = tenant
     subject = subjects.request("demo")
     await client.jetstream().publish(subject, json.dumps(request).encode(), headers=headers)
-    while isinstance(record := decode_log_record((await tokens.next_msg(20)).data), TokenChunk):
+    while isinstance(record := decode_record((await tokens.next_msg(20)).data), TokenChunk):
         pass
     await client.close()
     return record

@@ -16,14 +16,16 @@ from shared.errors import (
 )
 from shared.protocol.messages import tenant_of
 from shared.protocol.sampling import SamplingParams
+from shared.stage.pipelines import pipeline_of
 from workers.coordinator.admission import admit, request_id_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
+PIPELINES = {name: pipeline_of(model) for name, model in MODELS.items()}
 GOOD: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def sampling_of(request: dict[str, Any]) -> SamplingParams:
-    return admit("pm.request.demo", "r1", json.dumps(request).encode(), MODELS)[1]
+    return admit("pm.request.demo", "r1", json.dumps(request).encode(), MODELS, PIPELINES)[1]
 
 
 def test_parameters_left_out_take_the_models_defaults() -> None:
@@ -39,12 +41,12 @@ def test_token_ids_are_strings_where_json_wants_keys() -> None:
     given = GOOD | {"sampling_params": {"logit_bias": {"17": -100, "3": 2.5}}}
     assert sampling_of(given).logit_bias == {17: -100.0, 3: 2.5}
     packed = msgspec.msgpack.encode(GOOD | {"sampling_params": {"logit_bias": {17: -100}}})
-    assert admit("pm.request.demo", "r1", packed, MODELS)[1].logit_bias == {17: -100.0}
+    assert admit("pm.request.demo", "r1", packed, MODELS, PIPELINES)[1].logit_bias == {17: -100.0}
 
 
 def test_msgpack_is_as_good_as_json() -> None:
-    as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS)
-    as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS)
+    as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS, PIPELINES)
+    as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS, PIPELINES)
     assert as_json == as_msgpack
 
 
@@ -121,7 +123,7 @@ def test_what_is_wrong_is_named(
 ) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(RequestError) as caught:
-        admit("pm.request.demo", "r1", data, MODELS)
+        admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
     assert type(caught.value) is kind
     assert caught.value.field == field
     assert part in caught.value.message
@@ -141,25 +143,26 @@ def test_what_is_wrong_is_named(
 )
 def test_films_and_sounds_are_not_even_looked_at(part: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedContent) as caught:
-        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS)
+        admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
     assert caught.value.field == "messages[0].content[0].type"
 
 
 def test_an_unknown_model_is_told_what_there_is() -> None:
     body = json.dumps(GOOD | {"model": "other"}).encode()
     with pytest.raises(UnknownModel, match="demo"):
-        admit("pm.request.other", "r1", body, MODELS)
+        admit("pm.request.other", "r1", body, MODELS, PIPELINES)
 
 
 def test_an_adapter_is_one_of_the_models_own() -> None:
     models = MODELS | {"tuned": ModelConfig(path="x", adapters={"pirate": "p", "formal": "f"})}
+    pipelines = {name: pipeline_of(model) for name, model in models.items()}
     body = GOOD | {"model": "tuned", "adapter": "pirate"}
-    request, *_ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models)
+    request, *_ = admit("pm.request.tuned", "r1", json.dumps(body).encode(), models, pipelines)
     assert request.adapter == "pirate"
     for model, named in (("tuned", "formal, pirate"), ("demo", "none")):
         body = GOOD | {"model": model, "adapter": "other"}
         with pytest.raises(UnknownAdapter, match=named) as caught:
-            admit(f"pm.request.{model}", "r1", json.dumps(body).encode(), models)
+            admit(f"pm.request.{model}", "r1", json.dumps(body).encode(), models, pipelines)
         assert caught.value.field == "adapter"
 
 
@@ -173,8 +176,8 @@ def test_an_adapter_is_one_of_the_models_own() -> None:
         ("*", b"{}", None),
         ("", b"{}", None),
         ("x" * 129, b"{}", None),
-        ("encode_" + "0" * 64, b"{}", None),
-        (None, b'{"request_id": "encode_1"}', None),
+        ("item_" + "0" * 64, b"{}", None),
+        (None, b'{"request_id": "item_1"}', None),
         (None, b'{"request_id": "a b"}', None),
         (None, b"garbage", None),
         (None, b"{}", None),

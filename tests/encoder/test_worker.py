@@ -16,11 +16,12 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import EncodeTask, Failure
+from shared.protocol.messages import Failure
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
 from shared.vision.embedding_store import EmbeddingStore
+from tests.tasks import encode_task
 from workers.encoder.worker import EncoderWorker
 
 Start = Callable[..., Any]
@@ -99,8 +100,9 @@ async def ask_for(
 ) -> str:
     key = embedding_key(model, mm_hash)
     item = MultiModalKwargsItem("image", mm_hash, PlaceholderRange(0, 4))
-    task = EncodeTask(key, model, item, bus.now_ms() + 1000 * within_s)
-    subject = subjects.stage("encoder", model, lane, subjects.encoding(key))
+    name, expires_ms = subjects.item_task(key), bus.now_ms() + 1000 * within_s
+    task = encode_task(name, key, item, model=model, lane=lane, expires_ms=expires_ms)
+    subject = subjects.stage("encoder", model, lane, name)
     await bus.publish(subject, envelope.encode(task, []), secrets.token_hex(8))
     return key
 
@@ -114,7 +116,7 @@ async def until(true: Callable[[], Any], timeout_s: float = 10) -> None:
 async def settled(bus: Bus, key: str) -> None:
     async def is_settled() -> bool:
         return (
-            await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(subjects.encoding(key)))
+            await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(subjects.item_task(key)))
             is None
         )
 
@@ -146,7 +148,7 @@ async def test_attempts_that_ended_well_are_not_held_against_the_picture(
     await delivery.retry(0)
     encoder = await start()
     await settled(bus, key)
-    assert await last_record(bus, subjects.encoding(key)) is None
+    assert await last_record(bus, subjects.item_task(key)) is None
     assert encoder.tower.num_encoded == 1
 
 
@@ -157,12 +159,12 @@ async def test_what_has_no_room_is_not_made_again(start: Start, bus: Bus, model:
     await settled(bus, await ask_for(bus, model, first))
     key = await ask_for(bus, model, second)
     await asyncio.sleep(1.5)
-    assert await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is None
+    assert await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key)) is None
     held = await encoder.embeddings.get(embedding_key(model, first), first)
     await encoder.embeddings.acknowledge(held)
     held.close()
     await settled(bus, key)
-    assert await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key)) is not None
+    assert await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key)) is not None
     assert encoder.tower.num_encoded == 2
 
 
@@ -173,7 +175,7 @@ async def test_what_will_never_have_room_is_refused_at_once(
     encoder.tower.embedding = torch.zeros(1200, 256)  # 1.2 MiB
     key = await ask_for(bus, model, secrets.token_hex(32))
     await settled(bus, key)
-    record = await last_record(bus, subjects.encoding(key))
+    record = await last_record(bus, subjects.item_task(key))
     assert isinstance(record, Failure)
     assert record.error.code == "encoding_failed"
 

@@ -89,8 +89,8 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
         """No step before the last one's tokens are in the log, or wait to be gathered."""
         for _ in range(num_tokens):
             await step(worker, runner)
-            flow = worker._flows.get(request_id)
-            while flow and flow.pending and worker._release_timer is None:  # noqa: ASYNC110
+            opened = worker._requests.get(request_id)
+            while opened and opened.pending and not worker._pacer.is_waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     async with asyncio.timeout(20):
@@ -113,17 +113,17 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
 async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> None:
     model = "first"
     worker, runner, context = await start_worker(bus, model, EngineConfig())
-    worker._appends_per_s = 0.001  # nothing is released before the end of this test
+    worker._pacer._appends_per_s = 0.001  # nothing is released before the end of this test
     serving = asyncio.create_task(worker.serve())
     early, late = (f"first-{secrets.token_hex(8)}" for _ in range(2))
     async with asyncio.timeout(20):
         await put_task(bus, model, early, [1] * 8, max_tokens=40)
-        while not worker._flows:  # noqa: ASYNC110
+        while not worker._requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for _ in range(3):
             await step(worker, runner)
         await put_task(bus, model, late, [2] * 8, max_tokens=40)
-        while late not in worker._flows:  # noqa: ASYNC110
+        while late not in worker._requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         # The step that is under way may be without it.
         for _ in range(2):
@@ -131,7 +131,7 @@ async def test_a_first_token_does_not_wait_for_what_others_gather(bus: Bus) -> N
         first = await anext(follow(bus, late))
         assert isinstance(first, TokenChunk)
         assert len(first.choices[0].token_ids) == 1
-        assert len(worker._flows[early].pending) == 4, "the others' go on being gathered"
+        assert len(worker._requests[early].pending) == 4, "the others' go on being gathered"
         runner.go_on.release(1000)
         for request_id in (early, late):
             _ = [record async for record in follow(bus, request_id)]
@@ -145,14 +145,14 @@ async def test_there_is_one_timer_for_what_is_gathered(
 ) -> None:
     model, request_id = "timer", f"timer-{secrets.token_hex(8)}"
     worker, runner, context = await start_worker(bus, model, EngineConfig())
-    worker._appends_per_s = 0.001
+    worker._pacer._appends_per_s = 0.001
     armed: list[asyncio.TimerHandle] = []
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
 
     def watched(delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         timer = call_later(delay_s, callback, *args)
-        if callback == worker._release:
+        if callback == worker._pacer._release:
             armed.append(timer)
         return timer
 
@@ -160,14 +160,14 @@ async def test_there_is_one_timer_for_what_is_gathered(
     serving = asyncio.create_task(worker.serve())
     async with asyncio.timeout(20):
         await put_task(bus, model, request_id, [1] * 8, max_tokens=40)
-        while not worker._flows:  # noqa: ASYNC110
+        while not worker._requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for _ in range(3):
             await step(worker, runner)
         assert len(armed) == 1
         # More may be written from now on, and this is released by a step before its timer.
-        worker._appends_per_s = 1e6
-        worker._released_s = 0.0
+        worker._pacer._appends_per_s = 1e6
+        worker._pacer._released_s = 0.0
         await step(worker, runner)
         assert [timer.cancelled() for timer in armed] == [True]
         runner.go_on.release(1000)
@@ -213,7 +213,7 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
     # For this one there is a slot, but not blocks enough.
     await put_task(bus, model, waiting, [2] * 400)
     await step_until(lambda: worker._stats.num_waiting_batch == 1)
-    interactive, batch = worker._consumers
+    interactive, batch = worker._loop.consumers.values()
     assert (interactive.capacity, batch.capacity) == (2, batch.num_in_flight)
     for request_id in late:
         await put_task(bus, model, request_id, [3], lane="interactive", max_tokens=2)
@@ -250,7 +250,7 @@ async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     assert record.error.code == "undecodable_message"
     assert await bus.get_queued_request(accepted.sequence) is None
     assert (await dead_letters.find(bus, request_id)).request == b"what the client wrote"
-    assert all(consumer.num_in_flight == 0 for consumer in worker._consumers)
+    assert all(consumer.num_in_flight == 0 for consumer in worker._loop.consumers.values())
     context.shutdown.asked.set()
     await serving
     await context.close()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.protocol.messages import ChoiceDelta, EngineTask, LogRecord, RequestTicket, TokenChunk
+from shared.protocol.messages import AnyRecord, ChoiceDelta, TokenChunk
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import Samples, samples_of, total
 from shared.telemetry.metrics import Metrics
@@ -172,12 +172,9 @@ def test_first_tokens_of_an_earlier_attempt_are_not_counted() -> None:
 
 
 def test_a_logged_stop_event_is_recognised() -> None:
-    task = EngineTask(
-        "r", "demo", "batch", [1, 2], [], SamplingParams(n=2), RequestTicket(5.0, 9.0, 1, ""), []
-    )
-    log: list[LogRecord] = [
+    log: list[AnyRecord] = [
         TokenChunk(0, 1, [ChoiceDelta(0, 0, [7], "x", "length")]),
         TokenChunk(1, 1, [ChoiceDelta(1, 0, [7], "x")]),
     ]
-    assert RequestTiming.from_task(task, 6.0, log) == RequestTiming(5.0, 6.0, 2, True, "length")
-    assert RequestTiming.from_task(task, 6.0, []) == RequestTiming(5.0, 6.0, 2, False)
+    assert RequestTiming.of(5.0, 6.0, 2, log) == RequestTiming(5.0, 6.0, 2, True, "length")
+    assert RequestTiming.of(5.0, 6.0, 2, []) == RequestTiming(5.0, 6.0, 2, False)

@@ -20,18 +20,18 @@ from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     ImagePart,
     ImageURL,
     Message,
     Prompt,
-    RenderTask,
+    RenderBody,
     RequestTicket,
+    Task,
     TextPart,
-    to_msgpack,
 )
-from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import Context
+from tests.tasks import render_task
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.worker import RendererWorker
 
@@ -64,17 +64,20 @@ def messages_with(urls: Sequence[str], text: str = "What is it?") -> list[Messag
     return [Message("user", [*(ImagePart(ImageURL(url)) for url in urls), TextPart(text)])]
 
 
-def task_for(bus: Bus, model: str, messages: list[Message]) -> RenderTask:
-    now_ms = bus.now_ms()
-    accepted = RequestTicket(now_ms, now_ms + 60_000, next(_sequences), "$JS.ACK.none")
+def task_for(
+    bus: Bus, model: str, prompt: list[Message] | Prompt, tenant: str = "", salt: str = ""
+) -> Task[RenderBody]:
+    now_ms, sequence = bus.now_ms(), next(_sequences)
+    ticket = RequestTicket(now_ms, now_ms + 60_000, sequence, "$JS.ACK.none", tenant, salt)
     request_id = f"t-{secrets.token_hex(6)}"
-    prompt = Prompt(messages)
-    return RenderTask(request_id, model, "interactive", prompt, SamplingParams(), accepted, [])
+    prompt = Prompt(prompt) if isinstance(prompt, list) else prompt
+    return render_task(request_id, prompt, model=model, ticket=ticket)
 
 
-async def publish(bus: Bus, task: RenderTask) -> None:
-    subject = subjects.stage("renderer", task.model, task.lane, task.request_id)
-    await bus.publish(subject, to_msgpack(task), secrets.token_hex(8))
+async def publish(bus: Bus, task: Task[RenderBody]) -> None:
+    header = task.header
+    subject = subjects.stage("renderer", header.model, header.lane, header.request_id)
+    await bus.publish(subject, envelope.encode(task, []), secrets.token_hex(8))
 
 
 class Sink:
@@ -95,10 +98,14 @@ class Sink:
             )
         )
 
-    async def next(self, timeout_s: float = 20.0) -> tuple[EngineTask, list[TensorData]]:
+    async def next(self, timeout_s: float = 20.0) -> tuple[EngineBody, list[TensorData]]:
+        task, tensors = await self.next_task(timeout_s)
+        return task.body, tensors
+
+    async def next_task(self, timeout_s: float = 20.0) -> tuple[Task[EngineBody], list[TensorData]]:
         delivery = await asyncio.wait_for(self._inbox.next(), timeout_s)
         await delivery.ack()
-        return envelope.decode(delivery.data, EngineTask)
+        return envelope.decode(delivery.data, Task[EngineBody])
 
 
 @contextlib.asynccontextmanager

@@ -16,12 +16,11 @@ from shared.codec.vllm_kwargs import mm_hash
 from shared.config import ModelConfig
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     Feature,
     GenerateRequest,
     Message,
     Prompt,
-    RequestTicket,
 )
 from shared.protocol.renderer_rpc import (
     Detokenized,
@@ -64,21 +63,16 @@ class Rig:
         assert not isinstance(answer, ErrorReply), answer
         return answer
 
-    async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineTask:
+    async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineBody:
         """What an engine is given, its items with no regard to where their tensors are."""
-        task = task_for(self.bus, self.model, [])
-        accepted: RequestTicket = msgspec.structs.replace(
-            task.accepted, tenant=tenant, cache_salt=salt
-        )
-        await publish(self.bus, msgspec.structs.replace(task, prompt=asked, accepted=accepted))
-        engine_task, _ = await self._sink.next()
-        return engine_task
+        await publish(self.bus, task_for(self.bus, self.model, asked, tenant, salt))
+        body, _ = await self._sink.next()
+        return body
 
     async def refused(self, asked: Prompt, tenant: str = "", salt: str = "") -> tuple[str, Any]:
-        task = task_for(self.bus, self.model, [])
-        accepted = msgspec.structs.replace(task.accepted, tenant=tenant, cache_salt=salt)
-        await publish(self.bus, msgspec.structs.replace(task, prompt=asked, accepted=accepted))
-        (failure,) = [record async for record in client.follow(self.bus, task.request_id)]
+        task = task_for(self.bus, self.model, asked, tenant, salt)
+        await publish(self.bus, task)
+        (failure,) = [record async for record in client.follow(self.bus, task.header.request_id)]
         error = failure.error  # type: ignore[union-attr]
         assert error.fault == "client"
         return error.code, error.field

@@ -16,9 +16,8 @@ from shared.codec.envelope import TensorData
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import EncodeTask, Prompt, RenderTask, RequestTicket
+from shared.protocol.messages import EncodeBody, RequestTicket, Task, TaskHeader
 from shared.protocol.multimodal import BlobRef, PlaceholderRange, embedding_key
-from shared.protocol.sampling import SamplingParams
 from workers.renderer.image_cache import PreparedImage
 from workers.renderer.packing import Packer
 
@@ -44,10 +43,9 @@ def packer(bus: Bus, blobs: Blobs, model: str, **more: Any) -> Packer:
     return Packer(bus, blobs, Config(models, blobs=BlobsConfig(inline_kib=1)))
 
 
-def task_of(bus: Bus, model: str, lane: str = "interactive") -> RenderTask:
-    accepted = RequestTicket(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
-    id = f"r{secrets.token_hex(4)}"
-    return RenderTask(id, model, lane, Prompt(), SamplingParams(), accepted, [])
+def header_of(bus: Bus, model: str, lane: str = "interactive") -> TaskHeader:
+    ticket = RequestTicket(bus.now_ms(), bus.now_ms() + 1000 * TTL_S, 1, "receipt")
+    return TaskHeader(f"r{secrets.token_hex(4)}", model, lane, ticket)
 
 
 def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> PreparedImage:
@@ -72,11 +70,11 @@ def refs_of(pictures: list[PreparedImage]) -> list[BlobRef]:
 
 async def queued(
     bus: Bus, model: str, picture: PreparedImage, lane: str = "interactive"
-) -> tuple[EncodeTask, list[TensorData]] | None:
-    name = subjects.encoding(embedding_key(model, picture.mm_hash))
+) -> tuple[Task[EncodeBody], list[TensorData]] | None:
+    name = subjects.item_task(embedding_key(model, picture.mm_hash))
     subject = subjects.stage("encoder", model, lane, name)
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
-    return None if stored is None else envelope.decode(stored.data, EncodeTask)
+    return None if stored is None else envelope.decode(stored.data, Task[EncodeBody])
 
 
 async def test_large_pictures_go_to_encoders_and_small_ones_stay(
@@ -86,7 +84,7 @@ async def test_large_pictures_go_to_encoders_and_small_ones_stay(
     pictures = [small, large]
     made = refs_of(pictures)
     items, tensors = await packer(bus, blobs, model, local_tokens=9).pack(
-        task_of(bus, model), pictures, ranges_of(pictures), made
+        header_of(bus, model), pictures, ranges_of(pictures), made
     )
     stays, goes = items
     assert (stays.blob, stays.embedding) == (small.ref, None)
@@ -100,20 +98,20 @@ async def test_large_pictures_go_to_encoders_and_small_ones_stay(
     found = await queued(bus, model, large)
     assert found is not None
     task, _ = found
-    assert task.item.blob == large.ref
-    assert task.item.placeholder.length == 10
+    assert task.body.item.blob == large.ref
+    assert task.body.item.placeholder.length == 10
 
 
 async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model: str) -> None:
     pack = packer(bus, blobs, model).pack
     first = prepared(blobs, 10)
     made = refs_of([first])
-    await pack(task_of(bus, model), [first], ranges_of([first]), made)
+    await pack(header_of(bus, model), [first], ranges_of([first]), made)
     assert made == []
     for lane in ("interactive", "batch"):
         again = prepared(blobs, 10, first.mm_hash)
         made = refs_of([again])
-        items, _ = await pack(task_of(bus, model, lane), [again], ranges_of([again]), made)
+        items, _ = await pack(header_of(bus, model, lane), [again], ranges_of([again]), made)
         assert items[0].embedding is not None
         assert made == []
     assert await queued(bus, model, first, "batch") is None
@@ -124,9 +122,11 @@ async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model
 async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
     picture = prepared(blobs, 10)
     key = embedding_key(model, picture.mm_hash)
-    await bus.publish_without_id(subjects.embedding(key), b"told")
+    await bus.publish_without_id(subjects.result(key), b"told")
     made = refs_of([picture])
-    await packer(bus, blobs, model).pack(task_of(bus, model), [picture], ranges_of([picture]), made)
+    await packer(bus, blobs, model).pack(
+        header_of(bus, model), [picture], ranges_of([picture]), made
+    )
     assert await queued(bus, model, picture) is None
     assert blobs._server.arena.slots.num_pinned == 0
 
@@ -138,7 +138,7 @@ async def test_what_finds_no_room_waits_for_some(bus: Bus, blobs: Blobs, model: 
     large = Blobs(bus, "renderer", "large", BlobsConfig(arena_mib=32))
     with pytest.raises(Unavailable):
         await packer(bus, large, model).pack(
-            task_of(bus, model), [homeless], ranges_of([homeless]), []
+            header_of(bus, model), [homeless], ranges_of([homeless]), []
         )
     assert await queued(bus, model, homeless) is None
     await large.close()

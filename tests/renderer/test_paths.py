@@ -17,7 +17,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     Failure,
     GenerateRequest,
     Message,
@@ -53,7 +53,7 @@ class Rig:
         self.worker = worker
         self._sink = sink
 
-    async def engine(self, messages: list[Message]) -> tuple[EngineTask, list[TensorData]]:
+    async def engine(self, messages: list[Message]) -> tuple[EngineBody, list[TensorData]]:
         await publish(self.bus, task_for(self.bus, self.model, messages))
         return await self._sink.next()
 
@@ -74,7 +74,7 @@ class Rig:
 
     def caches(self) -> dict[str, Any]:
         """Of the main path: what is in them, the least recently used first, and their counters."""
-        pictures, fetched = self.worker._main_path.images, self.worker._loader._fetched
+        pictures, fetched = self.worker._render_path.images, self.worker._loader._fetched
         return {
             "counters": (pictures.counters.hits, pictures.counters.processed),
             "pictures": list(pictures._blobs._server.arena.slots._slots),
@@ -153,7 +153,7 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
     counted = await rig.tokenize(messages)
     assert prompt.prompt_token_ids == engine_task.prompt_token_ids == counted.token_ids
     assert counted.count == len(counted.token_ids) < counted.max_model_len
-    blobs = rig.worker._main_path.images._blobs
+    blobs = rig.worker._render_path.images._blobs
     for ours, theirs in zip(prompt.items, engine_task.items, strict=True):
         assert (ours.mm_hash, ours.placeholder) == (theirs.mm_hash, theirs.placeholder)
         fields, blob = await mm_items.open_item(blobs, theirs, engine_tensors)
@@ -177,9 +177,9 @@ async def test_a_request_that_fails_holds_none_of_its_pictures(rig: Rig) -> None
         task = task_for(rig.bus, rig.model, failing)
         await publish(rig.bus, task)
         async with asyncio.timeout(20):
-            records = [record async for record in client.follow(rig.bus, task.request_id)]
+            records = [record async for record in client.follow(rig.bus, task.header.request_id)]
         assert isinstance(records[-1], Failure)
-        slots = rig.worker._main_path.images._blobs._server.arena.slots
+        slots = rig.worker._render_path.images._blobs._server.arena.slots
         assert len(slots) == 1
         async with asyncio.timeout(5):
             while slots.num_pinned:  # noqa: ASYNC110
@@ -241,7 +241,7 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 ) -> None:
     model = new_model()
     async with renderer(broker.url, config_for(model)) as worker:
-        worker._readonly_path.render = _with_little_room(worker)  # type: ignore[method-assign]
+        worker._preview_path.render = _with_little_room(worker)  # type: ignore[method-assign]
         request = GenerateRequest(model, messages_with([data_url(png(1)), data_url(png(2))]))
         refusal = await client.render(bus, request)
     assert isinstance(refusal, ErrorReply)
@@ -250,7 +250,7 @@ async def test_an_answer_that_does_not_fit_is_an_error(
 
 
 def _with_little_room(worker: RendererWorker) -> Any:
-    render = worker._readonly_path.render
+    render = worker._preview_path.render
 
     async def in_50_kb(processor: Processor, asked: Prompt, _: int, tenant: str) -> Any:
         return await render(processor, asked, 50_000, tenant)
@@ -268,7 +268,7 @@ async def test_a_burst_leaves_threads_to_the_engines_work(
 ) -> None:
     """However many ask, one of the two threads is not theirs."""
     most, now = 0, 0
-    path = rig.worker._readonly_path
+    path = rig.worker._preview_path
     in_thread = path._in_thread
 
     async def counted(function: Any, *args: Any) -> Any:
@@ -323,7 +323,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
     config = config_for(model)
     request = GenerateRequest(model, messages_with([data_url(png(1))]))
     async with renderer(broker.url, config), renderer(broker.url, config) as second:
-        roads = second._main_path.images._blobs._transports
+        roads = second._render_path.images._blobs._transports
         assert roads == {}, "the warm-up has left a connection to the first"
         answers = await asyncio.gather(*(client.render(bus, request) for _ in range(8)))
         assert not any(isinstance(answer, ErrorReply) for answer in answers)

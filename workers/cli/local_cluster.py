@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +17,7 @@ from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol.messages import Heartbeat
 from shared.stage.runtime import EXIT_CONFIG
+from workers.roles import WorkerSpec
 
 _log = structlog.get_logger()
 _heartbeat = msgspec.json.Decoder(Heartbeat)
@@ -28,23 +28,6 @@ FIRST_RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 # Beyond the drain itself, for a worker that must be killed in the end.
 STOP_GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    role: str
-    model: str | None = None
-
-
-def default_workers(config: Config) -> list[WorkerSpec]:
-    """One of each role, and for each model one engine and, if it needs one, an encoder."""
-    engines = [WorkerSpec("engine", model) for model in config.models]
-    encoders = [
-        WorkerSpec("encoder", name)
-        for name, model in config.models.items()
-        if model.tower == "encoder"
-    ]
-    return [WorkerSpec("coordinator"), WorkerSpec("renderer"), *encoders, *engines]
 
 
 class LocalCluster:
@@ -156,6 +139,8 @@ class LocalCluster:
         command = [sys.executable, "-m", "workers", "worker", spec.role, "--nats", self.url]
         if spec.model is not None:
             command += ["--model", spec.model]
+        if spec.stage is not None:
+            command += ["--stage", spec.stage]
         if self._config_file is not None:
             command += ["--config", str(self._config_file)]
         # A session of its own: Ctrl-C in the terminal is for us, who then drain the workers.

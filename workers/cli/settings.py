@@ -10,6 +10,8 @@ import workers
 from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
+from shared.stage.pipelines import check_pipelines
+from workers.roles import stage_roles
 
 DEFAULT_FILE = Path("pagemill.yaml")
 DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
@@ -33,6 +35,13 @@ def load_config(file: Path | None) -> Config:
 
     Paths in a file are relative to it. Raises ConfigError.
     """
+    source = "embedded default" if file is None else str(file)
+    config = _parse_file(file)
+    check_pipelines(config, stage_roles(), source)
+    return config
+
+
+def _parse_file(file: Path | None) -> Config:
     if file is None:
         return parse_config(EMBEDDED, os.environ, "embedded default")
     try:
@@ -47,6 +56,12 @@ def load_config(file: Path | None) -> Config:
             path=str(folder / model.path),
             hash_model_id=model.hash_model_id or model.path,
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
+            stages={
+                stage: msgspec.structs.replace(
+                    changes, path=None if changes.path is None else str(folder / changes.path)
+                )
+                for stage, changes in model.stages.items()
+            },
         )
         for name, model in config.models.items()
     }

@@ -159,7 +159,7 @@ def _pools(seen: Frame) -> Table:
 def _queues(seen: Frame) -> Table:
     table = _table("queue", "model", "lane", "#pending", "#in hand", "#oldest")
     for q in seen.queues:
-        _add(table, q.stage, q.model, q.lane, q.pending, q.in_hand, _seconds(q.oldest_s))
+        _add(table, q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
     return table
 
 

@@ -31,7 +31,7 @@ class QueueRow(Struct, frozen=True):
     model: str
     lane: str
     pending: int
-    in_hand: int
+    in_flight: int
     oldest_s: float | None
     """Age of the oldest pending message; None without one."""
 

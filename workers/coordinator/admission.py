@@ -1,7 +1,7 @@
-"""Bytes of a client → a valid request with all defaults resolved, or one clear error. Pure."""
+"""Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,6 +9,7 @@ from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
 from shared.protocol.messages import GenerateRequest, Prompt
+from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
@@ -46,10 +47,24 @@ class _OnlyId(msgspec.Struct, frozen=True):
 _ids = (msgspec.json.Decoder(_OnlyId), msgspec.msgpack.Decoder(_OnlyId))
 
 
+class Admitted(NamedTuple):
+    """A valid request, with all defaults resolved."""
+
+    request: GenerateRequest
+    sampling: SamplingParams
+    prompt: Prompt
+    outputs: list[str]
+    """Empty for a request whose text is its only output."""
+
+
 def admit(
-    subject: str, request_id: str, data: bytes, models: Mapping[str, ModelConfig]
-) -> tuple[GenerateRequest, SamplingParams, Prompt]:
-    """Decode and validate; sampling parameters left out take the model's defaults.
+    subject: str,
+    request_id: str,
+    data: bytes,
+    models: Mapping[str, ModelConfig],
+    pipelines: Mapping[str, Pipeline],
+) -> Admitted:
+    """Decode and validate a request. Sampling parameters that it omits take the model's defaults.
 
     Raises a RequestError that names the field and what is allowed.
     """
@@ -79,10 +94,33 @@ def admit(
             f"{request.model} has no adapter {request.adapter!r}; there is: {there_is}",
             field="adapter",
         )
-    merged = dict(model.sampling_defaults) | given
+    pipeline = pipelines[request.model]
+    merged = _sampling_defaults(model, pipeline) | given
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
-    return request, resolved, prompt_of(request)
+    return Admitted(request, resolved, prompt_of(request), _outputs_of(request, pipeline))
+
+
+def _sampling_defaults(model: ModelConfig, pipeline: Pipeline) -> dict[str, Any]:
+    """The model's own defaults, over those of the stage that writes its text."""
+    writer = pipeline.outputs.get(TEXT)
+    return (writer.sampling_defaults if writer is not None else {}) | model.sampling_defaults
+
+
+def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:
+    """The outputs of all stages that run for a request; empty if that is its text alone.
+
+    Raises InvalidRequest for an output that the model does not have.
+    """
+    for number, name in enumerate(request.outputs):
+        if name not in pipeline.outputs:
+            there_are = ", ".join(pipeline.outputs)
+            raise InvalidRequest(
+                f"{request.model} has no output {name!r}; there is: {there_are}",
+                field=f"outputs[{number}]",
+            )
+    part = pipeline.restricted_to(request.outputs or pipeline.default_outputs)
+    return [] if list(part.outputs) == [TEXT] else list(part.outputs)
 
 
 def deadline_ms(accepted_ms: float, timeout_s: float | None, policy: DeliveryConfig) -> float:

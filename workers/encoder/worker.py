@@ -1,7 +1,7 @@
-"""Encoder: pictures in, embeddings out. It has a tower and no language model.
+"""Encoder: turns images into embeddings. It has a tower and no language model.
 
-The same picture is asked for once however many requests show it, because its task has a subject of
-its own; and what has been made before is found instead of made.
+An image is encoded once however many requests show it, because its task has a subject of its own,
+and embeddings that were computed before are found again.
 """
 
 import asyncio
@@ -13,23 +13,19 @@ from torch import Tensor
 
 from shared.blobs import mm_items
 from shared.blobs.store import Blobs
-from shared.bus.consumer import Consumer, Delivery
-from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.models.tower import load_tower
-from shared.protocol import subjects
-from shared.protocol.messages import EncodeTask, Failure
-from shared.stage.loop import serve
+from shared.protocol.messages import EncodeBody, Task
+from shared.stage.job import Job
 from shared.stage.runtime import Context
-from shared.stage.stage import Job
-from shared.state.token_log import last_record
+from shared.stage.worker_loop import Abandoned, Done, Outcome, WorkerLoop
 from shared.vision.embedding_store import EmbeddingStore
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
-# How often somebody who waits for room looks whether there is some.
+# How often an encoder that waits for room looks whether there is some.
 ROOM_PAUSE_S = 0.25
 
 
@@ -63,108 +59,84 @@ class EncoderWorker:
         self._tower = tower
         self._blobs = blobs
         self._embeddings = embeddings
-        self._in_hand: set[Job] = set()
-        self._found = 0
+        self._in_flight: set[Job] = set()
+        self._num_reused = 0
 
     async def serve(self) -> None:
         context = self._context
-        self._tell_metrics()
-        consumers = [await self._consume(lane) for lane in subjects.LANES]
-        context.ready([self._model], lambda: self._load(consumers))
-        beside = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
+        loop = WorkerLoop(context)
+        self._register_metrics()
+        await loop.add_stage(
+            [self._model], context.config.encoder.max_tasks, EncodeBody, self._handle
+        )
+        context.ready([self._model], lambda: self._load(loop))
+        background = [asyncio.create_task(work) for work in (self._tower.work(), self._watch())]
         try:
-            drain_s = context.config.delivery.drain_s
-            async with asyncio.TaskGroup() as group:
-                for consumer in consumers:
-                    group.create_task(serve(consumer, self._handle, context.shutdown, drain_s))
+            await loop.run()
         finally:
-            for task in beside:
+            for task in background:
                 task.cancel()
             self._tower.close()
 
-    def _tell_metrics(self) -> None:
+    def _register_metrics(self) -> None:
         metrics, tower = self._context.metrics.of(self._model), self._tower
         tower.on_batch = metrics.histogram("encoder_batch_items").observe
         metrics.set_function("encoded_items_total", lambda: tower.num_encoded)
         metrics.set_function("encoder_waiting_items", lambda: tower.num_waiting)
-        metrics.set_function("encoder_found_items_total", lambda: self._found)
+        metrics.set_function("encoder_found_items_total", lambda: self._num_reused)
 
-    async def _consume(self, lane: str) -> Consumer:
-        context = self._context
-        return await context.bus.consume(
-            subjects.STAGES_STREAM,
-            subjects.stage_consumer(context.role, self._model, lane),
-            subjects.stage_filter(context.role, self._model, lane),
-            context.config.encoder.max_tasks,
-            context.config.delivery.ack_wait_s,
-        )
-
-    def _load(self, consumers: list[Consumer]) -> dict[str, float]:
+    def _load(self, loop: WorkerLoop) -> dict[str, float]:
         return {
-            "held": sum(consumer.num_in_flight for consumer in consumers),
+            "held": loop.num_claimed,
             "waiting": self._tower.num_waiting,
             "encoded": self._tower.num_encoded,
             "batches": self._tower.num_batches,
-            "found": self._found,
+            "found": self._num_reused,
         }
 
     async def _watch(self) -> None:
-        """A batch may take a while, and all that wait are nearer to their turn by it; but one that
-        never ends would keep this encoder taking work that it never does."""
+        """Report progress while batches advance, and end the process when one does not.
+
+        Every batch brings all waiting items nearer to their turn. A batch that never ends would
+        keep this encoder claiming tasks that it never does.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
-            self._stage.progressed(self._in_hand)
+            self._stage.claims.progressed(self._in_flight)
             if self._tower.batch_s > self._context.config.encoder.step_timeout_s:
                 self._context.log.error("batch_hangs")
-                # Nothing stops a thread. What is in hand comes to another encoder.
+                # Nothing stops a thread. The claimed tasks come to another encoder.
                 os._exit(1)
 
-    async def _handle(self, delivery: Delivery) -> None:
-        job = self._stage.receive(delivery)
-        if job is None:
-            return
-        self._in_hand.add(job)
+    async def _handle(self, task: Task[EncodeBody], tensors: list[TensorData], job: Job) -> Outcome:
+        self._in_flight.add(job)
         try:
-            await self._encode(job)
-        except asyncio.CancelledError:
-            await self._stage.requeue(job)
-            raise
-        except Exception as error:
-            await self._stage.fail(job, error)
+            body = task.body
+            if await self._embeddings.find_again(body.key, body.item.mm_hash):
+                self._num_reused += 1
+                return Done()
+            embedding = await self._encode(body, task.header.expires_ms, tensors)
+            if embedding is None:
+                return Abandoned()
+            await self._store(body, task.header.expires_ms, embedding)
+            self._log_encoded(job, body)
+            return Done()
         finally:
-            self._in_hand.discard(job)
+            self._in_flight.discard(job)
 
-    async def _encode(self, job: Job) -> None:
-        task, tensors = envelope.decode(job.delivery.data, EncodeTask)
-        if task.item.blob is not None:
-            job.inputs = [task.item.blob]
-        await self._forgive(task.key, job.delivery.attempt)
-        if await self._stage.claim(job) is None:
-            return
-        if await self._embeddings.find_again(task.key, task.item.mm_hash):
-            self._found += 1
-        elif (embedding := await self._make(task, tensors)) is not None:
-            await self._keep(task, embedding)
-            self._log_encoded(job, task)
-        else:
-            await self._stage.close_attempt(job)
-            await self._stage.finish(job)
-            return
-        # The next task of this name is not to answer for the attempts at this one, which ended
-        # well, when those who made them have gone home.
-        name = subjects.encoding(task.key)
-        await self._context.bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(name))
-        await self._stage.finish(job)
+    async def _encode(
+        self, body: EncodeBody, expires_ms: float, tensors: list[TensorData]
+    ) -> Tensor | None:
+        """The item's embeddings; None if no request waits any more, or the item's payload is lost.
 
-    async def _make(self, task: EncodeTask, tensors: list[TensorData]) -> Tensor | None:
-        """None if nobody waits any more, or the picture is lost: whoever waits all the same sees
-        that nobody is about to make it, and sends it again."""
-        if self._context.bus.now_ms() >= task.expires_ms:
+        A request that waits all the same finds no task for its item, and has it rendered again.
+        """
+        if self._context.bus.now_ms() >= expires_ms:
             return None
         try:
-            fields, blob = await mm_items.open_item(self._blobs, task.item, tensors)
+            fields, blob = await mm_items.open_item(self._blobs, body.item, tensors)
         except BlobLost:
-            self._context.log.warning("picture_lost", key=task.key)
+            self._context.log.warning("image_lost", key=body.key)
             return None
         try:
             restored = {name: to_torch(tensor) for name, tensor in fields.items()}
@@ -173,37 +145,26 @@ class EncoderWorker:
             if blob is not None:
                 blob.close()
 
-    async def _keep(self, task: EncodeTask, embedding: Tensor) -> None:
-        """Wait for room as long as somebody waits for them: to give the task back would be to make
-        them again. What is in hand meanwhile keeps this encoder from taking more."""
+    async def _store(self, body: EncodeBody, expires_ms: float, embedding: Tensor) -> None:
+        """Store embeddings, waiting for room as long as a request waits for them.
+
+        Requeueing the task would mean computing them again. Tasks that wait here keep this encoder
+        from claiming more.
+        """
         while True:
             try:
-                await self._embeddings.put(task.key, task.item.mm_hash, embedding)
+                await self._embeddings.put(body.key, body.item.mm_hash, embedding)
                 return
             except Overloaded:
-                if self._context.bus.now_ms() >= task.expires_ms:
+                if self._context.bus.now_ms() >= expires_ms:
                     raise
             await asyncio.sleep(ROOM_PAUSE_S)
 
-    async def _forgive(self, key: str, attempt: int) -> None:
-        """What an earlier task for this picture has failed of may be over by now. A picture that
-        cannot be encoded, or that encoders die of, stays refused as long as that is remembered."""
-        if attempt > 1:
-            return
-        name = subjects.encoding(key)
-        record = await last_record(self._context.bus, name)
-        if isinstance(record, Failure) and record.error.retryable:
-            for stream, subject in (
-                (subjects.ATTEMPTS_STREAM, subjects.attempts(name)),
-                (subjects.TOKENS_STREAM, subjects.tokens(name)),
-            ):
-                await self._context.bus.purge(stream, subject)
-
-    def _log_encoded(self, job: Job, task: EncodeTask) -> None:
+    def _log_encoded(self, job: Job, body: EncodeBody) -> None:
         self._context.log.info(
             "encoded",
-            key=task.key,
+            key=body.key,
             attempt=job.delivery.attempt,
-            tokens=task.item.placeholder.length,
+            tokens=body.item.placeholder.length,
             ms=round(self._context.bus.now_ms() - job.received_ms, 1),
         )

@@ -1,15 +1,17 @@
-"""Between the steps and the log: outputs as records, and records as what a resume begins with."""
+"""Conversion between outputs of steps and records of a token log."""
 
-from shared.protocol.messages import ChoiceDelta, LogRecord, TokenChunk
+from collections.abc import Sequence
+
+from shared.protocol.messages import AnyRecord, ChoiceDelta, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 
 MAX_RECORD_VALUES = 1 << 15
-"""Token ids and log probabilities in one record, at some 20 bytes each. What is computed at once
-stays together."""
+"""Token ids and log probabilities in one record, at some 20 bytes each. The outputs of one step
+stay together even beyond it."""
 
 
 def num_for_record(outputs: list[RequestOutput]) -> int:
-    """How many of them, from the first on, go into one record: at least one if there are any."""
+    """How many of the first outputs go into one record: at least one if there are any."""
     num_values = 0
     for num_outputs, output in enumerate(outputs):
         num_values += _num_values(output)
@@ -27,7 +29,7 @@ def _num_values(output: RequestOutput) -> int:
 
 
 def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
-    """Consecutive deltas of each choice as one."""
+    """Merge the consecutive deltas of each choice into one."""
     merged: dict[int, ChoiceDelta] = {}
     for delta in (choice for output in outputs for choice in output.choices):
         first = merged.get(delta.index)
@@ -46,8 +48,8 @@ def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
     return [merged[index] for index in sorted(merged)]
 
 
-def logged_choices(records: list[LogRecord], n: int) -> list[LoggedChoice]:
-    """What a log holds of each choice; nothing for an empty log."""
+def logged_choices(records: Sequence[AnyRecord], n: int) -> list[LoggedChoice]:
+    """The tokens of each choice that are in a log; no choices for an empty log."""
     if not records:
         return []
     token_ids: list[list[int]] = [[] for _ in range(n)]

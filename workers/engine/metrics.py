@@ -1,9 +1,9 @@
 """Engine metrics: token counts and latencies per step, and the timing of each request."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import EngineTask, LogRecord, TokenChunk
+from shared.protocol.messages import AnyRecord, TokenChunk
 from shared.telemetry.metrics import Metrics
 from workers.engine.core.engine import EngineStats
 from workers.engine.core.sequence import RequestOutput
@@ -25,12 +25,15 @@ class RequestTiming:
     """Time of the last token of each choice."""
 
     @classmethod
-    def from_task(
-        cls, task: EngineTask, arrived_ms: float, records: list[LogRecord]
+    def of(
+        cls,
+        accepted_ms: float,
+        arrived_ms: float,
+        num_prompt_tokens: int,
+        records: Sequence[AnyRecord],
     ) -> "RequestTiming":
-        timing = cls(
-            task.accepted.accepted_ms, arrived_ms, len(task.prompt_token_ids), bool(records)
-        )
+        """The timing of a request whose log held `records` when it arrived."""
+        timing = cls(accepted_ms, arrived_ms, num_prompt_tokens, bool(records))
         for record in records:
             for delta in record.choices if isinstance(record, TokenChunk) else ():
                 timing.finished_reason = delta.finish_reason or timing.finished_reason

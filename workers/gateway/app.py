@@ -21,6 +21,7 @@ from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
+from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
@@ -61,6 +62,7 @@ class AppContext:
         self.bus = bus
         self.config = config
         self.limits = config.gateway
+        self.pipelines = pipelines_of(config)
         self.metrics = metrics
         self.worker = worker
         self.started_s = int(bus.now_ms() / 1000)

@@ -1,4 +1,4 @@
-"""Rendering for an engine that will use it: what has been made of a picture is kept, and found."""
+"""The render path: prompts and images for an engine. Processed images are cached and reused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -8,7 +8,7 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import InvalidRequest
-from shared.protocol.messages import Prompt, RenderTask
+from shared.protocol.messages import Prompt, TaskHeader
 from shared.protocol.multimodal import BlobRef, Modality, PlaceholderRange
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.request_media import RequestMedia, Source
@@ -34,39 +34,41 @@ class RenderPath:
         asked: Prompt,
         media: RequestMedia,
         ttl_s: float,
-        task: RenderTask | None,
+        header: TaskHeader | None,
         made: list[BlobRef],
         begun: Callable[[], None] = lambda: None,
         advanced: Callable[[], Awaitable[None]] = _nothing,
     ) -> Rendered:
-        """Items hold their tensors if these are small together, and references to them if not.
+        """Return token ids, and items with their tensors or, if those are large, references.
 
-        `ttl_s` is how long the engine may ask for them; without a `task` no engine will. References
-        are noted in `made` until somebody else is to release them. `begun` is called, in a thread,
-        when there is one for this work, and `advanced` after each picture.
+        `ttl_s` is how long the engine may fetch the referenced payloads. Without a `header` no
+        engine will, and no encoder is asked. References are in `made` as long as the caller has to
+        release them. `begun` is called in a thread when one is free for this work, and `advanced`
+        after each image.
 
-        Raises a RequestError, or whatever `media` raises.
+        Raises a RequestError, or what `media` raises.
         """
 
         def begin() -> list[int]:
             begun()
             return processor.tokenize(asked)
 
-        scope = "" if task is None else task.accepted.cache_scope
+        ticket = None if header is None else header.ticket
+        scope = "" if ticket is None else ticket.cache_scope
         token_ids = await self._in_thread(begin)
         if asked.token_ids is not None:
             ranges = await self._in_thread(processor.check_features, asked)
         prepare = partial(self._prepare, processor, asked, scope, ttl_s)
         prepared = []
-        # One at a time, and dropped once it is processed: eight rasters of the largest size would
-        # be a gigabyte.
+        # One image at a time, which is dropped once it is processed: eight rasters of the largest
+        # size would be a gigabyte.
         async for modality, field, source in _sources(asked, media):
             keeping = asyncio.create_task(media.keep(source))
             try:
-                picture = await prepare(modality, source.data, field)
-                prepared.append(picture)
-                if picture.ref is not None:
-                    made.append(picture.ref)
+                image = await prepare(modality, source.data, field)
+                prepared.append(image)
+                if image.ref is not None:
+                    made.append(image.ref)
                 await keeping
             finally:
                 keeping.cancel()
@@ -79,7 +81,7 @@ class RenderPath:
         else:
             _check_counts(asked, ranges, prepared)
             await media.note(asked.features)
-        items, tensors = await self._packer.pack(task, prepared, ranges, made)
+        items, tensors = await self._packer.pack(header, prepared, ranges, made)
         return Rendered(token_ids, items, tensors)
 
     async def _prepare(
@@ -110,12 +112,12 @@ async def _sources(
 def _check_counts(
     asked: Prompt, ranges: Sequence[PlaceholderRange], prepared: Sequence[PreparedImage]
 ) -> None:
-    """Raises InvalidRequest if an item has another number of tokens than its place."""
+    """Raise InvalidRequest if an item's placeholder range has another length than its tokens."""
     fields = prompt.feature_fields(asked.features, "mm_placeholders")
     for placeholder, image, field in zip(ranges, prepared, fields, strict=True):
         if placeholder.length != image.num_tokens:
             raise InvalidRequest(
-                f"an {image.modality} of {image.num_tokens} tokens has a place of"
-                f" {placeholder.length}",
+                f"an {image.modality} of {image.num_tokens} tokens has a placeholder range"
+                f" of length {placeholder.length}",
                 field=field,
             )

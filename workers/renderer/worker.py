@@ -1,4 +1,4 @@
-"""Renderer: a conversation with pictures becomes token ids and multimodal items for the engine."""
+"""Renderer: turns a conversation with images into token ids and multimodal items."""
 
 import asyncio
 import contextlib
@@ -6,69 +6,65 @@ import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from shared.blobs.store import Blobs
-from shared.bus.consumer import Delivery
-from shared.codec import envelope
-from shared.errors import DecodeError
+from shared.codec.envelope import TensorData
 from shared.protocol import subjects
-from shared.protocol.messages import EngineTask, RenderTask
-from shared.stage.loop import serve
+from shared.protocol.messages import EngineBody, Prompt, RenderBody, Task, TaskHeader
+from shared.protocol.pipeline import models_of
+from shared.stage.job import Job
 from shared.stage.runtime import Context
-from shared.stage.stage import Job
+from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
 from shared.telemetry.logs import Logger
 from workers.renderer import warmup
 from workers.renderer.media.loader import MediaLoader, is_remote
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath
-from workers.renderer.processing import prompt
-from workers.renderer.processing.processor import Processor
+from workers.renderer.processing.processor import Processor, Rendered
+from workers.renderer.processing.prompt import media_parts
 from workers.renderer.render_path import RenderPath
 from workers.renderer.rpc import RendererRpc
 from workers.renderer.threads import Args, Result
-
-_decode_task = msgspec.msgpack.Decoder(RenderTask).decode
 
 
 async def main(context: Context) -> None:
     worker = RendererWorker(context, await context.open_blobs())
     await worker.load()
-    # What the libraries leave behind is for good. A full collection would walk through it all, some
-    # tenths of a second in the middle of somebody's request.
+    # The objects that libraries have created stay for good. A full collection would walk through
+    # all of them, which takes some tenths of a second in the middle of a request.
     gc.collect()
     gc.freeze()
     await worker.serve()
 
 
 class RendererWorker:
-    """Owns the processors of all models and the threads in which they work."""
+    """Owns the processors of all models and the threads in which they run."""
 
     def __init__(self, context: Context, blobs: Blobs) -> None:
         self._context = context
         self._config = context.config
         self._processors: dict[str, Processor] = {}
-        self._in_hand: set[str | None] = set()
-        self._ended: set[str | None] = set()
-        """Of these, the ones that somebody has ended meanwhile."""
+        self._in_flight: set[str] = set()
+        self._ended: set[str] = set()
+        """Requests in flight here that were ended elsewhere."""
         limits = self._config.renderer
         self._threads = ThreadPoolExecutor(limits.threads, "render")
         self._loader = MediaLoader(limits)
-        self._main_path = RenderPath(context.bus, blobs, self._config, self._in_thread)
-        self._readonly_path = PreviewPath(context.bus, self._loader, limits, self._in_thread)
+        self._render_path = RenderPath(context.bus, blobs, self._config, self._in_thread)
+        self._preview_path = PreviewPath(context.bus, self._loader, limits, self._in_thread)
 
     async def load(self) -> None:
-        for name, model in self._config.models.items():
+        for name in models_of(self._context.pipelines, self._context.stage.name):
+            model = self._config.models[name]
             processor = self._processors[name] = await self._in_thread(Processor, model)
             await self._warm_up(name, processor)
 
     async def _warm_up(self, model: str, processor: Processor) -> None:
         media = self._open_media("warm-up", 0)
         log = self._context.log.bind(model=model)
-        with self._timed(log.bind(path="main")):
-            await warmup.warm_up_render_path(self._main_path, processor, media)
-        with self._timed(log.bind(path="readonly")):
-            await warmup.warm_up_preview_path(self._readonly_path, processor)
+        with self._timed(log.bind(path="render")):
+            await warmup.warm_up_render_path(self._render_path, processor, media)
+        with self._timed(log.bind(path="preview")):
+            await warmup.warm_up_preview_path(self._preview_path, processor)
 
     @contextlib.contextmanager
     def _timed(self, log: Logger) -> Iterator[None]:
@@ -76,133 +72,99 @@ class RendererWorker:
         try:
             yield
         except Exception:
-            # The first request will be slow, and no worse.
+            # The first request will be slow, which is the only consequence.
             log.warning("warm_up_failed", exc_info=True)
         else:
             log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
 
     async def serve(self) -> None:
-        """One consumer per model and lane; all draw on the same threads."""
+        """Serve all models; they share the same threads."""
         config, context = self._config, self._context
-        consumers = [
-            await context.bus.consume(
-                subjects.STAGES_STREAM,
-                subjects.stage_consumer(context.role, model, lane),
-                subjects.stage_filter(context.role, model, lane),
-                config.renderer.concurrency,
-                config.delivery.ack_wait_s,
-            )
-            for model in self._processors
-            for lane in subjects.LANES
-        ]
-        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._note_ended)
-        services = RendererRpc(
-            context.bus, self._readonly_path, self._processors, config, self._in_thread
+        loop = WorkerLoop(context)
+        await loop.add_stage(
+            self._processors, config.renderer.concurrency, RenderBody, self._handle
         )
-        await services.start()
-        counters = self._main_path.images.counters
+        await context.bus.watch_subjects(subjects.ENDED_FILTER, self._note_ended)
+        rpc = RendererRpc(
+            context.bus, self._preview_path, self._processors, config, self._in_thread
+        )
+        await rpc.start()
+        counters = self._render_path.images.counters
         context.metrics.set_function("mm_cache_queries_total", lambda: counters.queries)
         context.metrics.set_function("mm_cache_hits_total", lambda: counters.hits)
         context.ready(
             sorted(self._processors),
             lambda: {
-                "held": sum(c.num_in_flight for c in consumers),
+                "held": loop.num_claimed,
                 "mm_cache_hits": counters.hits,
-                "pictures_processed": counters.processed,
+                "images_processed": counters.processed,
             },
         )
         async with asyncio.TaskGroup() as group:
-            group.create_task(services.run(context.shutdown.asked, config.delivery.drain_s))
-            for consumer in consumers:
-                group.create_task(
-                    serve(consumer, self._handle, context.shutdown, config.delivery.drain_s)
-                )
+            group.create_task(rpc.run(context.shutdown.asked, config.delivery.drain_s))
+            group.create_task(loop.run())
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _note_ended(self, subject: str) -> None:
         request_id = subjects.last_token(subject)
-        if request_id in self._in_hand:
+        if request_id in self._in_flight:
             self._ended.add(request_id)
 
-    async def _handle(self, delivery: Delivery) -> None:
-        stage = self._context.stage
-        job = stage.receive(delivery)
-        if job is None:
-            return
+    async def _handle(self, task: Task[RenderBody], _: list[TensorData], job: Job) -> Outcome:
+        header, stage = task.header, self._context.stage
+        self._in_flight.add(header.request_id)
         try:
-            task = _decode(delivery.data)
-            job.identify(task)
-            if await stage.claim(job) is None:
-                return
-            self._in_hand.add(task.request_id)
             job.waiting = True
-            data = await self._render(task, job)
-            metrics = self._context.metrics.of(task.model)
+            rendered = await self._render(header, task.body.prompt, job)
             rendered_s = (self._context.bus.now_ms() - job.received_ms) / 1000
+            metrics = self._context.metrics.of(header.model)
             metrics.histogram("render_seconds").observe(rendered_s)
-            # The threads are free for what waits in this worker.
-            stage.progressed(stage.waiting)
-            if task.request_id in self._ended:
-                await stage.finish(job)
-                return
-            await stage.forward(job, "engine", task.model, task.lane, data, task.round)
+            # The threads are free for the jobs that wait in this worker.
+            stage.claims.progressed(stage.claims.waiting)
+            if header.request_id in self._ended:
+                return Ended()
             metrics.counter("rendered_requests_total").add()
             self._context.log.info(
                 "rendered",
-                request_id=task.request_id,
-                attempt=delivery.attempt,
-                bytes=len(data),
+                request_id=header.request_id,
+                attempt=job.delivery.attempt,
                 ms=round(self._context.bus.now_ms() - job.received_ms, 1),
             )
-        except asyncio.CancelledError:
-            await stage.requeue(job)
-            raise
-        except Exception as error:
-            await stage.fail(job, error)
+            body = EngineBody(rendered.prompt_token_ids, rendered.items)
+            return Forward(body, rendered.tensors)
         finally:
-            self._in_hand.discard(job.request_id)
-            self._ended.discard(job.request_id)
-            await stage.discard_outputs(job)
+            self._in_flight.discard(header.request_id)
+            self._ended.discard(header.request_id)
 
-    async def _render(self, task: RenderTask, job: Job) -> bytes:
+    async def _render(self, header: TaskHeader, prompt: Prompt, job: Job) -> Rendered:
+        assert header.ticket is not None
+
         def begun() -> None:
             job.waiting = False
 
         async def advanced() -> None:
-            # Of the delivery that the job has by now.
+            # The job may have a new delivery by now.
             await job.delivery.progress()
 
-        rendered = await self._main_path.render(
-            self._processors[task.model],
-            task.prompt,
-            await self._media_of(task, job),
-            (task.accepted.deadline_ms - self._context.bus.now_ms()) / 1000,
-            task,
+        return await self._render_path.render(
+            self._processors[header.model],
+            prompt,
+            await self._media_of(header, prompt, job),
+            (header.ticket.deadline_ms - self._context.bus.now_ms()) / 1000,
+            header,
             job.outputs,
             begun,
             advanced,
         )
-        engine_task = EngineTask(
-            request_id=task.request_id,
-            model=task.model,
-            lane=task.lane,
-            prompt_token_ids=rendered.prompt_token_ids,
-            items=rendered.items,
-            sampling_params=task.sampling_params,
-            accepted=task.accepted,
-            path=[*task.path, self._context.stage.span(job)],
-            round=task.round,
-            adapter=task.adapter,
-        )
-        return envelope.encode(engine_task, rendered.tensors)
 
-    async def _media_of(self, task: RenderTask, job: Job) -> RequestMedia:
-        accepted = task.accepted
+    async def _media_of(self, header: TaskHeader, prompt: Prompt, job: Job) -> RequestMedia:
+        ticket = header.ticket
+        assert ticket is not None
         media = self._open_media(
-            task.request_id, accepted.sequence, accepted.tenant, accepted.cache_scope, task.model
+            header.request_id, ticket.sequence, ticket.tenant, ticket.cache_scope, header.model
         )
-        tried_before = job.delivery.attempt > 1 or task.round > 0
-        urls = (part.url for part in prompt.media_parts(task.prompt.messages))
+        tried_before = job.delivery.attempt > 1 or header.round > 0
+        urls = (part.url for part in media_parts(prompt.messages))
         if tried_before and any(is_remote(url) for url in urls):
             await media.recall()
         return media
@@ -216,10 +178,3 @@ class RendererWorker:
     async def _in_thread(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *args)
-
-
-def _decode(data: bytes) -> RenderTask:
-    try:
-        return _decode_task(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"not a render task: {error}") from error

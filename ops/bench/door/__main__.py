@@ -40,7 +40,8 @@ from ops.bench.servers import MODEL, vllm, vllm_binary
 from shared.bus.bus import Bus
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.local_cluster import LocalCluster, WorkerSpec, default_workers
+from workers.cli.local_cluster import LocalCluster
+from workers.roles import WorkerSpec, default_workers
 
 LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")

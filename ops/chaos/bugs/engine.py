@@ -17,8 +17,8 @@ def heartbeat_by_timer() -> None:
         async def beat() -> None:
             while True:
                 await asyncio.sleep(0.2)
-                for flow in list(self._flows.values()):
-                    await flow.job.delivery.progress()
+                for opened in list(self._requests.values()):
+                    await opened.job.delivery.progress()
 
         beating = asyncio.create_task(beat())
         try:
@@ -60,7 +60,8 @@ def batch_fails_together() -> None:
 
 @bug("engine", "calm", "I8")
 def task_left_behind() -> None:
-    from shared.stage.stage import Job, Stage
+    from shared.stage.job import Job
+    from shared.stage.stage import Stage
     from shared.state.token_log import LogWriter
 
     claim = Stage.claim

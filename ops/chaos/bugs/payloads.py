@@ -49,7 +49,8 @@ def dead_owner_stays_mapped() -> None:
 
 @bug("renderer", "frozen renderers", "I7")
 def outputs_not_discarded() -> None:
-    from shared.stage.stage import Job, Stage
+    from shared.stage.job import Job
+    from shared.stage.stage import Stage
 
     async def skipped(self: Stage, job: Job) -> None:
         pass

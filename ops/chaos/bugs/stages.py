@@ -1,20 +1,23 @@
 """Bugs on the way of a task from one stage to the next."""
 
+from typing import Any
+
 from ops.chaos.bugs.registry import bug
 from ops.chaos.patching import replace_attribute
 
 
 @bug("renderer", "dying before publishing", "I1", "I10")
 def ack_before_publish() -> None:
-    from shared.stage.stage import Job, Stage
+    from shared.stage.job import Job
+    from shared.stage.stage import Stage
 
-    async def forward(
-        self: Stage, job: Job, role: str, model: str, lane: str, data: bytes, round: int = 0
-    ) -> None:
+    forward = Stage.forward
+
+    async def hasty(self: Stage, job: Job, *args: Any) -> None:
         await job.delivery.ack()
-        await self.publish(job, role, model, lane, data, round)
+        await forward(self, job, *args)
 
-    replace_attribute(Stage, "forward", forward)
+    replace_attribute(Stage, "forward", hasty)
 
 
 @bug("coordinator", "calm", "I1", "I10")
@@ -34,12 +37,12 @@ def message_id_not_unique() -> None:
 
 @bug("any", "raisers", "I5", "I11")
 def dead_letter_dropped() -> None:
-    from shared.stage.stage import Stage
+    from shared.stage import dead_letter
 
-    async def dropped(self: Stage, *_: object) -> None:
+    async def dropped(*_: object) -> None:
         pass
 
-    replace_attribute(Stage, "_write_dead_letter", dropped)
+    replace_attribute(dead_letter, "write", dropped)
 
 
 @bug("any", "killers", "I1", "I10", "I11")

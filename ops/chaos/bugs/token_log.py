@@ -1,5 +1,7 @@
 """Bugs of the token log's writers."""
 
+from typing import Any
+
 from ops.chaos.bugs.registry import bug
 from ops.chaos.patching import replace_attribute
 
@@ -27,28 +29,29 @@ def _append_unfenced() -> None:
 
 @bug("engine", "calm", "I2")
 def final_record_twice() -> None:
-    from shared.protocol.messages import StageSpan, Usage
+    from shared.protocol.messages import OutputSummary
     from shared.state.token_log import LogWriter
 
     finish = LogWriter.finish
 
-    async def twice(self: LogWriter, usage: Usage, kv_blocks: int, path: list[StageSpan]) -> None:
-        await finish(self, usage, kv_blocks, path)
-        await finish(self, usage, kv_blocks, path)
+    async def twice(
+        self: LogWriter, summary: OutputSummary, outputs: dict[str, OutputSummary]
+    ) -> None:
+        await finish(self, summary, outputs)
+        await finish(self, summary, outputs)
 
     replace_attribute(LogWriter, "finish", twice)
 
 
 @bug("engine", "dying before the end", "I1")
 def ack_before_final_record() -> None:
-    from workers.engine.worker import EngineWorker, OpenRequest
+    from shared.stage.job import Job
+    from shared.stage.stage import Stage
 
-    write_pending = EngineWorker._write_pending
+    end_output = Stage.end_output
 
-    async def early(self: EngineWorker, flow: OpenRequest) -> bool:
-        await flow.changed.wait()
-        if flow.pending and flow.pending[-1].usage is not None:
-            await self._stage.finish(flow.job)
-        return await write_pending(self, flow)
+    async def early(self: Stage, job: Job, *args: Any) -> None:
+        await self.finish(job)
+        await end_output(self, job, *args)
 
-    replace_attribute(EngineWorker, "_write_pending", early)
+    replace_attribute(Stage, "end_output", early)

@@ -9,7 +9,8 @@ from ops.chaos.worker.crash_points import CrashPoints
 from shared.blobs.store import Blobs
 from shared.blobs.transports import BusTransport, SharedMemoryTransport, TcpTransport
 from shared.protocol.multimodal import BlobRef
-from shared.stage.stage import Job, Stage
+from shared.stage.job import Job
+from shared.stage.stage import Stage
 
 Record = Callable[..., None]
 LASTING = ("arena", "borrowed", "returned", "forwarded")
@@ -78,10 +79,12 @@ def _watch_keys(record: Record) -> None:
         await original(self, ref)
         end(ref.key, "returned")
 
-    @wrap(Stage, "publish")
-    async def publish(original: Any, self: Stage, job: Job, *args: Any, **named: Any) -> None:
+    @wrap(Stage, "forward")
+    async def forward(original: Any, self: Stage, job: Job, *args: Any) -> None:
         refs = list(job.outputs)
-        await original(self, job, *args, **named)
-        for ref in refs:
-            if ref not in job.outputs:
-                end(ref.key, "forwarded")
+        try:
+            await original(self, job, *args)
+        finally:
+            for ref in refs:
+                if ref not in job.outputs:
+                    end(ref.key, "forwarded")

@@ -25,8 +25,8 @@ from ops.chaos.worker.fakes import Role
 from ops.chaos.worker.resources import take_snapshot
 from shared.stage import runtime
 from shared.stage.runtime import Context
-from workers.__main__ import ROLE_MODULES
 from workers.cli import settings
+from workers.roles import role_of
 
 app = App(name="chaos-worker")
 
@@ -87,6 +87,6 @@ def prepare(
     else:
         if fake and role == "renderer":
             fakes.stand_in_processor()
-        role_main = importlib.import_module(ROLE_MODULES[role]).main
+        role_main = importlib.import_module(role_of(role).module).main
     observer.watch(journal, crash)
     return role_main

@@ -15,12 +15,13 @@ from shared.client import follow
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import EngineTask, Finish, RequestTicket
+from shared.protocol.messages import Finish, RequestTicket
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.stage.runtime import Context
 from shared.state.kv_event_log import NUMBER_BYTES
 from tests.fakes import FakeRunner
+from tests.tasks import engine_task
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import (
@@ -279,16 +280,9 @@ async def put_task(
     structured_outputs: StructuredOutputs | None = None,
 ) -> None:
     now_ms = bus.now_ms()
-    task = EngineTask(
-        request_id=name,
-        model=model,
-        lane=lane,
-        prompt_token_ids=prompt,
-        items=[],
-        sampling_params=SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, structured_outputs=structured_outputs
-        ),
-        accepted=RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt"),
-        path=[],
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, structured_outputs=structured_outputs
     )
+    ticket = RequestTicket(now_ms, now_ms + 60_000, 1, "pm.test.receipt")
+    task = engine_task(name, prompt, [], sampling, model=model, lane=lane, ticket=ticket)
     await bus.publish(subjects.stage("engine", model, lane, name), envelope.encode(task, []), name)

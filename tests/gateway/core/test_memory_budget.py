@@ -23,9 +23,9 @@ from shared.protocol.messages import (
     TokenChunk,
     TokenLogprobs,
     Usage,
-    decode_log_record,
     to_json,
 )
+from shared.state.token_log import decode_record
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Start, start_gateway_at
 from tests.gateway.http.test_middleware import ask, check_error
@@ -187,7 +187,7 @@ def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) 
     try:
         assembling = assembler(kind, TOKEN_BYTES, num_others)
         for data in logs:
-            record = decode_log_record(data)
+            record = decode_record(data)
             assert isinstance(record, TokenChunk)
             assembling.add(0, record)
         assembling.finish(0, Usage(1, NUM_TOKENS))

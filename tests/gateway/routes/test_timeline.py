@@ -35,7 +35,7 @@ def test_a_queued_request_is_in_no_stage() -> None:
 def test_a_claimed_request_is_shown_with_its_latest_attempt() -> None:
     path = [COORDINATOR, RENDERER]
     attempts = [attempt("renderer", 1, 102.0), attempt("engine", 1, 112.0)]
-    claimed = status("in_hand", "engine", path, *attempts, attempt("engine", 2, 150.0))
+    claimed = status("running", "engine", path, *attempts, attempt("engine", 2, 150.0))
     assert timeline_of(claimed)[-1] == TimelineEntry("engine", "e-2", 2, 150.0, None)
     assert seen(claimed)[:2] == [("coordinator", 1, True), ("renderer", 1, True)]
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 from msgspec.structs import replace
 
+from ops.token_logs import read_log
 from shared import client
 from shared.bus import publishing, reading
 from shared.bus.bus import Bus
@@ -21,7 +21,6 @@ from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.messages import Failure
 from shared.state import media_store
-from shared.state.token_log import read_log
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
     Sink,
@@ -93,9 +92,9 @@ async def test_a_renderer_killed_between_fetch_and_hand_over(
     canary.answers = {"/a.png": send(png(3)), "/b.png": send(b"gone", 404)}
     before = len(canary.paths)
     async with renderer(broker.url, config):
-        handed_over, _ = await sink.next()
-    assert handed_over.path[-1].attempt > 1
-    assert [item.mm_hash for item in handed_over.items] == expected
+        forwarded, _ = await sink.next_task()
+    assert forwarded.header.path[-1].attempt > 1
+    assert [item.mm_hash for item in forwarded.body.items] == expected
     assert len(canary.paths) == before == 2
 
 
@@ -109,12 +108,13 @@ async def test_rendered_again_for_the_engine(
     canary.answers["/a.png"] = send(png(3))
     # Another process, which has not fetched it.
     async with renderer(broker.url, config_for(model)):
-        await publish(bus, msgspec.structs.replace(task, round=1))
-        second, _ = await sink.next()
-        await publish(bus, task_for(bus, model, task.prompt.messages))
+        again = replace(task.header, round=1)
+        await publish(bus, replace(task, header=again))
+        second, _ = await sink.next_task()
+        await publish(bus, task_for(bus, model, task.body.prompt.messages))
         other, _ = await sink.next()
-    assert second.round == 1
-    assert second.items[0].mm_hash == first.items[0].mm_hash
+    assert second.header.round == 1
+    assert second.body.items[0].mm_hash == first.items[0].mm_hash
     assert other.items[0].mm_hash != first.items[0].mm_hash, (
         "another request sees what is there now"
     )
@@ -129,7 +129,7 @@ async def test_what_the_store_has_lost_is_fetched_again(
         first, _ = await sink.next()
     await bus.purge(subjects.MEDIA_STREAM, subjects.MEDIA_FILTER)
     async with renderer(broker.url, config_for(model)):
-        await publish(bus, msgspec.structs.replace(task, round=1))
+        await publish(bus, replace(task, header=replace(task.header, round=1)))
         second, _ = await sink.next()
     assert second.items[0].mm_hash == first.items[0].mm_hash
     assert len(canary.paths) == 2
@@ -155,8 +155,8 @@ async def test_without_a_store_nothing_is_handed_over(
                 await sink.next(2.0)
         finally:
             await bus.prepare(config.nats, config.delivery)
-        handed_over, _ = await sink.next()
-    assert handed_over.path[-1].attempt > 1
+        forwarded, _ = await sink.next_task()
+    assert forwarded.header.path[-1].attempt > 1
 
 
 async def test_the_store_is_each_tenants_own(
@@ -169,10 +169,9 @@ async def test_the_store_is_each_tenants_own(
     async with renderer(broker.url, config_for(model)) as worker:
 
         async def ask(url: str, tenant: str) -> str:
-            task = task_for(bus, model, messages_with([url]))
-            task = replace(task, accepted=replace(task.accepted, tenant=tenant))
+            task = task_for(bus, model, messages_with([url]), tenant)
             await publish(bus, task)
-            return task.request_id
+            return task.header.request_id
 
         await ask(canary.url("/own.png"), "a")
         await sink.next()
@@ -184,7 +183,7 @@ async def test_the_store_is_each_tenants_own(
                 assert record.error.code == "media_not_found"
             await ask(url, "a")
             await sink.next()
-        assert worker._main_path.images.counters.processed == 2
+        assert worker._render_path.images.counters.processed == 2
 
 
 async def test_one_stored_picture_in_many_requests(
@@ -195,7 +194,7 @@ async def test_one_stored_picture_in_many_requests(
         for _ in range(3):
             await publish(bus, task_for(bus, model, messages_with([url, url])))
         found = [(await sink.next())[0] for _ in range(3)]
-        assert worker._main_path.images.counters.processed == 1
+        assert worker._render_path.images.counters.processed == 1
     assert len({item.mm_hash for task in found for item in task.items}) == 1
 
 
@@ -212,10 +211,10 @@ async def test_a_picture_that_nobody_has_stored(
 ) -> None:
     async with renderer(broker.url, config_for(model)):
         task = task_for(bus, model, messages_with([url]))
-        listener = await bus.subscribe(subjects.tokens(task.request_id))
+        listener = await bus.subscribe(subjects.tokens(task.header.request_id))
         await publish(bus, task)
         assert await listener.next(10) is not None
-    (failure,) = await read_log(bus, task.request_id)
+    (failure,) = await read_log(bus, task.header.request_id)
     assert isinstance(failure, Failure)
     assert failure.error.code == code
     assert failure.error.fault == "client"
@@ -230,8 +229,11 @@ async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], RequestM
     def new() -> RequestMedia:
         limits = config_for(model).renderer
         loader = MediaLoader(limits)
-        sequence = task.accepted.sequence
-        return RequestMedia(bus, loader, limits, asyncio.to_thread, task.request_id, sequence)
+        assert task.header.ticket is not None
+        sequence = task.header.ticket.sequence
+        return RequestMedia(
+            bus, loader, limits, asyncio.to_thread, task.header.request_id, sequence
+        )
 
     return new
 

@@ -28,15 +28,15 @@ from shared.errors import (
 )
 from shared.models.media import DecodedImage
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     ImagePart,
     ImageURL,
     Message,
-    RequestTicket,
-    SamplingParams,
+    Task,
     TextPart,
 )
 from shared.protocol.multimodal import IMAGE
+from tests.tasks import engine_task
 from workers.renderer.media.image_decoder import decode_image, hash_source
 from workers.renderer.processing.processor import Processor
 
@@ -290,12 +290,11 @@ def test_every_picture_fills_its_own_placeholder(processor):
 
 def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
     rendered = processor.render([user(image())], [loaded((56, 84))])
-    ids, accepted = rendered.prompt_token_ids, RequestTicket(0.0, 1.0, 1, "receipt")
-    task = EngineTask("r", "m", "batch", ids, rendered.items, SamplingParams(), accepted, [])
-    received, tensors = decode(encode(task, rendered.tensors), EngineTask)
+    task = engine_task("r", rendered.prompt_token_ids, rendered.items)
+    received, tensors = decode(encode(task, rendered.tensors), Task[EngineBody])
     assert received == task
     assert tensors == rendered.tensors
-    fields = {name: tensors[index] for name, index in task.items[0].fields.items()}
+    fields = {name: tensors[index] for name, index in task.body.items[0].fields.items()}
     assert {name: (t.dtype, t.shape) for name, t in fields.items()} == {
         "pixel_patches": ("uint8", (24, 3, 196)),
         "pixel_table": ("float32", (3, 256)),

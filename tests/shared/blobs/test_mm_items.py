@@ -12,10 +12,10 @@ from shared.blobs.transports import Blob
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineTask, RequestTicket
+from shared.protocol.messages import EngineBody, Task
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
-from shared.protocol.sampling import SamplingParams
 from tests.masks import pack_mask
+from tests.tasks import engine_task
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
@@ -41,14 +41,12 @@ async def test_levels_and_masks_fit_the_envelope():
     item = MultiModalKwargsItem(
         "image", "ab" * 32, PlaceholderRange(3, 8, mask), {n: i for i, n in enumerate(fields)}
     )
-    task = EngineTask(
-        "r", "m", "batch", list(range(20)), [item], SamplingParams(), RequestTicket(0, 1, 1, ""), []
-    )
+    task = engine_task("r", list(range(20)), [item])
     data = envelope.encode(task, [from_torch(tensor) for tensor in fields.values()])
-    received, tensors = envelope.decode(data, EngineTask)
+    received, tensors = envelope.decode(data, Task[EngineBody])
     assert received == task
     nobody: Any = None
-    found, blob = await mm_items.open_item(nobody, received.items[0], tensors)
+    found, blob = await mm_items.open_item(nobody, received.body.items[0], tensors)
     assert blob is None
     assert {name: to_torch(t).shape for name, t in found.items()} == {
         name: t.shape for name, t in fields.items()

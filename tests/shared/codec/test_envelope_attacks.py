@@ -19,11 +19,11 @@ from shared.codec.arrays import from_numpy
 from shared.codec.envelope import ALIGNMENT, TensorData, decode, encode, encode_parts
 from shared.codec.tensors import to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineTask, RequestTicket
+from shared.protocol.messages import EngineBody, RenderBody, Task, TaskHeader
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
 from tests.shared.codec.test_envelope import DEEP, Head, envelope, packed
-from workers.renderer.worker import _decode as decode_render_task
+from tests.tasks import engine_task
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -54,11 +54,11 @@ def test_a_pickle_is_not_unpickled(tmp_path: Path) -> None:
         payloads = [bomb, envelope(bomb), envelope(b"\x92\x90" + bomb)]
         payloads += [envelope(packed([["uint8", [64]]], head), bomb[:64]) for head in heads]
         for payload in payloads:
-            for head_type in (Head, EngineTask):
+            for head_type in (Head, Task[EngineBody]):
                 with pytest.raises(DecodeError):
                     decode(payload, head_type)
             with pytest.raises(DecodeError):
-                decode_render_task(payload)
+                decode(payload, Task[RenderBody])
         decode(envelope(packed([], {"unknown": bomb})), Head)
     assert not marker.exists()
 
@@ -78,7 +78,7 @@ import json, re, sys, threading
 from pathlib import Path
 from shared.codec.envelope import decode, encode
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineTask
+from shared.protocol.messages import EngineBody, Task
 from tests.shared.codec.test_envelope import Head
 
 def peak_kib():
@@ -86,7 +86,7 @@ def peak_kib():
     return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1])
 
 def decode_all(data):
-    for head_type in (Head, EngineTask):
+    for head_type in (Head, Task[EngineBody]):
         try:
             decode(data, head_type)
         except DecodeError:
@@ -137,39 +137,55 @@ def test_five_megabytes_of_anything_are_over_the_limit_of_a_head() -> None:
 # -- S27: two readers of one message --------------------------------------------------------------
 
 
-def task() -> EngineTask:
+def task() -> Task[EngineBody]:
     item = MultiModalKwargsItem(
         "image", "ab" * 32, PlaceholderRange(0, 1), {"pixel_patches": 0, "image_grid_thw": 1}
     )
-    accepted = RequestTicket(0.0, 1.0, 1, "receipt")
-    return EngineTask("r1", "m", "batch", [1, 2], [item], SamplingParams(), accepted, [])
+    return engine_task("r1", [1, 2], [item])
 
 
 def a_map(*pairs: tuple[bytes, bytes]) -> bytes:
     return b"\xde" + len(pairs).to_bytes(2, "big") + b"".join(key + value for key, value in pairs)
 
 
-@pytest.mark.parametrize("field", EngineTask.__struct_fields__)
-def test_duplicate_task_fields_are_refused(field: str) -> None:
-    pairs = [
-        (msgspec.msgpack.encode(name), msgspec.msgpack.encode(value))
-        for name, value in msgspec.structs.asdict(task()).items()
-    ]
-    assert decode(envelope(b"\x92\x90" + a_map(*pairs)), EngineTask)[0] == task()
-    value = msgspec.msgpack.encode(getattr(task(), field))
+def fields_of(struct: msgspec.Struct) -> dict[str, bytes]:
+    """The encoded values of a Struct by field."""
+    return {
+        name: msgspec.msgpack.encode(value)
+        for name, value in msgspec.structs.asdict(struct).items()
+    }
+
+
+def as_map(fields: dict[str, bytes], *more: tuple[bytes, bytes]) -> bytes:
+    return a_map(*((msgspec.msgpack.encode(k), v) for k, v in fields.items()), *more)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        *(("task", field) for field in Task.__struct_fields__),
+        *(("header", field) for field in TaskHeader.__struct_fields__),
+        *(("body", field) for field in EngineBody.__struct_fields__),
+    ],
+)
+def test_duplicate_task_fields_are_refused(part: str, field: str) -> None:
+    parts = {name: as_map(fields_of(getattr(task(), name))) for name in ("header", "body")}
+    assert decode(envelope(b"\x92\x90" + as_map(parts)), Task[EngineBody])[0] == task()
+    fields = parts if part == "task" else fields_of(getattr(task(), part))
     short, long = bytes([0xA0 + len(field)]), bytes([0xD9, len(field)])
     for spelling in (short, long, b"\xda\0" + long[1:], b"\xdb\0\0\0" + long[1:]):
-        doubled = a_map(*pairs, (spelling + field.encode(), value))
+        doubled = as_map(fields, (spelling + field.encode(), fields[field]))
+        whole = doubled if part == "task" else as_map(parts | {part: doubled})
         with pytest.raises(DecodeError, match="twice"):
-            decode(envelope(b"\x92\x90" + doubled), EngineTask)
+            decode(envelope(b"\x92\x90" + whole), Task[EngineBody])
 
 
 def test_duplicate_token_id_keys_are_refused() -> None:
     params = SamplingParams(logit_bias={5: 1.0, 200_000: -2.5})
-    biased = msgspec.structs.replace(task(), sampling_params=params)
-    assert decode(encode(biased, []), EngineTask)[0] == biased
+    biased = engine_task("r1", [1, 2], [], params)
+    assert decode(encode(biased, []), Task[EngineBody])[0] == biased
     with pytest.raises(DecodeError, match="twice"):
-        decode(envelope(b"\x92\x90" + a_map((b"\5", b"\0"), (b"\xcc\5", b"\0"))), EngineTask)
+        decode(envelope(b"\x92\x90" + a_map((b"\5", b"\0"), (b"\xcc\5", b"\0"))), Task[EngineBody])
 
 
 def test_duplicate_tensor_names_are_refused() -> None:
@@ -194,7 +210,7 @@ def test_two_maps_may_have_the_same_key() -> None:
 def test_a_task_for_the_renderer_that_is_too_deep_is_undecodable() -> None:
     for depth in (600, 100_000):
         with pytest.raises(DecodeError):
-            decode_render_task(b"\x81\xa1u" + b"\x91" * depth + b"\0")
+            decode(envelope(b"\x92\x90\x81\xa1u" + b"\x91" * depth + b"\0"), Task[RenderBody])
 
 
 def test_a_reference_to_a_blob_has_a_key_and_a_size() -> None:
@@ -207,9 +223,10 @@ def test_a_reference_to_a_blob_has_a_key_and_a_size() -> None:
             "placeholder": [0, 1],
             "blob": bad,
         }
-        head = msgspec.to_builtins(task(), builtin_types=(bytes,)) | {"items": [item]}
+        head = msgspec.to_builtins(task(), builtin_types=(bytes,))
+        head["body"] |= {"items": [item]}
         with pytest.raises(DecodeError, match="blob"):
-            decode(envelope(packed([], head)), EngineTask)
+            decode(envelope(packed([], head)), Task[EngineBody])
 
 
 # -- what is copied -------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ jitters = st.floats(min_value=0, max_value=1, exclude_max=True)
 
 
 def attempt(
-    worker: str, log_len: int = 0, outcome: str = "open", role: str = "engine"
+    worker: str, log_len: int = 0, outcome: str = "open", stage: str = "engine"
 ) -> AttemptRecord:
-    return AttemptRecord(role, worker, 1, float(ord(worker)), log_len, outcome)  # type: ignore[arg-type]
+    return AttemptRecord(stage, worker, 1, float(ord(worker)), log_len, outcome)  # type: ignore[arg-type]
 
 
 @given(failures)
@@ -84,7 +84,7 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         ([attempt("a")], 0, {"a"}, History(1, 1)),
         ([attempt("a"), attempt("b")], 0, {"a", "b"}, History(2, 2)),
         # The same attempt, handed back or failed later: one attempt.
-        ([attempt("a"), attempt("a", outcome="handed_back")], 0, {"a"}, History(0, 0)),
+        ([attempt("a"), attempt("a", outcome="requeued")], 0, {"a"}, History(0, 0)),
         ([attempt("a"), attempt("a", outcome="failed")], 0, {"a"}, History(1, 0)),
         # Twice in the hands of the same worker, which has died once.
         (
@@ -97,7 +97,7 @@ def test_the_pause_doubles_and_jitter_takes_up_to_half_of_it() -> None:
         ([attempt("a")], 3, {"a"}, History(0, 0)),
         ([attempt("a", 0), attempt("b", 3)], 3, {"a", "b"}, History(1, 1)),
         # Another stage's.
-        ([attempt("r", role="renderer")], 0, {"r"}, History(0, 0)),
+        ([attempt("r", stage="renderer")], 0, {"r"}, History(0, 0)),
     ],
 )
 def test_recounting(
@@ -110,7 +110,7 @@ attempts = st.builds(
     attempt,
     worker=st.sampled_from("abcdef"),
     log_len=st.integers(0, 5),
-    outcome=st.sampled_from(["open", "failed", "handed_back"]),
+    outcome=st.sampled_from(["open", "failed", "requeued"]),
 )
 
 
@@ -121,7 +121,7 @@ def test_a_request_is_never_given_up_for_being_handed_back(
     history = recount(records, "engine", log_len, dead)
     assert 0 <= history.deaths <= history.failures <= len(records)
     returned = [
-        AttemptRecord(a.role, a.worker, a.number, a.began_ms, a.log_len, "handed_back")
+        AttemptRecord(a.stage, a.worker, a.number, a.began_ms, a.log_len, "requeued")
         for a in records
     ]
     assert recount([*records, *returned], "engine", log_len, dead) == History(0, 0)

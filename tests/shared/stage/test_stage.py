@@ -3,16 +3,17 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
 
+from ops.token_logs import read_log
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
 from shared.bus.stored import StoredMessage
-from shared.config import BlobsConfig, DeliveryConfig
+from shared.config import BlobsConfig, DeliveryConfig, ModelConfig
 from shared.errors import (
     BlobLost,
     Cancelled,
@@ -27,31 +28,40 @@ from shared.protocol.messages import (
     TENANT_HEADER,
     AttemptRecord,
     DeadLetter,
-    EngineTask,
+    EngineBody,
     Failure,
     GenerateRequest,
     Message,
-    RenderTask,
+    RenderBody,
     RequestTicket,
+    TaskHeader,
     decode_attempt,
     decode_request,
     to_json,
 )
 from shared.protocol.multimodal import BlobRef
+from shared.protocol.pipeline import Pipeline
 from shared.protocol.sampling import SamplingParams
+from shared.stage import tasks
+from shared.stage.job import Job
 from shared.stage.loop import Shutdown, serve
-from shared.stage.stage import Job, Stage
+from shared.stage.pipelines import pipeline_of
+from shared.stage.stage import Stage
 from shared.state import dead_letters
-from shared.state.token_log import end_request, read_log
+from shared.state.token_log import end_request
 from shared.telemetry.deltas import samples_of, total
 
+PIPELINE = pipeline_of(ModelConfig("nowhere"))
+TO_ENGINE = PIPELINE.edges_into("engine")[0]
+RENDERED, AGAIN = EngineBody([1], []), EngineBody([2], [])
 POLICY = DeliveryConfig(max_deliver=2, retry_delay_s=0.1, ack_wait_s=0.5)
 
 
-@dataclass
-class Task:
-    accepted: RequestTicket
-    path: list  # type: ignore[type-arg]
+class EveryModel(dict[str, Pipeline]):
+    """The default pipeline for every model."""
+
+    def get(self, model: str, default: Any = None) -> Pipeline:
+        return PIPELINE
 
 
 @pytest.fixture
@@ -64,8 +74,8 @@ def request_id() -> str:
     return f"t-{secrets.token_hex(6)}"
 
 
-def make_stage(bus: Bus, worker: str = "renderer-test") -> Stage:
-    return Stage(bus, "renderer", worker, "0", POLICY)
+def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") -> Stage:
+    return Stage(bus, name, worker, "0", POLICY, pipelines=EveryModel())
 
 
 async def consume(
@@ -89,8 +99,18 @@ async def next_job(stage: Stage, inbox: Consumer, accepted: RequestTicket | None
     job = stage.receive(await asyncio.wait_for(inbox.next(), 5))
     assert job is not None
     if accepted is not None:
-        job.identify(Task(accepted, []))
+        assert job.request_id is not None
+        _, model, lane = subjects.parts_of_stage(job.delivery.subject)
+        job.identify(TaskHeader(job.request_id, model, lane, accepted))
     return job
+
+
+async def publish(job: Job, stage: Stage, body: EngineBody, round: int = 0) -> None:
+    """Publish the engine's task, and let go of the payloads that belong to it."""
+    assert job.header is not None
+    header = msgspec.structs.replace(job.header, round=round)
+    if await tasks.publish(stage.bus, TO_ENGINE, header, body, [], job.outputs):
+        job.outputs.clear()
 
 
 async def accept(
@@ -140,12 +160,10 @@ async def test_what_comes_again_during_its_acknowledgement_is_let_go(
         await ack()
 
     job.delivery.ack = slow_ack  # type: ignore[method-assign]
-    handing_over = asyncio.create_task(
-        stage.forward(job, "engine", model, "interactive", b"engine task")
-    )
+    forwarding = asyncio.create_task(stage.forward(job, RENDERED))
     await acknowledging.wait()
     assert stage.receive(again) is None
-    await handing_over
+    await forwarding
     assert inbox.num_in_flight == 0
 
 
@@ -157,11 +175,11 @@ async def test_a_crash_between_publish_and_ack_hands_over_once(
     await put(bus, model, request_id)
     accepted = RequestTicket(0.0, 0.0, 1, "")
     first = await next_job(stage, inbox, accepted)
-    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    await publish(first, stage, RENDERED)
     first.delivery.abandon()
     again = await next_job(stage, inbox, accepted)
     assert again.delivery.attempt == 2
-    await stage.forward(again, "engine", model, "interactive", b"rendered")
+    await stage.forward(again, RENDERED)
     outbox = await consume(bus, "engine", model)
     await (await outbox.next()).ack()
     await assert_nothing_more(outbox)
@@ -376,9 +394,9 @@ async def test_a_suspect_that_waits_lets_others_have_their_turn(bus: Bus, model:
     waiting.suspect = False  # it waits for something
     other = await next_job(second, inbox)
     assert await second.claim(other) is not None
-    assert not second.may_begin(waiting)
+    assert not second.claims.may_begin(waiting)
     await second.finish(other)
-    assert second.may_begin(waiting)
+    assert second.claims.may_begin(waiting)
     await second.finish(waiting)
 
 
@@ -512,7 +530,7 @@ async def test_payloads_of_a_job_end_with_its_acknowledgement_and_not_before(
             case "fail":
                 await stage.fail(job, RuntimeError("this time"))
             case _:
-                await stage.forward(job, "engine", model, "interactive", b"rendered")
+                await stage.forward(job, RENDERED)
     assert blobs.load()["arena_pinned"] == 0
 
 
@@ -526,13 +544,13 @@ async def test_payloads_that_were_not_handed_over_are_taken_back(
     accepted = RequestTicket(0.0, 0.0, 1, "")
     first = await next_job(stage, inbox, accepted)
     first.outputs = [put_payload(blobs)]
-    await stage.publish(first, "engine", model, "interactive", b"rendered")
+    await publish(first, stage, RENDERED)
     await stage.discard_outputs(first)
     first.delivery.abandon()
     assert blobs.load()["arena_pinned"] == 1, "its message is on its way"
     again = await next_job(stage, inbox, accepted)
     again.outputs = [put_payload(blobs)]
-    await stage.forward(again, "engine", model, "interactive", b"rendered anew")
+    await stage.forward(again, AGAIN)
     await stage.discard_outputs(again)
     assert blobs.load()["arena_pinned"] == 1, "only what the first has handed over"
 
@@ -544,10 +562,10 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
     inbox, outbox = [await consume(bus, role, model) for role in ("renderer", "engine")]
     await put(bus, model, request_id)
     job = await next_job(stage, inbox, RequestTicket(0.0, 0.0, 1, ""))
-    await stage.publish(job, "engine", model, "interactive", b"lost")
+    await publish(job, stage, RENDERED)
     in_the_way = await asyncio.wait_for(outbox.next(), 5)
     with pytest.raises(Unavailable):
-        await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+        await publish(job, stage, AGAIN, 1)
     last = bus.read_last
 
     async def too_late(*args: str) -> StoredMessage | None:
@@ -555,11 +573,11 @@ async def test_what_is_made_again_is_not_taken_for_what_has_just_left_the_queue(
         return await last(*args)
 
     monkeypatch.setattr(bus, "read_last", too_late)
-    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    await publish(job, stage, AGAIN, 1)
     again = await asyncio.wait_for(outbox.next(), 5)
-    assert again.data == b"made again"
+    assert tasks.decode(again.data, EngineBody)[0].body == AGAIN
     await again.ack()
-    await stage.publish(job, "engine", model, "interactive", b"made again", 1)
+    await publish(job, stage, AGAIN, 1)
     await assert_nothing_more(outbox)
 
 
@@ -582,7 +600,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
             assert stage.receive(again) is None
             again = await inbox.next()
         assert stage.receive(again) is None
-        await stage.forward(lost, "engine", model, "interactive", b"rendered")
+        await stage.forward(lost, RENDERED)
         job = await next_job(stage, inbox)
         assert job.delivery.data == b"made again"
         await job.delivery.ack()
@@ -592,18 +610,18 @@ async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     bus: Bus, model: str, request_id: str
 ) -> None:
     """Nothing of the request is lost with its pictures."""
-    stage = make_stage(bus, "engine-test")
+    stage = make_stage(bus, "engine-test", "engine")
     accepted, request = await accept(bus, model, request_id)
-    task = EngineTask(
-        request_id, model, "interactive", [1], [], SamplingParams(n=2), accepted, [], 0, "tuned"
-    )
+    sampling = SamplingParams(n=2)
+    header = TaskHeader(request_id, model, "interactive", accepted, sampling, adapter="tuned")
     inbox, again = [await consume(bus, role, model) for role in ("engine", "renderer")]
     subject = subjects.stage("engine", model, "interactive", request_id)
     await bus.publish(subject, b"task", f"{request_id}:{secrets.token_hex(4)}")
-    job = await next_job(stage, inbox, accepted)
+    job = await next_job(stage, inbox)
+    job.identify(header)
     assert await stage.claim(job) is not None
-    await stage.rerender(job, task, BlobLost("gone"))
-    rendering = msgspec.msgpack.decode((await again.next()).data, type=RenderTask)
-    assert rendering.prompt.messages == decode_request(request).messages
-    assert (rendering.sampling_params, rendering.adapter) == (SamplingParams(n=2), "tuned")
-    assert rendering.round == 1
+    await stage.rerender(job, BlobLost("gone"))
+    rendering, _ = tasks.decode((await again.next()).data, RenderBody)
+    assert rendering.body.prompt.messages == decode_request(request).messages
+    found = rendering.header
+    assert (found.sampling, found.adapter, found.round) == (sampling, "tuned", 1)

@@ -5,6 +5,7 @@ import secrets
 
 import pytest
 
+from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, follow
 from shared.errors import ContextTooLong, Fenced
@@ -15,11 +16,11 @@ from shared.protocol.messages import (
     Finish,
     GenerateRequest,
     Message,
+    OutputSummary,
     TokenChunk,
     Usage,
-    decode_log_record,
 )
-from shared.state.token_log import LogWriter, end_request, read_log
+from shared.state.token_log import LogWriter, decode_record, end_request
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ async def test_a_log_is_read_as_it_was_written(bus: Bus, request_id: str) -> Non
     log = await LogWriter.open(bus, request_id, attempt=1)
     for position in range(600):
         await log.tokens(delta(position))
-    await log.finish(Usage(1, 600), 3, [])
+    await log.finish(OutputSummary(Usage(1, 600), 3), {})
     records = await read_log(bus, request_id)
     assert [record.index for record in records] == list(range(601))
     assert isinstance(records[-1], Finish)
@@ -49,9 +50,9 @@ async def test_a_writer_that_was_overtaken_is_refused(bus: Bus, request_id: str)
     await successor.tokens(delta(1))
     with pytest.raises(Fenced):
         await zombie.tokens(delta(1))
-    await successor.finish(Usage(1, 2), 1, [])
+    await successor.finish(OutputSummary(Usage(1, 2), 1), {})
     with pytest.raises(Fenced):
-        await zombie.finish(Usage(1, 2), 1, [])
+        await zombie.finish(OutputSummary(Usage(1, 2), 1), {})
     assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
 
 
@@ -74,7 +75,7 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
     await successor.tokens(delta(1))
     seen = []
     while (message := await listener.next(0.3)) is not None:
-        seen.append(decode_log_record(message.data))
+        seen.append(decode_record(message.data))
     await bus.unsubscribe(listener)
     assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
 
@@ -109,7 +110,7 @@ async def test_a_reader_fills_gaps_from_the_log(bus: Bus, request_id: str) -> No
     async def write_the_rest() -> None:
         await asyncio.sleep(0.2)
         await log.tokens(delta(2))
-        await log.finish(Usage(1, 3), 1, [])
+        await log.finish(OutputSummary(Usage(1, 3), 1), {})
 
     writer = asyncio.create_task(write_the_rest())
     records = [record async for record in ask(bus, request, request_id)]

@@ -87,7 +87,7 @@ async def test_who_waits_is_woken(start: Start, bus: Bus) -> None:
     producer, _ = await start("producer")
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
-    task = subjects.stage("encoder", MODEL, "interactive", subjects.encoding(key_of(mm_hash)))
+    task = subjects.stage("encoder", MODEL, "interactive", subjects.item_task(key_of(mm_hash)))
     await bus.publish(task, b"a task", secrets.token_hex(8))
     told = asyncio.Event()
 
@@ -118,7 +118,7 @@ async def test_what_is_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) 
     await blobs.close()
     with pytest.raises(BlobLost):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
-    told = await bus.read_last(subjects.EMBEDDINGS_STREAM, subjects.embedding(key_of(mm_hash)))
+    told = await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key_of(mm_hash)))
     assert told is None
 
 
@@ -135,7 +135,7 @@ async def test_who_waits_hears_what_has_kept_an_encoder_from_it(
 ) -> None:
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
-    await end_request(bus, subjects.encoding(key_of(mm_hash)), 1, error, [])
+    await end_request(bus, subjects.item_task(key_of(mm_hash)), 1, error, [])
     with pytest.raises(expected):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
 
@@ -192,7 +192,7 @@ async def test_an_encoder_finds_what_its_neighbour_has_made(start: Start, bus: B
     mm_hash = new_hash()
     await producer.put(key_of(mm_hash), mm_hash, torch.ones(2, 4))
     assert await neighbour.find_again(key_of(mm_hash), mm_hash)
-    await bus.purge(subjects.EMBEDDINGS_STREAM, subjects.embedding(key_of(mm_hash)))
+    await bus.purge(subjects.RESULTS_STREAM, subjects.result(key_of(mm_hash)))
     assert await neighbour.find_again(key_of(mm_hash), mm_hash)
     consumer, _ = await start("consumer")
     held = await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
@@ -210,7 +210,7 @@ async def test_a_directory_does_the_same(start: Start, tmp_path: Path, bus: Bus)
     assert torch.equal(held.embedding, torch.ones(2, 4))
     await consumer.acknowledge(held)
     assert (tmp_path / MODEL / mm_hash / "acknowledged").exists()
-    await bus.purge(subjects.EMBEDDINGS_STREAM, subjects.embedding(key_of(mm_hash)))
+    await bus.purge(subjects.RESULTS_STREAM, subjects.result(key_of(mm_hash)))
     assert await producer.find_again(key_of(mm_hash), mm_hash)
     held = await consumer.get(key_of(mm_hash), mm_hash)
     assert held is not None
@@ -221,6 +221,6 @@ async def test_bytes_that_are_no_embeddings_are_a_miss(start: Start, bus: Bus) -
     mm_hash = new_hash()
     ref = blobs.put(key_of(mm_hash), [b"no envelope at all"], 60)
     record = msgspec.msgpack.encode({"blob": ref})
-    await bus.publish_without_id(subjects.embedding(key_of(mm_hash)), record)
+    await bus.publish_without_id(subjects.result(key_of(mm_hash)), record)
     consumer, _ = await start("consumer")
     assert await consumer.get(key_of(mm_hash), mm_hash) is None

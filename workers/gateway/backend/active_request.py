@@ -20,6 +20,7 @@ from shared.protocol.messages import (
     TokenChunk,
 )
 from shared.state import request_registry
+from shared.state.log_reader import GRACE_S
 from workers.gateway.app import AppContext
 from workers.gateway.backend.merge import merge_logs
 from workers.gateway.core.assembler import (
@@ -140,7 +141,7 @@ class ActiveRequest:
     @property
     def is_overdue(self) -> bool:
         """Whether the request must have ended by now, if a coordinator ever claimed it."""
-        return self._rest_s < -client.GRACE_S
+        return self._rest_s < -GRACE_S
 
     @property
     def _rest_s(self) -> float:

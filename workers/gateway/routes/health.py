@@ -23,7 +23,7 @@ class Health(Struct, frozen=True):
 class Ready(Struct, frozen=True, omit_defaults=True):
     status: Literal["ok", "not ready", "draining", "no broker"]
     models: dict[str, str] = {}
-    """`ok`, or the roles that no worker has, by model."""
+    """`ok`, or the stages that no worker serves, by model."""
 
 
 class Version(Struct, frozen=True):
@@ -47,7 +47,7 @@ async def ready(context: AppContext, _: Request, __: Caller) -> Response:
     models: dict[str, str] = {}
     try:
         for model in context.config.models:
-            missing = await missing_roles(context, model)
+            missing = await missing_stages(context, model)
             models[model] = f"no {' and no '.join(missing)}" if missing else "ok"
     except (PagemillError, TimeoutError):
         return Json(Ready("no broker"), 503)
@@ -69,8 +69,12 @@ async def metrics(context: AppContext, _: Request, __: Caller) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def missing_roles(context: AppContext, model: str) -> list[str]:
-    """Return the roles that `model` needs and no worker has. Raises Unavailable or TimeoutError."""
+async def missing_stages(context: AppContext, model: str) -> list[str]:
+    """Return the stages that `model` needs and no worker serves.
+
+    Raises Unavailable or TimeoutError.
+    """
     beats = await context.heartbeats.read()
-    roles = ("coordinator", "renderer", "engine")
-    return [r for r in roles if not any(b.role == r and model in b.models for b in beats)]
+    serving = {beat.stage or beat.role for beat in beats if model in beat.models}
+    required = ["coordinator", *context.pipelines[model].required_stages]
+    return [stage for stage in required if stage not in serving]

@@ -5,14 +5,19 @@ policy forbids what it does not need: inline scripts and styles, frames, forms t
 text that becomes markup.
 """
 
+import json
 from importlib.resources import files
+from itertools import chain
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shared.config import Config
+from shared.stage.pipelines import pipelines_of
 from workers.gateway.app import AppContext
 from workers.gateway.http.auth import Caller
+from workers.roles import role_of
 
 HEADERS = {
     "content-security-policy": (
@@ -38,7 +43,19 @@ def routes(context: AppContext) -> list[Route]:
         return []
     folder = files("workers.gateway").joinpath("web")
     found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
-    return [_route(context, name, content) for name, content in found]
+    stages = f"export const STAGES = {json.dumps(_stages(context.config))};\n".encode()
+    return [_route(context, name, content) for name, content in [*found, ("pipeline.js", stages)]]
+
+
+def _stages(config: Config) -> list[tuple[str, str, str]]:
+    """Name, title and purpose of the coordinator and of every stage of a model's pipeline."""
+    specs = chain.from_iterable(pipeline.stages for pipeline in pipelines_of(config).values())
+    stages = {"coordinator": "coordinator"} | {stage.name: stage.role for stage in specs}
+    roles = {name: role_of(role) for name, role in stages.items()}
+    return [
+        (name, role.title if name == role.name else f"{role.title}: {name}", role.does)
+        for name, role in roles.items()
+    ]
 
 
 def _route(context: AppContext, name: str, content: bytes) -> Route:

@@ -165,4 +165,4 @@ def _state(
         return "cancelled" if failure.error.code == "cancelled" else "failed"
     if len(ended) == len(lasts):
         return "finished"
-    return "running" if any(lasts) or status.state == "in_hand" else "queued"
+    return "running" if any(lasts) or status.state == "running" else "queued"

@@ -19,13 +19,15 @@ class TimelineEntry(Struct, frozen=True):
 def timeline_of(status: RequestStatus) -> list[TimelineEntry]:
     """Return the stages that a request has left and the one it is in, ordered by time."""
     entries = [
-        TimelineEntry(span.role, span.worker, span.attempt, span.received_ms, span.sent_ms)
+        TimelineEntry(span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms)
         for span in status.path
     ]
     until_ms = max((span.sent_ms for span in status.path), default=0.0)
     # The latest attempt of each stage that has claimed the request since.
-    since = {a.role: a for a in status.attempts if a.began_ms >= until_ms}
+    since = {a.stage: a for a in status.attempts if a.began_ms >= until_ms}
     if status.state == "queued" and status.stage is not None:
         since.pop(status.stage, None)
-    entries += [TimelineEntry(a.role, a.worker, a.number, a.began_ms, None) for a in since.values()]
+    entries += [
+        TimelineEntry(a.stage, a.worker, a.number, a.began_ms, None) for a in since.values()
+    ]
     return sorted(entries, key=lambda entry: entry.began_ms)

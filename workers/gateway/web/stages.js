@@ -1,11 +1,7 @@
+import { STAGES } from "./pipeline.js";
+
 // The stages of a request, as GET /v1/requests/{id} reports them: a list with times.
 
-const STAGES = [
-  ["coordinator", "Coordinator", "checks and plans the request"],
-  ["renderer", "Renderer", "text and images become tokens"],
-  ["encoder", "Encoder", "images become embeddings"],
-  ["engine", "Engine", "writes the answer"],
-];
 const ENDED = new Set(["finished", "failed", "cancelled"]);
 
 export const hasEnded = (state) => ENDED.has(state);

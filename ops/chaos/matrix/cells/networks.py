@@ -16,10 +16,10 @@ from ops.chaos.matrix.deployment import Deployment, Disturb
 from ops.chaos.processes import network
 from ops.chaos.processes.pool import LOAD
 from ops.chaos.processes.proxy import Behavior, Proxy
+from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.protocol.messages import Failure, Finish
 from shared.protocol.sampling import SamplingParams
-from shared.state.token_log import read_log
 
 
 def bad_network(role: str) -> Disturb:

@@ -14,12 +14,13 @@ from ops.chaos.matrix.cells.common import (
     wait_for_load,
 )
 from ops.chaos.matrix.deployment import Deployment
+from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.messages import Failure, GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
-from shared.state.token_log import is_final, read_log
+from shared.state.token_log import is_final
 
 
 async def engine_slower_than_renderer(deployment: Deployment) -> None:

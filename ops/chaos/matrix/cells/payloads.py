@@ -33,13 +33,14 @@ from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import (
-    EngineTask,
+    EngineBody,
     GenerateRequest,
     Heartbeat,
     ImagePart,
     ImageURL,
     LogRecord,
     Message,
+    Task,
     TextPart,
 )
 from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
@@ -235,8 +236,8 @@ async def _references(deployment: Deployment, bus: Bus, request_id: str) -> list
     async with asyncio.timeout(10):
         while (stored := await bus.read_last(subjects.STAGES_STREAM, subject)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    task, _ = envelope.decode(stored.data, EngineTask)
-    refs = [item.blob for item in task.items if item.blob is not None]
+    task, _ = envelope.decode(stored.data, Task[EngineBody])
+    refs = task.body.blobs()
     if not refs:
         deployment.note("a large image did not travel beside the message")
     return refs

@@ -1,0 +1,308 @@
+"""A model's pipeline: its stages and the edges between them, as data.
+
+A stage is a queue that the workers of one role serve. An edge says how the target of the edge gets
+its input:
+
+task      The source hands its result over, and the edge's function makes the target's task of it.
+stream    The target gets its task when the source writes its first record, and follows the
+          source's output while it grows.
+fan_out   The source publishes any number of item tasks, each under the hash of its content, so
+          that requests which need the same result share one task. Another stage, `gathered_by`,
+          waits for the results.
+
+Outputs have names and kinds, and one stage writes each. The output `text` is the request's own
+token log; every other output has a log beside it. This module is pure: it names roles and edge
+functions, and knows neither workers nor the bus.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
+
+REQUEST = "request"
+"""The source of the edges that begin at the client's request."""
+TEXT = "text"
+"""The name of the output that is the request's own token log."""
+ANY = "*"
+"""What an edge function carries that does not look at what it carries."""
+RESERVED_OUTPUTS = frozenset({"ends"})
+"""Names under which a request has other records than those of an output."""
+
+OutputKind = Literal["text", "audio", "image", "video"]
+EdgeMode = Literal["task", "stream", "fan_out"]
+
+
+class OutputSpec(Struct, frozen=True):
+    """An output of a request: its name, and what its records hold."""
+
+    name: str
+    kind: OutputKind
+
+
+class StageSpec(Struct, frozen=True):
+    """A stage: the queue's name, and the role whose workers serve it."""
+
+    name: str
+    role: str
+    path: str | None = None
+    """Folder of the model part that the stage runs; None for the model's own folder."""
+    sampling_defaults: dict[str, Any] = {}
+    replicas: int = 1
+    """Workers that `pagemill up` starts for it."""
+    output: OutputSpec | None = None
+
+
+class Edge(Struct, frozen=True):
+    """How the stage `target` gets its input from `source`, which is a stage or REQUEST."""
+
+    source: str
+    target: str
+    carries: str
+    """The kind of what goes over the edge, such as `prompt`, `tokens` or `image`."""
+    function: str
+    """Name of the registered function that makes the target's input."""
+    mode: EdgeMode = "task"
+    gathered_by: str | None = None
+    """The stage that waits for the results of a fan-out edge; None for the source itself."""
+
+
+class Pipeline(Struct, frozen=True, dict=True):
+    """The stages of a model and the edges between them."""
+
+    stages: tuple[StageSpec, ...]
+    edges: tuple[Edge, ...]
+
+    @cached_property
+    def _stages(self) -> dict[str, StageSpec]:
+        return {stage.name: stage for stage in self.stages}
+
+    def stage(self, name: str) -> StageSpec | None:
+        return self._stages.get(name)
+
+    def edges_from(self, source: str, mode: EdgeMode) -> list[Edge]:
+        return [edge for edge in self.edges if edge.source == source and edge.mode == mode]
+
+    def edges_into(self, target: str) -> list[Edge]:
+        return [edge for edge in self.edges if edge.target == target]
+
+    def gathered_by(self, stage: str) -> list[Edge]:
+        """Fan-out edges whose results this stage waits for."""
+        fan_outs = (edge for edge in self.edges if edge.mode == "fan_out")
+        return [edge for edge in fan_outs if (edge.gathered_by or edge.source) == stage]
+
+    def inputs_of(self, stage: str) -> dict[str, str]:
+        """The stream inputs of a stage: what each carries → the output to follow."""
+        edges = (edge for edge in self.edges_into(stage) if edge.mode == "stream")
+        followed = {edge.carries: self.stage(edge.source) for edge in edges}
+        return {
+            carries: source.output.name
+            for carries, source in followed.items()
+            if source is not None and source.output is not None
+        }
+
+    def followers_of(self, stage: str) -> list[Edge]:
+        """Stream edges whose target gets its task from this stage, not over a task edge."""
+        edges = self.edges_from(stage, "stream")
+        return [e for e in edges if all(i.mode != "task" for i in self.edges_into(e.target))]
+
+    @cached_property
+    def outputs(self) -> dict[str, StageSpec]:
+        """Output name → the stage that writes it."""
+        return {stage.output.name: stage for stage in self.stages if stage.output is not None}
+
+    @cached_property
+    def default_outputs(self) -> list[str]:
+        """The outputs of a request that names none: its text, or all outputs without one."""
+        return [TEXT] if TEXT in self.outputs else list(self.outputs)
+
+    def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
+        """The part of the pipeline that leads to `outputs`."""
+        if self._only_outputs <= frozenset(outputs):
+            return self
+        wanted = {self.outputs[name].name for name in outputs}
+        todo = list(wanted)
+        while todo:
+            stage = todo.pop()
+            needed = {e.source for e in self.edges_into(stage)} | {
+                e.target for e in self.gathered_by(stage)
+            }
+            todo += needed - wanted - {REQUEST}
+            wanted |= needed - {REQUEST}
+        return Pipeline(
+            tuple(stage for stage in self.stages if stage.name in wanted),
+            tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
+        )
+
+    @cached_property
+    def _only_outputs(self) -> frozenset[str]:
+        return frozenset(self.outputs)
+
+    @cached_property
+    def required_stages(self) -> list[str]:
+        """Stages without which no request of this model is answered: all but fan-out targets."""
+        part = self.restricted_to(self.default_outputs)
+        fanned_out = {edge.target for edge in part.edges if edge.mode == "fan_out"}
+        return [stage.name for stage in part.stages if stage.name not in fanned_out]
+
+    def restart_edges(self, stage: str) -> list[Edge]:
+        """The edges from the request by which what `stage` was given is made again.
+
+        A payload is a cache: the stage that made it makes it again from its own input, so the work
+        restarts where the request enters the pipeline on the way to `stage`.
+        """
+        seen: set[str] = set()
+        todo, found = [stage], []
+        while todo:
+            for edge in self.edges_into(todo.pop()):
+                if edge.source == REQUEST:
+                    found.append(edge)
+                elif edge.source not in seen:
+                    seen.add(edge.source)
+                    todo.append(edge.source)
+        return found
+
+
+class EdgeFunction(NamedTuple):
+    """A registered edge function. `make(source)` returns the target's task body, a Struct."""
+
+    carries: str
+    make: Callable[[Any], Struct]
+
+
+_edge_functions: dict[str, EdgeFunction] = {}
+
+
+Make = Callable[[Any], Any]
+
+
+def edge_function(name: str, carries: str) -> Callable[[Make], Make]:
+    """Register a function under `name` for edges that carry `carries`.
+
+    Its argument is the Prompt of the request for an edge from REQUEST, the result of the source for
+    a task edge, the input names and outputs to follow for a stream edge, and an item for a fan-out
+    edge. It returns the body of the target's task.
+    """
+
+    def register(make: Make) -> Make:
+        _edge_functions[name] = EdgeFunction(carries, make)
+        return make
+
+    return register
+
+
+def function_of(edge: Edge) -> Make:
+    """The registered function of an edge. Raises KeyError for a name that nobody registered."""
+    return _edge_functions[edge.function].make
+
+
+class Fault(NamedTuple):
+    """Something that is wrong with a pipeline, and the key of its part of the configuration."""
+
+    key: str
+    message: str
+
+
+def faults(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
+    """Everything that is wrong with a pipeline, in words for an operator.
+
+    `roles` are the names of roles that serve stages.
+    """
+    yield from _faults_of_stages(pipeline, roles)
+    yield from _faults_of_edges(pipeline)
+    yield from _faults_of_graph(pipeline)
+
+
+def _faults_of_stages(pipeline: Pipeline, roles: Collection[str]) -> Iterator[Fault]:
+    writers: dict[str, str] = {}
+    for stage in pipeline.stages:
+        key = f"stages.{stage.name}"
+        if stage.role not in roles:
+            yield Fault(f"{key}.role", f"no role {stage.role!r}; there are {_listed(roles)}")
+        if not any(edge.target == stage.name for edge in pipeline.edges):
+            yield Fault(f"{key}.inputs", "the stage has no input, so it would never run")
+        if stage.output is None:
+            continue
+        name, kind = stage.output.name, stage.output.kind
+        if name in RESERVED_OUTPUTS:
+            yield Fault(f"{key}.output", f"{name!r} is a reserved name")
+        if (name == TEXT) != (kind == "text"):
+            yield Fault(f"{key}.output", f"only the output {TEXT!r} is of kind 'text'")
+        if name in writers:
+            yield Fault(f"{key}.output", f"stage {writers[name]!r} writes output {name!r} already")
+        writers[name] = stage.name
+    if not writers:
+        yield Fault("stages", "no stage has an output, so no request would have an answer")
+
+
+def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        if sum(edge.mode == "task" for edge in pipeline.edges_into(stage.name)) > 1:
+            message = "a stage has at most one task edge; its other inputs are streams"
+            yield Fault(f"stages.{stage.name}.inputs", message)
+    for edge in pipeline.edges:
+        key = f"stages.{edge.target}.inputs.{edge.carries}"
+        source = pipeline.stage(edge.source)
+        if edge.source != REQUEST and source is None:
+            known = [REQUEST, *(stage.name for stage in pipeline.stages)]
+            yield Fault(key, f"no stage {edge.source!r}; there are {_listed(known)}")
+        elif edge.mode == "stream" and (source is None or source.output is None):
+            yield Fault(key, f"{edge.source!r} has no output that a stream edge could follow")
+        if edge.source == REQUEST and edge.mode != "task":
+            yield Fault(key, "an edge from the request is a task edge")
+        if edge.gathered_by is not None and pipeline.stage(edge.gathered_by) is None:
+            yield Fault(key, f"no stage {edge.gathered_by!r} that would gather the results")
+        function = _edge_functions.get(edge.function)
+        if function is None:
+            yield Fault(
+                f"{key}.function",
+                f"no edge function {edge.function!r}; there are {_listed(_edge_functions)}",
+            )
+        elif function.carries not in (ANY, edge.carries):
+            yield Fault(
+                f"{key}.function",
+                f"{edge.function!r} carries {function.carries!r}, not {edge.carries!r}",
+            )
+
+
+def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
+    """Cycles, by removing stages without open inputs until none is left (Kahn, 1962)."""
+    sources = {
+        stage.name: {e.source for e in pipeline.edges_into(stage.name) if e.source != REQUEST}
+        for stage in pipeline.stages
+    }
+    while ready := [name for name, open_sources in sources.items() if not open_sources]:
+        for name in ready:
+            del sources[name]
+        for open_sources in sources.values():
+            open_sources.difference_update(ready)
+        # A source that is no stage is another fault, and no cycle.
+        for open_sources in sources.values():
+            open_sources.intersection_update(stage.name for stage in pipeline.stages)
+    if sources:
+        stuck = sorted(sources)
+        yield Fault(f"stages.{stuck[0]}.inputs", f"the stages {_listed(stuck)} form a cycle")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def graph_lines(pipeline: Pipeline) -> list[str]:
+    """The pipeline as text for `pagemill check`: one line an edge, then one an output."""
+    lines = []
+    for edge in pipeline.edges:
+        arrow = {"task": "──▶", "stream": "~~▶", "fan_out": "══▶"}[edge.mode]
+        gathered = f", gathered by {edge.gathered_by}" if edge.gathered_by else ""
+        mode = edge.mode.replace("_", "-")
+        lines.append(f"{edge.source} {arrow} {edge.target}  ({mode}: {edge.carries}{gathered})")
+    for name, stage in pipeline.outputs.items():
+        assert stage.output is not None
+        lines.append(f"{stage.name} ──▷ output {name} ({stage.output.kind})")
+    return lines
+
+
+def models_of(pipelines: Mapping[str, Pipeline], stage: str) -> list[str]:
+    """The models that have a stage of this name."""
+    return [model for model, pipeline in pipelines.items() if pipeline.stage(stage) is not None]

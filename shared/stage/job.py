@@ -1,0 +1,79 @@
+"""A delivery that a worker has claimed, and what is known of its request."""
+
+from dataclasses import dataclass, field
+
+from shared.bus.bus import Bus
+from shared.bus.consumer import Delivery
+from shared.errors import Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import AttemptRecord, RequestTicket, StageSpan, TaskHeader
+from shared.protocol.multimodal import BlobRef
+from shared.stage.retry import NO_HISTORY, History
+from shared.state.token_log import LogWriter
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A delivery in a worker, from its arrival to its settlement."""
+
+    delivery: Delivery
+    received_ms: float
+    request_id: str | None
+    """None for a message without a usable id, which can only become a dead letter."""
+    header: TaskHeader | None = None
+    """None until the message has been decoded."""
+    path: list[StageSpan] = field(default_factory=list)
+    """The stages behind this one."""
+    log: LogWriter | None = None
+    """The log of this stage's output, or the request's own log for a stage without an output."""
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    """Records of earlier attempts, and of this one."""
+    history: History = NO_HISTORY
+    suspect: bool = False
+    """A worker died while it ran this job, which has not yet shown that it was not the cause."""
+    waiting: bool = False
+    """The work has not begun; progress of other jobs is progress towards it."""
+    running: bool = False
+    """The work runs where it could end the process."""
+    inputs: list[BlobRef] = field(default_factory=list)
+    """Payloads that came with the task. They are released when it is acknowledged, never before."""
+    outputs: list[BlobRef] = field(default_factory=list)
+    """Payloads made for the next stage. They belong to this job until that task is stored."""
+
+    @property
+    def ticket(self) -> RequestTicket | None:
+        return None if self.header is None else self.header.ticket
+
+    @property
+    def request_sequence(self) -> int | None:
+        """Sequence of the request in its queue, known even of a task that cannot be decoded."""
+        if self.ticket is not None:
+            return self.ticket.sequence
+        if self.request_id is None or not subjects.is_stage(self.delivery.subject):
+            return None
+        return subjects.sequence_of(self.delivery.msg_id or "", self.request_id)
+
+    def identify(self, header: TaskHeader) -> None:
+        """Note the header of the decoded message."""
+        self.header = header
+        self.path = header.path
+
+
+async def request_is_settled(bus: Bus, job: Job) -> bool:
+    """Acknowledge a job's request by its receipt; returns whether it has left its queue."""
+    ticket = job.ticket
+    if ticket is None:
+        # Without its receipt it can only be removed.
+        if job.request_sequence is not None:
+            await bus.delete(subjects.REQUESTS_STREAM, job.request_sequence)
+        return True
+    if ticket.receipt == job.delivery.receipt:
+        return True
+    if await bus.acknowledge(ticket.receipt):
+        return True
+    # A server that was cut off may have given out a receipt that its successor has never heard of.
+    # A request that is still in the queue then comes to a coordinator again, which settles it.
+    try:
+        return await bus.get_queued_request(ticket.sequence) is None
+    except Unavailable:
+        return False

@@ -1,0 +1,92 @@
+"""The pipelines of the configured models: the default one, with what the configuration changes."""
+
+from collections.abc import Collection, Mapping
+from itertools import chain
+
+from shared.config import Config, ModelConfig, StageConfig
+from shared.errors import ConfigError
+from shared.protocol.multimodal import IMAGE
+from shared.protocol.pipeline import (
+    REQUEST,
+    TEXT,
+    Edge,
+    OutputSpec,
+    Pipeline,
+    StageSpec,
+    faults,
+)
+from shared.protocol.subjects import is_name
+
+RENDERER, ENCODER, ENGINE = "renderer", "encoder", "engine"
+
+
+def pipelines_of(config: Config) -> dict[str, Pipeline]:
+    """The pipeline of each configured model."""
+    return {name: pipeline_of(model) for name, model in config.models.items()}
+
+
+def pipeline_of(model: ModelConfig) -> Pipeline:
+    """The default pipeline of a model, changed by its `stages`.
+
+    Renderers give the engine its tokens. With `tower: encoder`, they fan items out to encoders, and
+    the engine gathers the embeddings.
+    """
+    stages, edges = _default(model)
+    for name, changes in model.stages.items():
+        if not changes.enabled:
+            stages.pop(name, None)
+            edges.pop(name, None)
+            continue
+        stages[name] = _changed(name, stages.get(name), changes)
+        if changes.inputs is not None:
+            edges[name] = [
+                Edge(source.source, name, carries, source.function, source.mode, source.gathered_by)
+                for carries, source in changes.inputs.items()
+            ]
+    return Pipeline(
+        tuple(stages.values()), tuple(chain.from_iterable(edges.get(name, []) for name in stages))
+    )
+
+
+def check_pipelines(config: Config, roles: Collection[str], source: str) -> None:
+    """Raise ConfigError for the first thing that is wrong with a pipeline.
+
+    `roles` are the names of the roles that serve stages, `source` names the configuration file.
+    """
+    for name, model in config.models.items():
+        for stage in model.stages:
+            if not is_name(stage) or stage == REQUEST:
+                key = f"models.{name}.stages.{stage}"
+                raise ConfigError(f"{source}: {key}: no name for a stage", field=key)
+        for fault in faults(pipeline_of(model), roles):
+            key = f"models.{name}.{fault.key}"
+            raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
+
+
+def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
+    stages = {RENDERER: StageSpec(RENDERER, RENDERER)}
+    edges = {RENDERER: [Edge(REQUEST, RENDERER, "prompt", "prompt")]}
+    if model.tower == ENCODER:
+        stages[ENCODER] = StageSpec(ENCODER, ENCODER)
+        edges[ENCODER] = [Edge(RENDERER, ENCODER, IMAGE, "item", "fan_out", gathered_by=ENGINE)]
+    stages[ENGINE] = StageSpec(ENGINE, ENGINE, output=OutputSpec(TEXT, "text"))
+    edges[ENGINE] = [Edge(RENDERER, ENGINE, "tokens", "rendered")]
+    return stages, edges
+
+
+def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSpec:
+    base = base or StageSpec(name, name)
+    output = changes.output
+    return StageSpec(
+        name,
+        changes.role or base.role,
+        changes.path or base.path,
+        changes.sampling_defaults or base.sampling_defaults,
+        changes.replicas,
+        base.output if output is None else OutputSpec(output.name, output.kind),
+    )
+
+
+def stages_of_role(pipelines: Mapping[str, Pipeline], model: str, role: str) -> list[StageSpec]:
+    """The stages of a model that workers of `role` serve."""
+    return [stage for stage in pipelines[model].stages if stage.role == role]

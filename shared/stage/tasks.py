@@ -1,0 +1,132 @@
+"""Tasks on the bus: encode, decode, and publish them for the stages that a pipeline names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from shared.bus.bus import Bus
+from shared.codec import envelope
+from shared.codec.envelope import TensorData
+from shared.errors import DecodeError, Unavailable
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    TASK_VERSION,
+    FollowBody,
+    Prompt,
+    RenderBody,
+    Task,
+    TaskHeader,
+)
+from shared.protocol.multimodal import BlobRef
+from shared.protocol.pipeline import ANY, REQUEST, Edge, Pipeline, edge_function, function_of
+
+
+class _AnyVersion(Struct, frozen=True):
+    version: int = TASK_VERSION
+
+
+class _AnyTask(Struct, frozen=True):
+    header: _AnyVersion
+
+
+def decode(data: bytes, body: type[Any]) -> tuple[Task[Any], list[TensorData]]:
+    """The task in a message, and its tensors, which are views into `data`.
+
+    Raises DecodeError for bytes that are no task with such a body, and Unavailable for a task of a
+    newer version: a newer worker will take it.
+    """
+    try:
+        task, tensors = envelope.decode(data, Task[body])  # type: ignore[valid-type]
+    except DecodeError:
+        _refuse_newer(data)
+        raise
+    if task.header.version > TASK_VERSION:
+        _refuse_newer(data)
+    return task, tensors
+
+
+def _refuse_newer(data: bytes) -> None:
+    version = envelope.decode(data, _AnyTask)[0].header.version
+    if version > TASK_VERSION:
+        raise Unavailable(
+            f"this task has version {version}, and this worker reads up to version {TASK_VERSION}"
+        )
+
+
+@edge_function("prompt", carries="prompt")
+def _render(prompt: Prompt) -> RenderBody:
+    return RenderBody(prompt)
+
+
+@edge_function("rendered", carries="tokens")
+def _as_it_is(result: Struct) -> Struct:
+    """A stage's result is the task body of the next stage."""
+    return result
+
+
+@edge_function("item", carries=ANY)
+def _item(body: Struct) -> Struct:
+    """The task body of an item, as its source has made it."""
+    return body
+
+
+@edge_function("follow", carries=ANY)
+def _follow(inputs: dict[str, str]) -> FollowBody:
+    return FollowBody(inputs)
+
+
+async def publish(
+    bus: Bus,
+    edge: Edge,
+    header: TaskHeader,
+    source: Any,
+    tensors: Sequence[TensorData] = (),
+    payloads: Sequence[BlobRef] = (),
+) -> bool:
+    """Publish the target's task of an edge, once for each acceptance of the request and round.
+
+    `source` is what the edge's function takes. Returns whether the stored task is this one, so that
+    `payloads` belong to it now; otherwise an earlier attempt has stored one with its own payloads.
+    Raises Unavailable while the stage's queue still has the task of an earlier round.
+    """
+    assert header.ticket is not None
+    data = envelope.encode(Task(header, function_of(edge)(source)), tensors)
+    round = header.round
+    msg_id = subjects.stage_msg_id(edge.target, header.request_id, header.ticket.sequence, round)
+    subject = subjects.stage(edge.target, header.model, header.lane, header.request_id)
+    was_there = await bus.publish(subject, data, msg_id)
+    if not was_there or not (round > 0 or payloads):
+        return True
+    stored = await bus.read_last(subjects.STAGES_STREAM, subject)
+    if round > 0 and stored is not None and stored.msg_id != msg_id:
+        raise Unavailable("the task of an earlier round is still in the queue")
+    if round > 0 and stored is None:
+        # The task of the earlier round may have gone since; a duplicate is refused once more.
+        was_there = await bus.publish(subject, data, msg_id)
+    return not was_there or (stored is not None and stored.data == data)
+
+
+async def publish_item(
+    bus: Bus, edge: Edge, header: TaskHeader, key: str, body: Struct, tensors: Sequence[TensorData]
+) -> bool:
+    """Publish the task of an item for the target of a fan-out edge.
+
+    `header` is that of the request that asks. Returns whether another task for the item was there
+    before, which will do.
+    """
+    assert header.ticket is not None
+    name = subjects.item_task(key)
+    item = TaskHeader(name, header.model, header.lane, expires_ms=header.ticket.deadline_ms)
+    return await bus.publish(
+        subjects.stage(edge.target, header.model, header.lane, name),
+        envelope.encode(Task(item, function_of(edge)(body)), tensors),
+        f"{key}:{header.request_id}:{header.ticket.sequence}:{header.round}",
+    )
+
+
+async def publish_first(bus: Bus, pipeline: Pipeline, header: TaskHeader, prompt: Prompt) -> None:
+    """Publish the tasks of the stages that take the request itself."""
+    part = pipeline.restricted_to(header.outputs or pipeline.default_outputs)
+    for edge in part.edges_from(REQUEST, "task"):
+        await publish(bus, edge, header, prompt)

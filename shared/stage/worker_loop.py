@@ -1,0 +1,176 @@
+"""The loop that all roles share: consumers of queues, and for each delivery one handler.
+
+A role that serves a stage is one function, `async def handle(task, tensors, job) -> Outcome`. The
+loop decodes the task, claims the job, calls the function, and settles the job by what it returns or
+raises. `run` returns after the drain.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from shared.bus.consumer import Consumer, Delivery
+from shared.codec.envelope import TensorData
+from shared.errors import BlobLost
+from shared.protocol import subjects
+from shared.protocol.messages import OutputSummary, Task, TaskBody
+from shared.stage import tasks
+from shared.stage.job import Job
+from shared.stage.loop import serve
+from shared.stage.runtime import Context
+from shared.state import item_results
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The stage's result goes to the stages that follow."""
+
+    result: Struct
+    tensors: Sequence[TensorData] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The stage's output is complete, or the result of an item task is published."""
+
+    summary: OutputSummary = OutputSummary()  # noqa: RUF009
+    on_end: Callable[[], None] | None = None
+    """Called once the end is in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request was ended elsewhere, so nothing is left to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """An item task that nobody waits for any more, or whose payload is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """The job goes back to its queue through no fault of its own."""
+
+    after_s: float = 0.0
+
+
+Outcome = Forward | Done | Ended | Abandoned | Requeue
+HandleTask = Callable[[Task[Any], list[TensorData], Job], Awaitable[Outcome]]
+HandleJob = Callable[[Job], Awaitable[None]]
+
+
+class WorkerLoop:
+    """The consumers of one worker, and the life of each delivery in it."""
+
+    def __init__(self, context: Context) -> None:
+        self.consumers: dict[tuple[str, str], Consumer] = {}
+        """Of a stage's queues, by model and lane."""
+        self._context = context
+        self._stage = context.stage
+        self._serving: list[tuple[Consumer, Callable[[Delivery], Awaitable[None]]]] = []
+        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_claimed(self) -> int:
+        """Deliveries that are not settled yet."""
+        return sum(consumer.num_in_flight for consumer, _ in self._serving)
+
+    async def add_stage(
+        self, models: Iterable[str], capacity: int, body: type[TaskBody], handle: HandleTask
+    ) -> None:
+        """Serve this worker's stage for `models`, with a consumer for each model and lane."""
+
+        async def on_delivery(delivery: Delivery) -> None:
+            job = self._stage.receive(delivery)
+            if job is not None:
+                await self._run(job, lambda job: self._run_task(job, body, handle))
+
+        for model in models:
+            for lane in subjects.LANES:
+                consumer = await self._context.bus.consume(
+                    subjects.STAGES_STREAM,
+                    subjects.stage_consumer(self._stage.name, model, lane),
+                    subjects.stage_filter(self._stage.name, model, lane),
+                    capacity,
+                    self._context.config.delivery.ack_wait_s,
+                )
+                self.consumers[model, lane] = consumer
+                self._serving.append((consumer, on_delivery))
+
+    def add_queue(
+        self, consumer: Consumer, job_of: Callable[[Delivery], Job], handle: HandleJob
+    ) -> None:
+        """Serve a queue whose messages are no tasks; `handle` settles the job itself."""
+
+        async def on_delivery(delivery: Delivery) -> None:
+            await self._run(job_of(delivery), handle)
+
+        self._serving.append((consumer, on_delivery))
+
+    def crash(self, error: BaseException) -> None:
+        """End `run` with `error` at once; running jobs come again after their ack wait."""
+        if not self._crash.done():
+            self._crash.set_exception(error)
+            self._context.shutdown.asked.set()
+            self._context.shutdown.hurry.set()
+
+    async def run(self) -> None:
+        """Handle deliveries until a shutdown is asked for and the drain is over."""
+        drain_s = self._context.config.delivery.drain_s
+        async with asyncio.TaskGroup() as group:
+            for consumer, handle in self._serving:
+                group.create_task(serve(consumer, handle, self._context.shutdown, drain_s))
+        if self._crash.done():
+            self._crash.result()
+
+    async def _run(self, job: Job, handle: HandleJob) -> None:
+        try:
+            await handle(job)
+        except asyncio.CancelledError:
+            # A crash that a running job may have caused counts as an attempt without an end.
+            if not (self._crash.done() and job.running):
+                await self._stage.requeue(job)
+            raise
+        except Exception as error:
+            await self._stage.fail(job, error)
+        finally:
+            await self._stage.discard_outputs(job)
+
+    async def _run_task(self, job: Job, body: type[TaskBody], handle: HandleTask) -> None:
+        stage = self._stage
+        task, tensors = tasks.decode(job.delivery.data, body)
+        job.identify(task.header)
+        job.inputs = task.body.blobs()
+        if task.header.ticket is None and job.delivery.attempt == 1:
+            await item_results.reset_failures(stage.bus, task.header.request_id)
+        log = await stage.claim(job)
+        if log is None:
+            return
+        log.before_first = lambda: stage.start_followers(job)
+        try:
+            outcome = await handle(task, tensors, job)
+        except BlobLost as lost:
+            await stage.rerender(job, lost)
+            return
+        await self._settle(job, outcome)
+
+    async def _settle(self, job: Job, outcome: Outcome) -> None:
+        stage = self._stage
+        match outcome:
+            case Forward(result, tensors):
+                await stage.forward(job, result, tensors)
+            case Done() if job.ticket is None:
+                await stage.finish_item(job)
+            case Done(summary, on_end):
+                await stage.end_output(job, summary, on_end)
+            case Ended():
+                await stage.yield_ownership(job)
+            case Abandoned():
+                await stage.close_attempt(job)
+                await stage.finish(job)
+            case Requeue(after_s):
+                await stage.requeue(job, after_s)

@@ -1,0 +1,110 @@
+"""Results of item tasks: work on one item that several requests may wait for.
+
+A fan-out stage publishes item tasks under the hash of the item's content, so that an item is
+processed once however many requests have it. The stage that gathers waits here for the result. A
+result that is lost is computed again: nothing here is more than a cache.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from shared.bus.bus import Bus
+from shared.bus.stored import StoredMessage
+from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
+from shared.protocol import subjects
+from shared.protocol.messages import ErrorInfo, Failure, ItemResult, to_msgpack
+from shared.state.token_log import last_record
+
+# How often a waiting stage looks whether the item task still exists.
+LOOK_S = 1.0
+
+T = TypeVar("T")
+_decoder = msgspec.msgpack.Decoder(ItemResult)
+
+
+async def publish(bus: Bus, key: str, result: ItemResult) -> None:
+    await bus.publish_without_id(subjects.result(key), to_msgpack(result))
+
+
+async def last(bus: Bus, key: str) -> StoredMessage | None:
+    """The message of the latest result of an item; None without one."""
+    return await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key))
+
+
+def decode(data: bytes) -> ItemResult:
+    """Raises DecodeError."""
+    try:
+        result: ItemResult = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"not an item's result: {error}") from error
+    return result
+
+
+async def forget(bus: Bus, result: StoredMessage) -> None:
+    """Remove a result that cannot be had any more."""
+    await bus.delete(subjects.RESULTS_STREAM, result.sequence)
+
+
+async def get(bus: Bus, key: str) -> ItemResult | None:
+    """The result of an item; None while there is none."""
+    stored = await last(bus, key)
+    return None if stored is None else decode(stored.data)
+
+
+async def wait(
+    bus: Bus,
+    key: str,
+    get_result: Callable[[], Awaitable[T | None]],
+    progress: Callable[[], Awaitable[None]],
+) -> T:
+    """What `get_result` returns as soon as that is not None.
+
+    `progress` is called while the item task exists; what it raises ends the waiting. Raises
+    BlobLost when there is neither a result nor a task, and the error of a task that has failed.
+    """
+    if (found := await get_result()) is not None:
+        return found
+    listener = await bus.subscribe(subjects.result(key))
+    try:
+        while True:
+            # In this order: a task is gone only after its result has been published.
+            name = subjects.item_task(key)
+            task = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(name))
+            if (found := await get_result()) is not None:
+                return found
+            if task is None:
+                await _raise_failure(bus, key)
+                raise BlobLost("an item's result is lost, and no task for it is queued")
+            await progress()
+            await listener.next(LOOK_S)
+    finally:
+        await bus.unsubscribe(listener)
+
+
+async def reset_failures(bus: Bus, name: str) -> None:
+    """Remove the retryable failure of an earlier item task, and its attempts.
+
+    What an earlier task of this name has failed of may be over by now. An item that cannot be
+    processed, or that workers die of, stays refused as long as its log is stored.
+    """
+    record = await last_record(bus, name)
+    if isinstance(record, Failure) and record.error.retryable:
+        await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(name))
+        await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(name))
+
+
+async def _raise_failure(bus: Bus, key: str) -> None:
+    """An item task that has failed leaves its error where a request leaves its answer."""
+    record = await last_record(bus, subjects.item_task(key))
+    if isinstance(record, Failure):
+        raise _as_error(record.error)
+
+
+def _as_error(info: ErrorInfo) -> Exception:
+    if info.fault == "client":
+        return InvalidRequest(info.message, field=info.field)
+    if info.code == Poisoned.code:
+        return Poisoned(info.message)
+    return EncodingFailed("an item's result could not be computed")

@@ -1,0 +1,97 @@
+"""A request in the engine, from the claim of its task to the last record of its log."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shared.protocol.messages import TaskHeader
+from shared.stage.job import Job
+from workers.engine.core.sequence import RequestOutput
+from workers.engine.log_records import num_for_record
+from workers.engine.metrics import RequestTiming
+
+# A reader sees a text grow steadily at this rate. An append is a synced write, and work for four
+# processes.
+MAX_APPENDS_OF_REQUEST_PER_S = 25
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request whose outputs go to its log."""
+
+    job: Job
+    header: TaskHeader
+    timing: RequestTiming
+    pending: list[RequestOutput] = field(default_factory=list)
+    """Outputs that are not in the log yet."""
+    begun: bool = False
+    """An output is in the log, or on its way there."""
+    ended: bool = False
+    """The request was ended elsewhere: no further record is to be written."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, output: RequestOutput) -> None:
+        """Add an output of a step. A first token and an end go to the log at once."""
+        self.pending.append(output)
+        if not self.begun or output.usage is not None or output.error is not None:
+            self.begun = True
+            self.release()
+
+    def release(self) -> None:
+        """Let the pending outputs go to the log."""
+        self._changed.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self._changed.set()
+
+    async def next_outputs(self) -> list[RequestOutput]:
+        """Wait for released outputs; returns those of one record, or none once `ended`."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self.ended:
+                return []
+            num_outputs = num_for_record(self.pending)
+            outputs, self.pending = self.pending[:num_outputs], self.pending[num_outputs:]
+            if self.pending:
+                self._changed.set()
+            if outputs:
+                return outputs
+
+
+class RecordPacer:
+    """Releases outputs to the logs at a bounded rate, those of all requests at the same time.
+
+    The more requests there are, the more tokens of each share a record.
+    """
+
+    def __init__(self, appends_per_s: float, requests: Callable[[], Iterable[OpenRequest]]) -> None:
+        self._appends_per_s = appends_per_s
+        self._requests = requests
+        self._released_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a release is due later."""
+        return self._timer is not None
+
+    def release_in_time(self, num_requests: int) -> None:
+        """Release now, or as soon as the rate allows it."""
+        loop = asyncio.get_running_loop()
+        period_s = max(num_requests / self._appends_per_s, 1 / MAX_APPENDS_OF_REQUEST_PER_S)
+        wait_s = self._released_s + period_s - loop.time()
+        if wait_s <= 0:
+            self._release()
+        elif self._timer is None:
+            self._timer = loop.call_later(wait_s, self._release)
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._released_s = asyncio.get_running_loop().time()
+        for request in self._requests():
+            if request.pending:
+                request.release()

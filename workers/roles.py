@@ -1,0 +1,108 @@
+"""The roles of workers: `pagemill up`, `worker`, `top`, readiness and the web page read them here.
+
+A module that adds a role calls `register` when it is imported, before the command line runs.
+"""
+
+from dataclasses import dataclass
+
+from shared.config import Config
+from shared.protocol.pipeline import models_of
+from shared.stage.pipelines import pipelines_of
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A kind of worker."""
+
+    name: str
+    module: str
+    """The module whose `main(context)` runs a worker."""
+    title: str
+    """For people, as on the web page."""
+    does: str
+    """What its workers do with a request, in a few words."""
+    serves_stages: bool = True
+    """Whether stages of a pipeline may name this role."""
+    one_model: bool = True
+    """Whether a worker serves one model, not all."""
+
+
+_ROLES: dict[str, RoleSpec] = {}
+
+
+def register(spec: RoleSpec) -> None:
+    """Add a role. Raises ValueError for a name that is taken."""
+    if spec.name in _ROLES:
+        raise ValueError(f"role {spec.name!r} is registered already")
+    _ROLES[spec.name] = spec
+
+
+def all_roles() -> list[RoleSpec]:
+    """Every role, in the order in which a request meets them."""
+    return list(_ROLES.values())
+
+
+def role_of(name: str) -> RoleSpec:
+    """Raises KeyError for a name that is not registered."""
+    return _ROLES[name]
+
+
+def stage_roles() -> list[str]:
+    """The names of the roles that serve stages."""
+    return [spec.name for spec in _ROLES.values() if spec.serves_stages]
+
+
+for _spec in (
+    RoleSpec(
+        "coordinator",
+        "workers.coordinator.worker",
+        "Coordinator",
+        "admits the request and plans its stages",
+        serves_stages=False,
+        one_model=False,
+    ),
+    RoleSpec(
+        "renderer",
+        "workers.renderer.worker",
+        "Renderer",
+        "turns text and images into tokens",
+        one_model=False,
+    ),
+    RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
+    RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
+    RoleSpec(
+        "gateway",
+        "workers.gateway.worker",
+        "Gateway",
+        "speaks HTTP",
+        serves_stages=False,
+        one_model=False,
+    ),
+):
+    register(_spec)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker process to start: its role, and the model and stage that it serves."""
+
+    role: str
+    model: str | None = None
+    stage: str | None = None
+
+
+def default_workers(config: Config) -> list[WorkerSpec]:
+    """The workers of `pagemill up`: a coordinator, and those of each stage of each pipeline."""
+    pipelines = pipelines_of(config)
+    workers = [WorkerSpec("coordinator")]
+    stages = {stage.name: stage for pipeline in pipelines.values() for stage in pipeline.stages}
+    for stage in stages.values():
+        name = None if stage.name == stage.role else stage.name
+        if not role_of(stage.role).one_model:
+            workers += [WorkerSpec(stage.role, None, name)] * stage.replicas
+            continue
+        for model in models_of(pipelines, stage.name):
+            spec = pipelines[model].stage(stage.name)
+            assert spec is not None
+            workers += [WorkerSpec(stage.role, model, name)] * spec.replicas
+    return workers
