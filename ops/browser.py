@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-# How WebDriver names an element in JSON.
+# The key of an element in WebDriver's JSON.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 
-# None where it can be used.
+# Why the browser cannot be used here, or None if it can.
 MISSING = None if CHROMIUM and DRIVER else "needs Debian's packages chromium and chromium-driver"
 
 
 class Browser:
-    """One window. Elements are found by CSS selectors, and waited for."""
+    """One browser window, whose elements are found by CSS selectors."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        # Chromium's sandbox needs a user that is not root; its pages are ours alone here.
+        # Chromium's sandbox refuses root; only this project's own pages are opened.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", *sandbox]
-        wanted = {
+        capabilities = {
             "browserName": "chrome",
             "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
-        made = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-        self._session = f"/session/{made['sessionId']}"
+        session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+        self._session = f"/session/{session['sessionId']}"
 
     def quit(self) -> None:
         self._call("DELETE", self._session)
@@ -45,7 +45,7 @@ class Browser:
         self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *args: Any) -> Any:
-        """What `script` returns; it may be a promise."""
+        """Run a script; return its result, or that of the promise which it returns."""
         body = {"script": script, "args": list(args)}
         return self._call("POST", f"{self._session}/execute/sync", body)
 
@@ -56,7 +56,7 @@ class Browser:
         self._call("POST", f"{self._find(selector)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """On whatever has the focus."""
+        """Press keys in the element that has the focus."""
         acts = [{"type": act, "value": key} for key in keys for act in ("keyDown", "keyUp")]
         actions = [{"type": "key", "id": "keyboard", "actions": acts}]
         self._call("POST", f"{self._session}/actions", {"actions": actions})
@@ -65,7 +65,7 @@ class Browser:
         self._call("POST", f"{self._find(selector)}/click", {})
 
     def wait(self, condition: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        """Until the JavaScript expression is true; its value."""
+        """Wait until a JavaScript expression is true; return its value."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.run(f"return {condition}", *args)):
             assert time.monotonic() < deadline, (
@@ -76,12 +76,12 @@ class Browser:
         return value
 
     def cdp(self, command: str, **params: Any) -> Any:
-        """A command of the DevTools protocol."""
+        """Run a command of the DevTools protocol."""
         body = {"cmd": command, "params": params}
         return self._call("POST", f"{self._session}/goog/cdp/execute", body)
 
-    def appear(self, width: int, height: int, scheme: str, scale: float = 1) -> None:
-        """As on a screen of this size, `light` or `dark`."""
+    def emulate_screen(self, width: int, height: int, scheme: str, scale: float = 1) -> None:
+        """Emulate a screen of this size, with the colour scheme `light` or `dark`."""
         self.cdp(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -94,16 +94,16 @@ class Browser:
         self.cdp("Emulation.setEmulatedMedia", features=features)
 
     def screenshot(self) -> bytes:
-        """PNG of the window."""
+        """Return a PNG of the window."""
         return base64.b64decode(self._call("GET", f"{self._session}/screenshot"))
 
-    def complaints(self) -> list[str]:
-        """What the console has got since the last call: errors of scripts and of the policy."""
+    def console_errors(self) -> list[str]:
+        """Return errors of scripts and of the content security policy since the last call."""
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def labels(self, selector: str) -> dict[str, str]:
-        """What a screen reader calls each visible element; by the element's HTML."""
+        """Return the accessible name of each matching element, by its HTML."""
         body = {"using": "css selector", "value": selector}
         found = self._call("POST", f"{self._session}/elements", body)
         names = {}
@@ -131,7 +131,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """`folder` takes Chromium's profile and the driver's log."""
+    """Run a browser, with its profile and the driver's log in `folder`."""
     assert DRIVER is not None
     port = free_port()
     with (folder / "chromedriver.log").open("wb") as log:

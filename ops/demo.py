@@ -1,7 +1,7 @@
-"""`make demo`: the whole road on this machine, shown while it happens.
+"""`make demo`: run the complete system on this machine, and show its answers as they arrive.
 
-Starts nats-server and one process each of coordinator, renderer and engine, asks three questions
-about pictures and one without, all at once, and exits 0 only if every answer is right.
+Starts nats-server and one process each of coordinator, renderer and engine, sends three questions
+about images and one without, all at once, and exits 0 only if every answer is right.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from workers.cli.ask import AskOptions, build_request
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import default_workers
 
-PICTURES = Path(__file__).parent / "demo_pictures"
+IMAGES = Path(__file__).parent / "demo_images"
 console = Console()
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A question with the words that a right answer holds."""
+    """A question, and the words that a right answer contains."""
 
     images: list[str]
     question: str
@@ -43,7 +43,7 @@ class Case(msgspec.Struct, frozen=True):
 
 @dataclass
 class Progress:
-    """What is known of one request so far; times are of this process's clock."""
+    """State of one request; times are those of this process's clock."""
 
     case: Case
     sent_s: float = 0.0
@@ -53,7 +53,7 @@ class Progress:
     answer: str = ""
     final: Finish | Failure | None = None
 
-    def take(self, record: LogRecord) -> None:
+    def add(self, record: LogRecord) -> None:
         self.last_s = time.perf_counter()
         if isinstance(record, TokenChunk):
             if self.first_s is None:
@@ -64,22 +64,24 @@ class Progress:
             self.final = record
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return isinstance(self.final, Finish) and self.case.expect in self.answer.lower()
 
     @property
     def rate(self) -> float:
-        """Tokens a second, from the question to the last token."""
+        """Tokens per second, from the request to the last token."""
         return self.num_tokens / (self.last_s - self.sent_s) if self.num_tokens else 0.0
 
 
 @dataclass
 class Demo:
+    """All requests of the demo, and their tables."""
+
     cases: list[Case]
     progress: list[Progress] = field(default_factory=list)
 
     async def run(self, url: str) -> None:
-        """Ask everything at once, and show the answers as they come."""
+        """Send all questions at once, and show the answers as they arrive."""
         bus = await Bus.connect(url, "demo")
         self.progress = [Progress(case) for case in self.cases]
         try:
@@ -89,24 +91,24 @@ class Demo:
             await bus.close()
 
     async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
-        images = [PICTURES / name for name in one.case.images]
+        images = [IMAGES / name for name in one.case.images]
         request = build_request(AskOptions("demo", one.case.question, images, {}))
         one.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
-            one.take(record)
+            one.add(record)
             live.update(self.live_table())
 
     def live_table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for name in ("pictures", "question", "answer"):
+        for name in ("images", "question", "answer"):
             table.add_column(name)
         table.add_column("tokens", justify="right")
         table.add_column("tok/s", justify="right")
         for one in self.progress:
-            pictures = ", ".join(one.case.images) or "—"
+            images = ", ".join(one.case.images) or "—"
             rate = f"{one.rate:.0f}" if one.num_tokens else ""
             answer = f"[{_colour(one)}]{one.answer}[/]"
-            table.add_row(pictures, one.case.question, answer, str(one.num_tokens), rate)
+            table.add_row(images, one.case.question, answer, str(one.num_tokens), rate)
         return table
 
     def summary(self) -> Table:
@@ -117,7 +119,7 @@ class Demo:
         for one in self.progress:
             first = f"{1000 * (one.first_s - one.sent_s):.0f} ms" if one.first_s else "—"
             blocks = str(one.final.kv_blocks) if isinstance(one.final, Finish) else "—"
-            path = " → ".join(_hop(hop) for hop in one.final.path) if one.final else "—"
+            path = " → ".join(_format_span(span) for span in one.final.path) if one.final else "—"
             table.add_row(one.case.question, first, f"{one.rate:.0f}", blocks, path)
         return table
 
@@ -125,28 +127,28 @@ class Demo:
 def _colour(one: Progress) -> str:
     if one.final is None:
         return "yellow"
-    return "green" if one.right else "red"
+    return "green" if one.is_right else "red"
 
 
-def _hop(hop: StageSpan) -> str:
-    return f"{hop.stage} {hop.sent_ms - hop.received_ms:.0f} ms"
+def _format_span(span: StageSpan) -> str:
+    return f"{span.stage} {span.sent_ms - span.received_ms:.0f} ms"
 
 
 def pick_cases() -> list[Case]:
-    """The first three questions about pictures, and the first without."""
-    cases = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
-    pictured = [case for case in cases if case.images]
-    return [*pictured[:3], next(case for case in cases if not case.images)]
+    """Return the first three questions about images, and the first one without."""
+    cases = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
+    with_images = [case for case in cases if case.images]
+    return [*with_images[:3], next(case for case in cases if not case.images)]
 
 
-def _save_picture(demo: Demo, file: Path) -> None:
-    """What the terminal shows at the end, as an SVG for the documentation."""
-    paper = Console(record=True, width=118, file=io.StringIO())
-    paper.print("$ make demo\n", demo.live_table(), "", demo.summary())
-    paper.save_svg(str(file), title="pagemill", clear=False)
+def _save_svg(demo: Demo, file: Path) -> None:
+    """Save the final terminal output as an SVG for the documents."""
+    recorder = Console(record=True, width=118, file=io.StringIO())
+    recorder.print("$ make demo\n", demo.live_table(), "", demo.summary())
+    recorder.save_svg(str(file), title="pagemill", clear=False)
 
 
-async def main(picture: Path | None) -> int:
+async def main(svg: Path | None) -> int:
     config = settings.load_config(None)
     with tempfile.TemporaryDirectory(prefix="pagemill-demo-") as folder:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
@@ -168,9 +170,9 @@ async def main(picture: Path | None) -> int:
             await cluster.stop()
     console.print()
     console.print(demo.summary())
-    if picture is not None:
-        _save_picture(demo, picture)
-    right = sum(one.right for one in demo.progress)
+    if svg is not None:
+        _save_svg(demo, svg)
+    right = sum(one.is_right for one in demo.progress)
     for one in demo.progress:
         if isinstance(one.final, Failure):
             console.print(f"[red]{one.final.error.code}[/]: {one.final.error.message}")
@@ -180,8 +182,8 @@ async def main(picture: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="The whole road on this machine.")
-    parser.add_argument("--svg", type=Path, help="save a picture of the terminal here")
+    parser = argparse.ArgumentParser(description="Run the complete system on this machine.")
+    parser.add_argument("--svg", type=Path, help="save the terminal output to this file")
     try:
         sys.exit(uvloop.run(main(parser.parse_args().svg)))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A whole Pagemill of its own with the demo model and a gateway, for as long as it is needed."""
+"""A temporary Pagemill system with the demo model and a gateway."""
 
 import contextlib
 import tempfile
@@ -24,7 +24,7 @@ gateway: {{port: 0}}
 
 @contextlib.asynccontextmanager
 async def serving(max_model_len: int = 1024) -> AsyncIterator[tuple[str, Path]]:
-    """The gateway's URL, and a folder that goes with it; `workers.log` is there."""
+    """Run a system; yield the gateway's URL and the folder of `workers.log`, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="pagemill-") as name:
         folder = Path(name)
         file = folder / "pagemill.yaml"

@@ -17,7 +17,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
@@ -95,7 +95,7 @@ async def main(count: int) -> None:
             floor_ms = statistics.median(floor)
             add_row(table, "bare publish → delivery", floor, floor_ms)
             one_token = {"max_tokens": 1}
-            for title, images in (("text", []), ("picture", [PICTURES / "red.png"])):
+            for title, images in (("text", []), ("picture", [IMAGES / "red.png"])):
                 request = build_request(AskOptions("demo", "What color is it?", images, one_token))
                 await measure_path(bus, request, 5)
                 for name, took_ms in (await measure_path(bus, request, count)).items():

@@ -1,4 +1,4 @@
-"""vLLM's server and ours on one model folder, started with the same model string."""
+"""Starts vLLM's server and Pagemill on one model folder, under the same model path."""
 
 import argparse
 import contextlib
@@ -23,20 +23,20 @@ Ready = Callable[[], bool]
 MODEL = "m"
 MAX_MODEL_LEN = 2048
 MAX_SEQS = 8
-# For answers that are the same as ours, and its side of the bodies.
-EQUAL = (
+# Options for answers equal to ours, and for vLLM's endpoints that exchange rendered requests.
+COMPARABLE = (
     *("--dtype", "float32", "--enforce-eager", "--enable-scale-out"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
 )
-PATIENCE_S = 600.0
-END_S = 60.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
 _VLLM = next(spec for spec in ROSTER if spec.name == "vllm")
 _ROOT = Path(__file__).parents[2]
 _READY = re.compile(rb"ready at .*?(http://[0-9.]+:\d+)", re.DOTALL)
 
 
 def vllm_of_command_line(doc: str, console: Console) -> Path | None:
-    """The binary in the folder that --peers names; None where there is none, which it tells."""
+    """Return vLLM's binary in the folder of --peers, or print that there is none."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--peers", type=Path, required=True, help="folder with environments")
     peers = parser.parse_args().peers.absolute()
@@ -47,7 +47,7 @@ def vllm_of_command_line(doc: str, console: Console) -> Path | None:
 
 
 def vllm_binary(peers: Path) -> Path | None:
-    """None if it is not installed."""
+    """Return vLLM's binary, or None if it is not installed."""
     python = _VLLM.python(peers)
     found = python and python.with_name("vllm")
     return found if found and found.exists() else None
@@ -55,11 +55,17 @@ def vllm_binary(peers: Path) -> Path | None:
 
 @contextlib.contextmanager
 def vllm(
-    binary: Path, folder: Path, path: str, options: Sequence[str] = EQUAL, *, patient: bool = True
+    binary: Path,
+    folder: Path,
+    path: str,
+    options: Sequence[str] = COMPARABLE,
+    *,
+    patient: bool = True,
 ) -> Iterator[str]:
-    """Its URL. `path` is the model's, relative to `folder`: the string is part of every hash.
+    """Run vLLM's server; yield its URL.
 
-    `patient`: its threads do not spin, which would starve another server at work.
+    `path` is that of the model relative to `folder`; the string is part of every hash. With
+    `patient`, idle threads do not spin, which would starve another server.
     """
     port = _free_port()
     command = [str(binary), "serve", path, "--host", "127.0.0.1", "--port", str(port)]
@@ -76,7 +82,7 @@ def vllm(
 
 @contextlib.contextmanager
 def pagemill(folder: Path, path: str) -> Iterator[str]:
-    """The URL of its gateway."""
+    """Run Pagemill; yield the URL of its gateway."""
     config, log = folder / "pagemill.yaml", folder / "pagemill.log"
     model = {"path": path, "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     tree = {
@@ -113,14 +119,14 @@ def _process(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(END_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _wait(process: "subprocess.Popen[bytes]", log: Path, ready: Ready) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"{process.args!r} is not ready:\n{log.read_text()[-4000:]}")

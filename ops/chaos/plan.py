@@ -15,7 +15,7 @@ from workers.gateway.core.ids import named_request_id
 
 MODEL = "demo"
 ROOT = Path(__file__).parent.parent.parent
-IMAGES = ROOT / "ops" / "demo_pictures"
+IMAGES = ROOT / "ops" / "demo_images"
 
 Behaviour = Literal[
     "plain", "cancel", "resubmit_during", "resubmit_after", "follow", "deadline", "harm"

@@ -1,10 +1,10 @@
-"""Our server and vLLM's, each as renderer and as engine of the other, on the same random weights.
+"""Compare Pagemill and vLLM, each as renderer and as engine of the other, on random weights.
 
     python -m ops.interop --peers FOLDER
 
 FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. Both serve a small Qwen2-VL
-in float32 and are asked greedily, so that each request has one right answer. Bodies go from one
-server to the other as they come. Exits 0 only if everything that must be equal is.
+in float32 and decode greedily, so that each request has one right answer. Bodies go unchanged from
+one server to the other. Exits 0 only if everything that must be equal is.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from ops.bench.servers import pagemill, vllm, vllm_of_command_line
 from ops.interop.checks import Finding, check_all
 
 MODEL_PATH = "models/tiny-qwen2vl"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def main() -> None:
@@ -34,16 +34,16 @@ def main() -> None:
         with vllm(binary, folder, MODEL_PATH) as theirs, pagemill(folder, MODEL_PATH) as ours:
             console.print(f"{time.monotonic() - began_s:.0f} s  both are ready")
             with (
-                httpx.Client(base_url=ours, timeout=PATIENCE_S, trust_env=False) as us,
-                httpx.Client(base_url=theirs, timeout=PATIENCE_S, trust_env=False) as them,
+                httpx.Client(base_url=ours, timeout=TIMEOUT_S, trust_env=False) as us,
+                httpx.Client(base_url=theirs, timeout=TIMEOUT_S, trust_env=False) as them,
             ):
-                findings = [_tell(console, finding) for finding in check_all(us, them)]
+                findings = [_print(console, finding) for finding in check_all(us, them)]
     differing = sum(not finding.equal for finding in findings)
     console.print(f"{len(findings)} compared, {differing} differ")
     raise SystemExit(min(differing, 1))
 
 
-def _tell(console: Console, finding: Finding) -> Finding:
+def _print(console: Console, finding: Finding) -> Finding:
     mark = "[green]equal[/]" if finding.equal else "[red]DIFFERS[/]"
     console.print(f"{mark}  {finding.what}", highlight=False)
     if finding.detail:

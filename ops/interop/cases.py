@@ -1,4 +1,4 @@
-"""What both servers are asked: greedy, so that there is one right answer."""
+"""Requests for both servers, with greedy decoding, so that each has one right answer."""
 
 import base64
 import io
@@ -13,22 +13,24 @@ from ops.bench.servers import MODEL
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """A chat request with its name in the report."""
+
     name: str
     chat: dict[str, Any]
 
 
 def cases() -> list[Case]:
-    # Not 16 tokens: that is the default of vLLM's parameters, so its render leaves the number out,
-    # and who generates takes what is left out for all that there is room for.
+    # No case has 16 tokens. That is the default of vLLM's parameters, so vLLM's renderer omits the
+    # number, and without one an engine uses all the room of the context.
     return [
         Case("text", _chat(["Hello there"], max_tokens=15)),
-        Case("picture", _chat([_picture(0, 112, 56), "Describe."], max_tokens=15)),
-        Case("picture, resized", _chat([_picture(1, 333, 197), "What is this?"], max_tokens=15)),
+        Case("image", _chat([_image_url(0, 112, 56), "Describe."], max_tokens=15)),
+        Case("image, resized", _chat([_image_url(1, 333, 197), "What is this?"], max_tokens=15)),
         Case(
-            "two pictures with text between",
-            _chat([_picture(2, 84, 140), "and", _picture(3, 224, 224), "?"], max_tokens=15),
+            "two images with text between",
+            _chat([_image_url(2, 84, 140), "and", _image_url(3, 224, 224), "?"], max_tokens=15),
         ),
-        Case("the same picture twice", _chat([_picture(0, 112, 56)] * 2, max_tokens=8)),
+        Case("the same image twice", _chat([_image_url(0, 112, 56)] * 2, max_tokens=8)),
         Case(
             "penalties and a seed",
             _chat(["Tell me"], max_tokens=24, seed=7, repetition_penalty=1.3, ignore_eos=True),
@@ -38,7 +40,7 @@ def cases() -> list[Case]:
             _chat(["Say"], max_tokens=12, logit_bias={"300": 5.0}, presence_penalty=0.5),
         ),
         Case("stop tokens", _chat(["Go on"], max_tokens=32, stop_token_ids=[10, 20, 30])),
-        Case("a picture alone in a system's talk", _with_system([_picture(4, 70, 90)])),
+        Case("an image after a system message", _with_system([_image_url(4, 70, 90)])),
     ]
 
 
@@ -54,14 +56,14 @@ def _with_system(parts: list[str]) -> dict[str, Any]:
     return chat
 
 
-def _part(told: str) -> dict[str, Any]:
-    if told.startswith("data:"):
-        return {"type": "image_url", "image_url": {"url": told}}
-    return {"type": "text", "text": told}
+def _part(content: str) -> dict[str, Any]:
+    if content.startswith("data:"):
+        return {"type": "image_url", "image_url": {"url": content}}
+    return {"type": "text", "text": content}
 
 
-def _picture(seed: int, width: int, height: int) -> str:
-    """Smooth colours, as in a photograph; every seed has its own."""
+def _image_url(seed: int, width: int, height: int) -> str:
+    """Return an image with smooth colours, as in a photograph, which depend on the seed."""
     generator = np.random.default_rng(seed)
     small = generator.integers(0, 256, (5, 7, 3), dtype=np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)

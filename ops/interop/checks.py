@@ -1,4 +1,4 @@
-"""What must be equal, whoever renders and whoever generates."""
+"""Checks that both servers give equal answers, in either role of renderer and engine."""
 
 import base64
 import itertools
@@ -16,36 +16,38 @@ from ops.interop.cases import Case, cases
 
 RENDER, GENERATE = "/v1/chat/completions/render", "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
-SHOWN = 160
-# Of log probabilities: both compute in float32, each in an order of its own; a picture of 84 tokens
-# makes 0.005 of it.
+MAX_SHOWN = 160
+# Tolerance of log probabilities. Both compute in float32, but in different orders; an image of 84
+# tokens makes a difference of 0.005.
 TOLERANCE = 1e-2
-# Of ranks, and 1 more: where a thousand tokens are about as probable, the last digits decide.
+# Tolerance of ranks, plus 1: among a thousand tokens of similar probability, rounding decides.
 RANK_SHARE = 0.01
-# Of 8-bit pixels: they resize with torchvision where it is installed, we with Pillow.
+# Tolerance of 8-bit pixels: vLLM resizes with torchvision where it is installed, we with Pillow.
 PIXEL_STEPS = 2
-# Who has made something, and when.
-_OF_ITS_OWN = frozenset({"request_id", "created", "id", "system_fingerprint"})
+# Fields that name the server, the time or the request.
+_VOLATILE_FIELDS = frozenset({"request_id", "created", "id", "system_fingerprint"})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """Result of one comparison."""
+
     what: str
     equal: bool
     detail: str = ""
 
 
 def check_all(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
-    """As they are found, which takes a while."""
+    """Run all checks; yield each finding as soon as it is known."""
     for case in cases():
         yield from _check_case(case, us, them)
-    for check in (_check_prompts, _check_tokens, _check_faults):
+    for check in (_check_prompts, _check_tokens, _check_refusals):
         yield from check(us, them)
 
 
 def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
     rendered = {"ours": _post(us, RENDER, case.chat), "theirs": _post(them, RENDER, case.chat)}
-    yield _same(f"{case.name}: rendered to the byte", *map(_without_items, rendered.values()))
+    yield _compare(f"{case.name}: rendered to the byte", *map(_without_items, rendered.values()))
     yield from _check_items(case, *rendered.values())
     engines = {"ours": us, "theirs": them}
     answers = {
@@ -56,11 +58,11 @@ def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Fi
     }
     right = _tokens(answers["theirs", "theirs"])
     for (renderer, engine), answer in answers.items():
-        yield _same(f"{case.name}: {renderer} → {engine}, tokens", _tokens(answer), right)
-    yield _same(
+        yield _compare(f"{case.name}: {renderer} → {engine}, tokens", _tokens(answer), right)
+    yield _compare(
         f"{case.name}: the answer's fields and values",
-        _own_aside(answers["theirs", "ours"]),
-        _own_aside(answers["theirs", "theirs"]),
+        _without_volatile(answers["theirs", "ours"]),
+        _without_volatile(answers["theirs", "theirs"]),
     )
     yield from _check_modes(case, rendered["theirs"], us, them)
     yield from _check_texts(case, rendered["theirs"], answers["theirs", "theirs"], us, them)
@@ -68,12 +70,15 @@ def _check_case(case: Case, us: httpx.Client, them: httpx.Client) -> Iterator[Fi
 
 def _without_items(body: dict[str, Any]) -> dict[str, Any]:
     features = body["features"] and body["features"] | {"kwargs_data": None}
-    aside: dict[str, Any] = _own_aside(body | {"features": features})
+    aside: dict[str, Any] = _without_volatile(body | {"features": features})
     return aside
 
 
 def _check_items(case: Case, ours: Any, theirs: Any) -> Iterator[Finding]:
-    """The order of fields is each server's own; their engine does not look at the slices."""
+    """Compare the rendered images, except for the order of fields and the slices of batches.
+
+    Servers may choose the order, and vLLM's engine does not read the slices.
+    """
     if ours["features"] is None:
         return
     for i, pair in enumerate(
@@ -81,15 +86,15 @@ def _check_items(case: Case, ours: Any, theirs: Any) -> Iterator[Finding]:
     ):
         mine, other = (_tensors(item) for item in pair)
         shapes = [{name: tensor[:2] for name, tensor in sorted(t.items())} for t in (mine, other)]
-        yield _same(f"{case.name}: picture {i}, fields, types and shapes", *shapes)
+        yield _compare(f"{case.name}: image {i}, fields, types and shapes", *shapes)
         steps = max(_steps(mine[name][2], other[name][2]) for name in mine)
-        what = f"{case.name}: picture {i}, bytes, {steps} of {PIXEL_STEPS} steps apart"
+        what = f"{case.name}: image {i}, bytes, {steps} of {PIXEL_STEPS} steps apart"
         yield Finding(what, steps <= PIXEL_STEPS)
 
 
 def _tensors(item: str) -> dict[str, Any]:
     fields = msgspec.msgpack.decode(base64.b64decode(item))
-    return {name: told["data"] for name, told in fields.items()}
+    return {name: field["data"] for name, field in fields.items()}
 
 
 def _steps(ours: msgspec.msgpack.Ext, theirs: msgspec.msgpack.Ext) -> int:
@@ -104,81 +109,83 @@ def _check_modes(
     sampling = body["sampling_params"] | {"logprobs": 1}
     shown = body | {"return_token_ids": True, "sampling_params": sampling}
     for mode in ("tokens", "text"):
-        asked = shown | {"output_mode": mode}
-        ours, theirs = _post(us, GENERATE, asked), _post(them, GENERATE, asked)
-        yield _close(f"{case.name}: {mode} with log probabilities", ours, theirs)
+        request = shown | {"output_mode": mode}
+        ours, theirs = _post(us, GENERATE, request), _post(them, GENERATE, request)
+        yield _compare_roughly(f"{case.name}: {mode} with log probabilities", ours, theirs)
         options = {"include_usage": True, "continuous_usage_stats": True}
-        streamed = asked | {"stream": True, "stream_options": options}
-        ours_told, theirs_told = _stream(us, streamed), _stream(them, streamed)
-        yield _close(f"{case.name}: {mode}, streamed and put together", ours_told, theirs_told)
+        streamed = request | {"stream": True, "stream_options": options}
+        ours_stream, theirs_stream = _stream(us, streamed), _stream(them, streamed)
+        yield _compare_roughly(
+            f"{case.name}: {mode}, streamed and combined", ours_stream, theirs_stream
+        )
     prompt = body | {"sampling_params": body["sampling_params"] | {"prompt_logprobs": 0}}
     ours, theirs = _post(us, GENERATE, prompt), _post(them, GENERATE, prompt)
-    yield _close(f"{case.name}: log probabilities of the prompt", ours, theirs)
+    yield _compare_roughly(f"{case.name}: log probabilities of the prompt", ours, theirs)
     if body["features"] is not None:
         features = body["features"] | {"kwargs_data": None, "mm_metadata": None}
         ours, theirs = (
             _tokens(_post(server, GENERATE, body | {"features": features})) for server in (us, them)
         )
-        yield _same(f"{case.name}: by the hash alone", ours, theirs)
+        yield _compare(f"{case.name}: by hash alone", ours, theirs)
 
 
 def _check_texts(
     case: Case, body: Any, answer: Any, us: httpx.Client, them: httpx.Client
 ) -> Iterator[Finding]:
-    asked = {
+    request = {
         "model": MODEL,
         "generate_response": answer,
         "prompt_tokens": len(body["token_ids"]),
         "prompt_token_ids": body["token_ids"],
     }
-    ours, theirs = (_own_aside(_post(server, DERENDER, asked)) for server in (us, them))
-    yield _same(f"{case.name}: derendered to the byte", ours, theirs)
+    ours, theirs = (_without_volatile(_post(server, DERENDER, request)) for server in (us, them))
+    yield _compare(f"{case.name}: derendered to the byte", ours, theirs)
     ours, theirs = (_derender_events(server, body, answer) for server in (us, them))
-    yield _same(f"{case.name}: derendered event by event", ours, theirs)
+    yield _compare(f"{case.name}: derendered event by event", ours, theirs)
 
 
 def _derender_events(server: httpx.Client, body: Any, answer: Any) -> list[Any]:
-    (choice,), state, told = answer["choices"], None, []
+    (choice,), state, chunks = answer["choices"], None, []
     for i, token_id in enumerate(choice["token_ids"]):
         last = i == len(choice["token_ids"]) - 1
         one = {"index": 0, "token_ids": [token_id]}
         one["finish_reason"] = choice["finish_reason"] if last else None
-        asked = {
+        request = {
             "stream": True,
             "model": MODEL,
             "generate_chunk": {"request_id": "x", "choices": [one]},
             "stream_state": state,
             "prompt_token_ids": body["token_ids"],
         }
-        got = _post(server, DERENDER, asked)
-        state = got["stream_state"]
-        told.append(_own_aside(got["chunk"]))
-    return told
+        reply = _post(server, DERENDER, request)
+        state = reply["stream_state"]
+        chunks.append(_without_volatile(reply["chunk"]))
+    return chunks
 
 
 def _check_prompts(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
-    asked = {"model": MODEL, "prompt": ["Hello", "World"], "max_tokens": 4}
+    request = {"model": MODEL, "prompt": ["Hello", "World"], "max_tokens": 4}
     path = "/v1/completions/render"
     ours, theirs = (
-        [_own_aside(one) for one in _post(server, path, asked)] for server in (us, them)
+        [_without_volatile(one) for one in _post(server, path, request)] for server in (us, them)
     )
-    yield _same("prompts: rendered to the byte", ours, theirs)
+    yield _compare("prompts: rendered to the byte", ours, theirs)
 
 
 def _check_tokens(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
     messages = [{"role": "user", "content": "Hi, wörld"}]
-    for path, asked in (
+    for path, request in (
         ("/tokenize", {"prompt": "Hello world", "return_token_strs": True}),
         ("/tokenize", {"messages": messages, "return_token_strs": True}),
         ("/tokenize", {"messages": messages, "add_generation_prompt": False}),
         ("/detokenize", {"tokens": [72, 101, 4083]}),
     ):
-        ours, theirs = (_post(server, path, {"model": MODEL} | asked) for server in (us, them))
-        yield _same(f"{path} {json.dumps(asked)}", ours, theirs)
+        ours, theirs = (_post(server, path, {"model": MODEL} | request) for server in (us, them))
+        yield _compare(f"{path} {json.dumps(request)}", ours, theirs)
 
 
-def _check_faults(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
-    """Where the protocol has a 4xx, we have the same."""
+def _check_refusals(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
+    """Check that both servers refuse the same requests with the same status and error."""
     base: dict[str, Any] = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}}
     changes: tuple[dict[str, Any], ...] = (
         {"token_ids": []},
@@ -195,9 +202,9 @@ def _check_faults(us: httpx.Client, them: httpx.Client) -> Iterator[Finding]:
     for changed in changes:
         ours, theirs = (_refusal(server, base | changed) for server in (us, them))
         if theirs[-1] is None:
-            ours[-1] = None  # We may name what they leave open.
+            ours[-1] = None  # Pagemill may name a field where vLLM names none.
         shown = json.dumps(changed)[:60]
-        yield _same(f"refused: {shown}: status, type and param", ours, theirs)
+        yield _compare(f"refused: {shown}: status, type and param", ours, theirs)
 
 
 def _refusal(server: httpx.Client, body: Any) -> list[Any]:
@@ -214,43 +221,43 @@ def _post(server: httpx.Client, path: str, body: Any) -> Any:
 
 
 def _stream(server: httpx.Client, body: Any) -> Any:
-    """How a step is cut into events is each server's own affair; what they say together is not."""
-    told: dict[str, Any] = {"fields": set(), "token_ids": [], "text": "", "logprobs": []}
+    """Combine the events of a stream; servers may divide an answer into events differently."""
+    combined: dict[str, Any] = {"fields": set(), "token_ids": [], "text": "", "logprobs": []}
     for line in server.post(GENERATE, json=body).text.splitlines():
         if not line.startswith("data: {"):
             continue
         event = json.loads(line[6:])
-        told["fields"].add(tuple(event))
-        told["usage"] = event["usage"]
+        combined["fields"].add(tuple(event))
+        combined["usage"] = event["usage"]
         for choice in event.get("choices", ()):
-            told["fields"].add(tuple(choice))
-            told["token_ids"] += choice["token_ids"]
-            told["text"] += choice.get("text", "")
-            told["logprobs"] += choice["logprobs"]["content"]
-            told["finish"] = choice["finish_reason"], choice["weight_versions"]
-    return told | {"fields": sorted(told["fields"])}
+            combined["fields"].add(tuple(choice))
+            combined["token_ids"] += choice["token_ids"]
+            combined["text"] += choice.get("text", "")
+            combined["logprobs"] += choice["logprobs"]["content"]
+            combined["finish"] = choice["finish_reason"], choice["weight_versions"]
+    return combined | {"fields": sorted(combined["fields"])}
 
 
 def _tokens(answer: Any) -> Any:
     return answer["choices"][0]["token_ids"] if "choices" in answer else answer
 
 
-def _own_aside(answer: Any) -> Any:
-    return {name: value for name, value in answer.items() if name not in _OF_ITS_OWN}
+def _without_volatile(answer: Any) -> Any:
+    return {name: value for name, value in answer.items() if name not in _VOLATILE_FIELDS}
 
 
-def _same(what: str, ours: Any, theirs: Any) -> Finding:
+def _compare(what: str, ours: Any, theirs: Any) -> Finding:
     a, b = json.dumps(ours), json.dumps(theirs)
     return Finding(what, a == b, "" if a == b else _first_difference(a, b))
 
 
-def _close(what: str, ours: Any, theirs: Any) -> Finding:
-    """Equal but for the last digits of numbers."""
-    where = _differs(_own_aside(ours), _own_aside(theirs), "")
+def _compare_roughly(what: str, ours: Any, theirs: Any) -> Finding:
+    """Compare up to the tolerances of numbers."""
+    where = _find_difference(_without_volatile(ours), _without_volatile(theirs), "")
     return Finding(what, where is None, where or "")
 
 
-def _differs(ours: Any, theirs: Any, path: str) -> str | None:
+def _find_difference(ours: Any, theirs: Any, path: str) -> str | None:
     if isinstance(ours, float) and isinstance(theirs, float):
         near = abs(ours - theirs) <= TOLERANCE
         return None if near else f"{path}: {ours} and {theirs}"
@@ -266,8 +273,10 @@ def _differs(ours: Any, theirs: Any, path: str) -> str | None:
     ):
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
     else:
-        return None if ours == theirs else f"{path}: {_cut(ours)} and {_cut(theirs)}"
-    return next((found for p, a, b in pairs if (found := _differs(a, b, p)) is not None), None)
+        return None if ours == theirs else f"{path}: {_shortened(ours)} and {_shortened(theirs)}"
+    return next(
+        (found for p, a, b in pairs if (found := _find_difference(a, b, p)) is not None), None
+    )
 
 
 def _first_difference(ours: str, theirs: str) -> str:
@@ -276,8 +285,8 @@ def _first_difference(ours: str, theirs: str) -> str:
         min(len(ours), len(theirs)),
     )
     start = max(0, place - 60)
-    return f"ours …{ours[start : start + SHOWN]}… theirs …{theirs[start : start + SHOWN]}…"
+    return f"ours …{ours[start : start + MAX_SHOWN]}… theirs …{theirs[start : start + MAX_SHOWN]}…"
 
 
-def _cut(value: Any) -> str:
-    return json.dumps(value)[:SHOWN]
+def _shortened(value: Any) -> str:
+    return json.dumps(value)[:MAX_SHOWN]

@@ -1,10 +1,9 @@
-"""The load client of the field, `vllm bench serve`, against our door: every request must succeed.
+"""Run vLLM's load client, `vllm bench serve`, against the gateway: every request must succeed.
 
     python -m ops.interop.load --peers FOLDER
 
-FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. The demo model is asked by
-1, 8 and 32 clients at once, at both endpoints. Exits 0 only if there was no error and no answer was
-shorter than asked for.
+FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. 1, 8 and 32 clients at once
+use the demo model through both endpoints. Exits 0 only if no request failed.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ INPUT_LEN, OUTPUT_LEN = 64, 32
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Of what the client writes, what we look at; times are milliseconds."""
+    """The fields of the client's report that are read here; times are in milliseconds."""
 
     completed: int
     failed: int
@@ -39,6 +38,8 @@ class Result(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """One run of the client: an endpoint and a number of concurrent requests."""
+
     backend: str
     load: int
 
@@ -58,7 +59,7 @@ class Run:
         ]
 
     def passed(self, result: Result) -> bool:
-        # It counts anew the tokens of the text that came, of which there may be fewer.
+        # Numbers of tokens differ, because the client tokenizes the text again.
         return result.failed == 0 and result.completed == self.num_requests
 
 
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 async def _run_all(binary: Path, console: Console) -> int:
-    """Returns how many have not passed."""
+    """Run all loads; return the number of runs that failed."""
     failed = 0
     async with serving() as (url, folder):
         for backend, load in product(BACKENDS, LOADS):
@@ -80,7 +81,9 @@ async def _run_all(binary: Path, console: Console) -> int:
             result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else None
             passed = result is not None and run.passed(result)
             failed += not passed
-            console.print(f"{'ok' if passed else 'FAILED'}  {_told(run, result)}", highlight=False)
+            console.print(
+                f"{'ok' if passed else 'FAILED'}  {_describe(run, result)}", highlight=False
+            )
             if not passed:
                 console.print(output[-4000:], markup=False, highlight=False)
     return failed
@@ -100,7 +103,7 @@ def _call(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def _told(run: Run, result: Result | None) -> str:
+def _describe(run: Run, result: Result | None) -> str:
     where = f"{BACKENDS[run.backend]}, {run.load} at once"
     if result is None:
         return f"{where}: no result"

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol.messages import Finish, GenerateRequest
@@ -36,7 +36,7 @@ WITH_ADAPTER = CONFIG.replace(
 MAX_TOKENS = 16
 QUESTIONS: list[tuple[str, list[Path]]] = [
     ("What can you do?", []),
-    ("What color is this image?", [PICTURES / "red.png"]),
+    ("What color is this image?", [IMAGES / "red.png"]),
 ]
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, new_request_id
@@ -86,7 +86,7 @@ async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 30) -> N
 
 
 def about(picture: str, text: str = "What color is this image?") -> GenerateRequest:
-    return build_request(AskOptions("demo", text, [PICTURES / picture], {}))
+    return build_request(AskOptions("demo", text, [IMAGES / picture], {}))
 
 
 def about_a_new_picture(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
@@ -117,7 +117,7 @@ async def test_answers_are_right_and_every_picture_went_through_an_encoder(
 ) -> None:
     await until(lambda: encoders_live(client, 3))
     requests = [
-        build_request(AskOptions("demo", case.question, [PICTURES / i for i in case.images], {}))
+        build_request(AskOptions("demo", case.question, [IMAGES / i for i in case.images], {}))
         for case in CASES
     ]
     answers = await asyncio.gather(*(answer(client, request) for request in requests))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, render_features, tokenize
 from shared.protocol.messages import (
@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 def picture(name: str) -> ImagePart:
-    data = base64.b64encode((PICTURES / name).read_bytes()).decode()
+    data = base64.b64encode((IMAGES / name).read_bytes()).decode()
     return ImagePart(ImageURL(f"data:image/png;base64,{data}"))
 
 

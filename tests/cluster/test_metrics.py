@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol.messages import Failure, Finish, GenerateRequest, Message
@@ -90,7 +90,7 @@ async def final_record(bus: Bus, request: GenerateRequest) -> Finish | Failure:
 
 async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> None:
     red = build_request(
-        AskOptions("demo", "What color is this image?", [PICTURES / "red.png"], {"max_tokens": 5})
+        AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {"max_tokens": 5})
     )
     long = "What can you do? " * 8
     asked = [red, *(request_text(long, max_tokens=7, n=2, ignore_eos=True) for _ in range(3))]

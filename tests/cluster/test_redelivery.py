@@ -10,7 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
@@ -124,7 +124,7 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
     os.kill(renderer, signal.SIGSTOP)
     request = build_request(
-        AskOptions("demo", "What color is this image?", [PICTURES / "red.png"], {})
+        AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {})
     )
     running = asyncio.create_task(answer(client, request))
     await _wait_until_in_hand(cluster.url, "renderer")
@@ -146,7 +146,7 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
 ) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     os.kill(engine, signal.SIGSTOP)
-    question = AskOptions("demo", "What color is this image?", [PICTURES / "red.png"], {})
+    question = AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, build_request(question)))
     await _wait_until_in_hand(cluster.url, "engine")
     os.kill(renderer, signal.SIGKILL)
@@ -164,7 +164,7 @@ async def test_a_picture_whose_url_has_changed_when_its_payload_is_lost(
     cluster: Cluster, client: Bus
 ) -> None:
     canary = Canary(PICTURE_HOST)
-    canary.answers["/a.png"] = send((PICTURES / "red.png").read_bytes())
+    canary.answers["/a.png"] = send((IMAGES / "red.png").read_bytes())
     message = Message(
         "user",
         [ImagePart(ImageURL(canary.url(host=PICTURE_HOST))), TextPart("What color is this image?")],
@@ -173,7 +173,7 @@ async def test_a_picture_whose_url_has_changed_when_its_payload_is_lost(
     os.kill(engine, signal.SIGSTOP)
     running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
     await _wait_until_in_hand(cluster.url, "engine")
-    canary.answers["/a.png"] = send((PICTURES / "blue.png").read_bytes())
+    canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
     os.kill(renderer, signal.SIGKILL)
     os.kill(engine, signal.SIGCONT)
     records = await running

@@ -19,7 +19,7 @@ import nats
 import pytest
 from PIL import Image
 
-from ops.demo import PICTURES, Case
+from ops.demo import IMAGES, Case
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
@@ -43,8 +43,8 @@ from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
 from workers.cli.ask import AskOptions, build_request
 
-CASES = msgspec.json.decode((PICTURES / "questions.json").read_bytes(), type=list[Case])
-RED = PICTURES / "red.png"
+CASES = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
+RED = IMAGES / "red.png"
 
 
 def data_url(data: bytes) -> str:
@@ -84,7 +84,7 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
 
 async def test_all_demo_questions_at_once_are_answered_right(client: Bus) -> None:
     async def one(case: Case) -> list[LogRecord]:
-        images = [PICTURES / name for name in case.images]
+        images = [IMAGES / name for name in case.images]
         return await answer(client, build_request(AskOptions("demo", case.question, images, {})))
 
     for case, records in zip(CASES, await asyncio.gather(*map(one, CASES)), strict=True):
@@ -254,7 +254,7 @@ BAD: dict[str, tuple[bytes | dict[str, Any], str, str | None]] = {
         "messages[0].content[0].image_url.url",
     ),
     "a truncated picture": (
-        body([image(data_url((PICTURES / "red.png").read_bytes()[:100]))]),
+        body([image(data_url((IMAGES / "red.png").read_bytes()[:100]))]),
         "invalid_media",
         "messages[0].content[0].image_url.url",
     ),

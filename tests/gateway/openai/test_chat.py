@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[3]
-STAR = ROOT / "ops" / "demo_pictures" / "yellow_star.jpg"
+STAR = ROOT / "ops" / "demo_images" / "yellow_star.jpg"
 
 
 def star_url(padding: int = 0) -> str:

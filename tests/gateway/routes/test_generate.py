@@ -11,7 +11,7 @@ import pytest
 
 from tests.gateway.conftest import Start
 
-PICTURES = Path(__file__).parents[3] / "ops" / "demo_pictures"
+PICTURES = Path(__file__).parents[3] / "ops" / "demo_images"
 GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
 
 

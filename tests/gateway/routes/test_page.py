@@ -16,7 +16,7 @@ from ops.browser import (
     Browser,
     browsing,
 )
-from ops.demo import PICTURES
+from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, Start, free_port, start_gateway
@@ -66,12 +66,12 @@ def page(window: Browser, gateway: Gateway) -> Iterator[Browser]:
     visit(window, gateway.url)
     yield window
     # The browser also reports a server that refuses a request or does not answer.
-    told = [line for line in window.complaints() if "Failed to load resource" not in line]
+    told = [line for line in window.console_errors() if "Failed to load resource" not in line]
     assert told == []
 
 
 def visit(window: Browser, url: str) -> None:
-    window.appear(1200, 900, "light")
+    window.emulate_screen(1200, 900, "light")
     window.open(f"{url}/")
     window.wait("!document.querySelector('#send').disabled")
 
@@ -97,7 +97,7 @@ def wait_for_text(page: Browser) -> None:
 
 
 def test_a_question_about_an_image(page: Browser) -> None:
-    page.type("#file", str(PICTURES / "red.png"))
+    page.type("#file", str(IMAGES / "red.png"))
     page.wait("document.querySelectorAll('#images li').length === 1")
     ask(page, "What color is this image? Answer in one word.")
     assert ended(page).startswith("Done in ")
@@ -121,7 +121,7 @@ def test_an_encoder_is_shown_as_a_stage(
     gateway = start_gateway(cluster, tmp_path_factory.mktemp("gateway"))
     try:
         visit(window, gateway.url)
-        window.type("#file", str(PICTURES / "red.png"))
+        window.type("#file", str(IMAGES / "red.png"))
         window.wait("document.querySelectorAll('#images li').length === 1")
         ask(window, "What color is this image? Answer in one word.")
         assert ended(window).startswith("Done in ")
@@ -197,7 +197,7 @@ def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) 
     assert ended(window).startswith("Done")
     assert answer_of(window) == undisturbed
     assert re.match(r"after record \d+", window.text("#resumed"))
-    window.complaints()
+    window.console_errors()
 
 
 async def test_it_continues_when_the_engine_is_killed(
@@ -255,11 +255,11 @@ def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -
     window.open(url)
     window.wait(needs_key)
     assert window.run("return document.querySelector('#key').value") == ""
-    window.complaints()
+    window.console_errors()
 
 
 def test_every_control_is_reached_by_keyboard(page: Browser) -> None:
-    page.type("#file", str(PICTURES / "red.png"))
+    page.type("#file", str(IMAGES / "red.png"))
     page.run("document.querySelector('#settings').open = true; document.activeElement.blur()")
     reached = []
     for _ in range(16):
@@ -273,7 +273,7 @@ def test_every_control_is_reached_by_keyboard(page: Browser) -> None:
 
 
 def test_every_control_has_a_name_for_a_screen_reader(page: Browser) -> None:
-    page.type("#file", str(PICTURES / "red.png"))
+    page.type("#file", str(IMAGES / "red.png"))
     page.run("document.querySelector('#settings').open = true")
     names = page.labels("button, input, select, textarea, summary, a, [tabindex], ol, ul")
     assert len(names) > 12
@@ -284,8 +284,8 @@ def test_every_control_has_a_name_for_a_screen_reader(page: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1200])
 def test_it_fits_every_width_and_is_readable(page: Browser, width: int, scheme: str) -> None:
-    page.appear(width, 800, scheme)
-    page.type("#file", str(PICTURES / "red.png"))
+    page.emulate_screen(width, 800, scheme)
+    page.type("#file", str(IMAGES / "red.png"))
     ask(page, "What can you do?", '{"tempreature": 1}')
     page.wait("!document.querySelector('#error').hidden")
     assert page.run("return document.documentElement.scrollWidth") <= width
@@ -304,6 +304,6 @@ def test_the_policy_blocks_foreign_and_inline_code(page: Browser, gateway: Gatew
         """
     )
     assert page.run("return document.title") == "refused"
-    told = "\n".join(page.complaints())
+    told = "\n".join(page.console_errors())
     refused = r"'http://127\.0\.0\.2:9/' violates the .* Content Security Policy .*img-src"
     assert re.search(refused, told), told
