@@ -1,0 +1,334 @@
+"""A pipeline that only this file defines: two more stages, one fan-out, and an output of audio.
+
+    renderer ──▶ engine ~~text~~▶ speak ══word══▶ voice
+
+The engine writes the text. `speak` follows it while it grows, has every word spoken by `voice`, and
+writes the sounds in order to the output `audio`. All stages are real processes, started through
+this file so that they know its roles, and each of them is killed in the middle of its work.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ops.token_logs import read_log
+from shared.bus.bus import Bus
+from shared.bus.embedded_server import EmbeddedServer
+from shared.client import ask, follow_output
+from shared.codec.envelope import TensorData
+from shared.errors import ConfigError
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    Finish,
+    FollowBody,
+    GenerateRequest,
+    Heartbeat,
+    ItemResult,
+    LogRecord,
+    MediaChunk,
+    Message,
+    OutputEnd,
+    OutputSummary,
+    Task,
+    TaskBody,
+    TokenChunk,
+)
+from shared.protocol.multimodal import content_hash
+from shared.protocol.sampling import SamplingParams
+from shared.stage import tasks
+from shared.stage.inputs import RequestEnded, follow_text
+from shared.stage.job import Job
+from shared.stage.runtime import Context
+from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
+from shared.state import item_results
+from workers import roles
+from workers.cli import settings
+
+ROOT = Path(__file__).parents[2]
+CONFIG = f"""
+models:
+  demo:
+    path: {ROOT / "ops" / "demo_model"}
+    sampling_defaults: {{temperature: 0.0}}
+    stages:
+      speak:
+        role: speaker
+        inputs: {{text: {{from: engine, function: follow, mode: stream}}}}
+        output: {{name: audio, kind: audio}}
+      voice:
+        role: voice
+        inputs: {{word: {{from: speak, function: item, mode: fan_out}}}}
+delivery: {{ack_wait_s: 1.5, drain_s: 5.0}}
+engine: {{max_appends_per_s: 25}}
+"""
+STAGES = {"coordinator": "coordinator", "renderer": "renderer", "engine": "engine"}
+STAGES |= {"speaker": "speak", "voice": "voice"}
+MAX_TOKENS = 300
+VOICE_S = 0.05
+
+
+class WordBody(TaskBody, frozen=True):
+    """For voices: one word."""
+
+    key: str
+    word: str
+
+
+def sound_of(word: str) -> bytes:
+    return hashlib.sha256(word.encode()).digest()
+
+
+async def main(context: Context) -> None:
+    """Run a speaker or a voice."""
+    loop = WorkerLoop(context)
+    if context.role == "speaker":
+        await loop.add_stage(["demo"], 8, FollowBody, Speaker(context).handle)
+    else:
+        await loop.add_stage(["demo"], 8, WordBody, Voice(context).handle)
+    context.ready(["demo"], lambda: {"held": loop.num_claimed})
+    await loop.run()
+
+
+class Speaker:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._edge = context.pipelines["demo"].edges_from("speak", "fan_out")[0]
+
+    async def handle(self, task: Task[FollowBody], _: list[TensorData], job: Job) -> Outcome:
+        assert job.log is not None
+        assert task.body.inputs == {"text": "text"}
+        num_spoken = len(job.log.records)
+        number = 0
+        try:
+            async for word in self._words(task):
+                number += 1
+                if number <= num_spoken:
+                    continue  # An earlier attempt has spoken it.
+                sound = await self._spoken(task, job, word)
+                data = base64.b64encode(sound).decode()
+                await job.log.media("audio/raw", number - 1, data=data)
+        except RequestEnded:
+            return Ended()
+        return Done(OutputSummary(units={"words": number}))
+
+    async def _words(self, task: Task[FollowBody]) -> AsyncIterator[str]:
+        """The words of the text, each as soon as it is complete."""
+        text = ""
+        async for chunk in follow_text(self._context.bus, task.header):
+            text += "".join(delta.text for delta in chunk.choices)
+            *words, text = text.split(" ")
+            for word in words:
+                yield word
+        yield text
+
+    async def _spoken(self, task: Task[FollowBody], job: Job, word: str) -> bytes:
+        bus = self._context.bus
+        key = content_hash("word", word)
+
+        async def get() -> bytes | None:
+            result = await item_results.get(bus, key)
+            return None if result is None else result.data
+
+        if (found := await get()) is not None:
+            return found
+        body = WordBody(key, word)
+        await tasks.publish_item(bus, self._edge, task.header, key, body, [])
+        return await item_results.wait(bus, key, get, lambda: job.delivery.progress())
+
+
+class Voice:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def handle(self, task: Task[WordBody], _: list[TensorData], __: Job) -> Outcome:
+        await asyncio.sleep(VOICE_S)
+        result = ItemResult(data=sound_of(task.body.word))
+        await item_results.publish(self._context.bus, task.body.key, result)
+        return Done()
+
+
+def register_roles() -> None:
+    module = "tests.cluster.test_own_pipeline"
+    for name in ("speaker", "voice"):
+        roles.register(roles.RoleSpec(name, module, name.title(), "speaks"))
+
+
+# -- the test -------------------------------------------------------------------------------------
+
+
+class Processes:
+    """One process of each stage, which is started again when it is killed."""
+
+    def __init__(self, config: Path, url: str, log: Path) -> None:
+        self._config, self._url, self._log = config, url, log
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str) -> None:
+        stage = [] if STAGES[role] == role else ["--stage", STAGES[role]]
+        command = [sys.executable, "-m", "tests.cluster.test_own_pipeline", "worker", role, *stage]
+        with self._log.open("ab") as stderr:
+            self._running[role] = subprocess.Popen(
+                [*command, "--config", str(self._config), "--nats", self._url],
+                cwd=ROOT,
+                stderr=stderr,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self, role: str) -> None:
+        """Kill the process of a role, and start another."""
+        self._running[role].send_signal(signal.SIGKILL)
+        self._running[role].wait()
+        self.start(role)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def running(folder: Path, url: str) -> Iterator[Processes]:
+    config = folder / "pagemill.yaml"
+    config.write_text(CONFIG)
+    processes = Processes(config, url, folder / "workers.log")
+    try:
+        for role in STAGES:
+            processes.start(role)
+        yield processes
+    finally:
+        processes.stop()
+
+
+async def until_ready(bus: Bus) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            beats = [msgspec.json.decode(b, type=Heartbeat) for b in await bus.read_heartbeats()]
+            if {beat.stage or beat.role for beat in beats} >= set(STAGES.values()):
+                return
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def speak(bus: Bus, request_id: str, question: str) -> tuple[list[LogRecord], list[object]]:
+    """The records of a request's text and of its audio."""
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0)
+    request = GenerateRequest(
+        "demo", [Message("user", question)], sampling, outputs=["text", "audio"]
+    )
+
+    async def text() -> list[LogRecord]:
+        return [record async for record in ask(bus, request, request_id)]
+
+    async def audio() -> list[object]:
+        return [record async for record in follow_output(bus, request_id, "audio")]
+
+    found = await asyncio.gather(text(), audio())
+    return found[0], found[1]
+
+
+def check_answer(records: list[LogRecord], audio: list[object]) -> str:
+    """Check that text and audio are complete and agree, and return the text."""
+    assert [record.index for record in records] == list(range(len(records)))
+    finish = records[-1]
+    assert isinstance(finish, Finish)
+    assert finish.usage.completion_tokens == MAX_TOKENS
+    assert list(finish.outputs) == ["audio"]
+    stages = {span.stage for span in finish.path}
+    assert stages == {"coordinator", "renderer", "engine", "speak"}
+    chunks = [record for record in records if isinstance(record, TokenChunk)]
+    assert len(chunks) == len(records) - 1
+    positions = [delta.position for chunk in chunks for delta in chunk.choices]
+    assert positions == sorted(positions)
+    text = "".join(delta.text for chunk in chunks for delta in chunk.choices)
+    *sounds, end = audio
+    assert isinstance(end, OutputEnd)
+    assert not end.cut
+    spoken = [record for record in sounds if isinstance(record, MediaChunk)]
+    assert [record.offset for record in spoken] == list(range(len(text.split(" "))))
+    assert [base64.b64decode(record.data) for record in spoken] == [
+        sound_of(word) for word in text.split(" ")
+    ]
+    assert finish.outputs["audio"].units == {"words": len(spoken)}
+    return text
+
+
+@pytest.mark.timeout(240)
+async def test_every_stage_of_an_own_pipeline_may_be_killed(
+    own_broker: EmbeddedServer, tmp_path: Path
+) -> None:
+    with running(tmp_path, own_broker.url) as processes:
+        bus = await Bus.connect(own_broker.url, "test")
+        async with asyncio.timeout(200):
+            await until_ready(bus)
+            alone = check_answer(*await speak(bus, "calm", "What can you do?"))
+            asked = {f"r{n}": f"What is {n}? What can you do?" for n in range(4)}
+            asked["again"] = "What can you do?"
+            answers = [
+                asyncio.create_task(speak(bus, request_id, question))
+                for request_id, question in asked.items()
+            ]
+            await until_records(bus, subjects.STAGES_STREAM, subjects.stages_of("r0"))
+            processes.kill("renderer")
+            processes.kill("coordinator")
+            await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("r0"))
+            processes.kill("engine")
+            await until_records(bus, subjects.TOKENS_STREAM, subjects.tokens("r0", "audio"), 3)
+            processes.kill("speaker")
+            processes.kill("voice")
+            found = await asyncio.gather(*answers)
+            texts = [check_answer(*answer) for answer in found]
+            spans = [span for records, _ in found for span in records[-1].path]  # type: ignore[union-attr]
+            for stage in ("engine", "speak"):
+                assert max(span.attempt for span in spans if span.stage == stage) > 1
+            assert texts[-1] == alone, "a killed stage changes nothing of an answer"
+            await until_nothing_is_left(bus)
+            for request_id in asked:
+                ends = [r for r in await read_log(bus, request_id) if isinstance(r, Finish)]
+                assert len(ends) == 1
+        await bus.close()
+
+
+async def until_records(bus: Bus, stream: str, subject: str, count: int = 1) -> None:
+    while len(await bus.read(stream, subject)) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def until_nothing_is_left(bus: Bus) -> None:
+    """Every request and every task has left its queue, and none became a dead letter."""
+    while True:
+        streams = [subjects.REQUESTS_STREAM, subjects.STAGES_STREAM]
+        if not sum([(await bus.stream_size(stream))[0] for stream in streams]):
+            break
+        await asyncio.sleep(0.1)
+    assert await bus.read_last(subjects.DEAD_STREAM, subjects.DEAD_FILTER) is None
+
+
+async def test_without_its_roles_the_pipeline_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "pagemill.yaml"
+    config.write_text(CONFIG)
+    with pytest.raises(ConfigError, match=r"models\.demo\.stages\.speak\.role: no role 'speaker'"):
+        settings.load_config(config)
+
+
+if __name__ == "__main__":
+    from workers.__main__ import main as run_command
+
+    register_roles()
+    run_command()
