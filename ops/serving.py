@@ -35,7 +35,7 @@ async def serving(max_model_len: int = 1024) -> AsyncIterator[tuple[str, Path]]:
         cluster = LocalCluster(config, file, workers, log_file=folder / "workers.log")
         try:
             await cluster.start()
-            assert cluster.door is not None
-            yield cluster.door, folder
+            assert cluster.gateway_url is not None
+            yield cluster.gateway_url, folder
         finally:
             await cluster.stop()

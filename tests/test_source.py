@@ -110,7 +110,7 @@ def test_no_module_makes_code_of_data() -> None:
     # The command line's own roles, by a table, and the modules of one package.
     assert in_all(CODE) == {
         "shared.models.registry": {"importlib.import_module"},
-        "workers.__main__": {"importlib.import_module"},
+        "workers.cli.commands.serve": {"importlib.import_module"},
     }
 
 

@@ -1,4 +1,4 @@
-"""`pagemill ask`: a question from the command line, its answer on the terminal."""
+"""Implementation of `pagemill ask` and `pagemill follow`."""
 
 import asyncio
 import base64
@@ -41,7 +41,7 @@ errors = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
-    """What was given on the command line; `sampling` values of None were not."""
+    """A question from the command line; a `sampling` value of None means that none was given."""
 
     model: str
     text: str
@@ -54,12 +54,12 @@ class AskOptions:
 async def ask_and_print(
     question: AskOptions, request_id: str, url: str, *, as_json: bool, durable: bool
 ) -> int:
-    """Returns the exit code: 0 for an answer, 1 for an error, 130 if it was interrupted.
+    """Return the exit code: 0 for an answer, 1 for an error, 130 after an interrupt.
 
-    Ctrl-C cancels the request, or leaves it to go on if it is `durable`.
+    Ctrl-C cancels the request unless it is `durable`.
     """
     request = build_request(question)
-    # Somebody waits at the terminal: a server that is not there is said at once.
+    # A user waits at the terminal, so a server that is down is reported after a short time.
     bus = await Bus.connect(url, "ask", CONNECT_TIMEOUT_S)
     try:
         with _interruptible() as interrupted:
@@ -69,14 +69,14 @@ async def ask_and_print(
             await cancel(bus, request_id)
             errors.print("\ncancelled")
         else:
-            errors.print(f"\nthe request goes on: pagemill follow {request_id}")
+            errors.print(f"\nthe request continues: pagemill follow {request_id}")
         return EXIT_INTERRUPTED
     finally:
         await bus.close()
 
 
 async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bool) -> int:
-    """Like `ask_and_print`, for a request that is there; Ctrl-C leaves it alone."""
+    """Do the same as `ask_and_print` for an earlier request, which Ctrl-C does not cancel."""
     bus = await Bus.connect(url, "follow", CONNECT_TIMEOUT_S)
     try:
         with _interruptible() as interrupted:
@@ -90,7 +90,7 @@ async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bo
 async def _print_all(
     records: AsyncIterator[LogRecord], interrupted: asyncio.Event, *, as_json: bool
 ) -> int:
-    """Raises CancelledError as soon as it is `interrupted`."""
+    """Print records and return the exit code. Raises CancelledError once `interrupted` is set."""
     code = 1
     stop = asyncio.create_task(interrupted.wait())
     while True:
@@ -108,7 +108,7 @@ async def _print_all(
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[asyncio.Event]:
-    """Ctrl-C sets an event, so that there is time for what must still be said to the broker."""
+    """Make Ctrl-C set an event, so that the request can still be cancelled at the broker."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,7 +121,7 @@ def _interruptible() -> Iterator[asyncio.Event]:
 
 
 def build_request(question: AskOptions) -> GenerateRequest:
-    """Read the pictures and put everything into one request.
+    """Read the images and build the request.
 
     Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.
     """
@@ -130,8 +130,8 @@ def build_request(question: AskOptions) -> GenerateRequest:
     try:
         sampling = msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
-        what, field = split_validation_error(error)
-        raise InvalidRequest(f"{field}: {what}", field=field) from error
+        reason, field = split_validation_error(error)
+        raise InvalidRequest(f"{field}: {reason}", field=field) from error
     return GenerateRequest(
         model=question.model,
         messages=[Message("user", [*parts, TextPart(question.text)])],
@@ -142,7 +142,7 @@ def build_request(question: AskOptions) -> GenerateRequest:
 
 
 def data_url(path: Path) -> str:
-    """A file's bytes as a `data:` URL; what kind of picture it is, the server sees for itself."""
+    """Return a file as a `data:` URL; the server detects the format of the image."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -167,8 +167,8 @@ def _print_text(record: LogRecord) -> None:
 
 
 def print_error(error: ErrorInfo) -> None:
-    """What a client wrote may be in it, `[/INST]` for one, which is no markup of ours."""
-    where = f" ({error.field})" if error.field else ""
+    """Print an error, escaped: it may quote the client, whose `[/INST]` is not markup."""
+    field = f" ({error.field})" if error.field else ""
     errors.print(
-        f"[red]error[/] {error.code}{escape(f'{where}: {error.message}')}", highlight=False
+        f"[red]error[/] {error.code}{escape(f'{field}: {error.message}')}", highlight=False
     )

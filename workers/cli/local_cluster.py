@@ -1,4 +1,4 @@
-"""All roles on one machine: an embedded broker, a process for each worker, restarts, drain."""
+"""Local cluster: an embedded broker and a process for each worker, with restarts and drain."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ READY_TIMEOUT_S = 120.0
 BROKER_CHECK_S = 0.2
 FIRST_RESTART_S = 0.5
 MAX_RESTART_S = 10.0
-# Beyond the drain itself, for a worker that must be killed in the end.
+# Time beyond the drain before a worker is killed.
 STOP_GRACE_S = 5.0
 
 
 class LocalCluster:
-    """Owns the broker (unless a URL is configured) and the worker processes."""
+    """Owner of the broker, unless a URL is configured, and of the worker processes."""
 
     def __init__(
         self,
@@ -41,33 +41,34 @@ class LocalCluster:
         url: str | None = None,
         log_file: Path | None = None,
     ) -> None:
-        """Workers read the configuration themselves, from `config_file` or the embedded default."""
+        """Workers read the configuration again, from `config_file` or the embedded default."""
         self._config = config
         self._config_file = config_file
         self._specs = workers
         self._store_dir = Path(config.nats.store_dir).absolute()
         self._log_file = log_file
         self._broker: EmbeddedServer | None = None
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._refused: asyncio.Future[None] | None = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self.url = url or config.nats.url or ""
-        self.door: str | None = None
-        """The URL of a gateway of ours, once it is ready."""
+        self.gateway_url: str | None = None
+        """URL of a gateway of this cluster, once it is ready."""
 
     async def start(self) -> None:
-        """Returns when every worker has announced that it is ready.
+        """Start everything; returns when every worker has announced that it is ready.
 
-        Raises ConfigError or Unavailable when that will not happen.
+        Raises ConfigError or Unavailable when a worker cannot become ready.
         """
         if not self.url:
             self._broker = EmbeddedServer(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)
             self.url = self._broker.url
-            self._keepers.append(asyncio.create_task(self._keep_broker(self._broker)))
+            self._supervisors.append(asyncio.create_task(self._supervise_broker(self._broker)))
         self._refused = asyncio.get_running_loop().create_future()
-        self._keepers += [
-            asyncio.create_task(self._keep(number, spec)) for number, spec in enumerate(self._specs)
+        self._supervisors += [
+            asyncio.create_task(self._supervise(number, spec))
+            for number, spec in enumerate(self._specs)
         ]
         ready = asyncio.create_task(self._wait_ready())
         try:
@@ -76,29 +77,29 @@ class LocalCluster:
                 self._refused.result()
             await ready
         finally:
-            # It has a connection, which would miss the broker that is about to be stopped.
+            # The task has a connection, which would log the end of the broker as a loss.
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
 
     def pids(self, role: str) -> list[int]:
-        """Process ids of the living workers of a role."""
+        """Return the process ids of the running workers of a role."""
         return [
             process.pid
             for number, process in self._processes.items()
             if self._specs[number].role == role and process.returncode is None
         ]
 
-    def hurry(self) -> None:
-        """During `stop`: have the workers hand back at once what they still have in hand."""
+    def requeue_now(self) -> None:
+        """During `stop`: make the workers requeue at once the requests in flight."""
         for process in self._processes.values():
             if process.returncode is None:
                 process.terminate()
 
     async def stop(self) -> None:
         """Drain all workers, then stop the broker."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         alive = [process for process in self._processes.values() if process.returncode is None]
         for process in alive:
             process.terminate()
@@ -107,7 +108,7 @@ class LocalCluster:
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)
 
-    async def _keep_broker(self, broker: EmbeddedServer) -> None:
+    async def _supervise_broker(self, broker: EmbeddedServer) -> None:
         while True:
             await asyncio.sleep(BROKER_CHECK_S)
             if broker.has_exited:
@@ -117,8 +118,8 @@ class LocalCluster:
                 except PagemillError as error:
                     _log.error("broker_not_started", reason=error.message)
 
-    async def _keep(self, number: int, spec: WorkerSpec) -> None:
-        """Run one worker, and run it again whenever it ends."""
+    async def _supervise(self, number: int, spec: WorkerSpec) -> None:
+        """Run one worker, and start it again whenever it ends."""
         pause_s = FIRST_RESTART_S
         while True:
             process = await self._spawn(spec)
@@ -143,8 +144,8 @@ class LocalCluster:
             command += ["--stage", spec.stage]
         if self._config_file is not None:
             command += ["--config", str(self._config_file)]
-        # A session of its own: Ctrl-C in the terminal is for us, who then drain the workers.
-        with _opened(self._log_file) as stderr:
+        # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
+        with _open_log(self._log_file) as stderr:
             return await asyncio.create_subprocess_exec(
                 *command, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent
             )
@@ -155,7 +156,7 @@ class LocalCluster:
         bus = await Bus.connect(self.url, "local", self._config.nats.connect_timeout_s)
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                # What is waited for happens in other processes.
+                # Readiness is an event of other processes, so the loop has to poll.
                 while missing := wanted - await self._ready_roles(bus):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
@@ -169,15 +170,15 @@ class LocalCluster:
         try:
             beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
         except Unavailable:
-            return Counter()  # Nor can anybody else hear of them yet.
+            return Counter()  # The stream of heartbeats does not exist yet.
         ours = [beat for beat in beats if beat.pid in pids]
-        self.door = next((beat.url for beat in ours if beat.url is not None), None)
+        self.gateway_url = next((beat.url for beat in ours if beat.url is not None), None)
         return Counter(beat.role for beat in ours)
 
 
 @contextlib.contextmanager
-def _opened(log_file: Path | None) -> Iterator[IO[bytes] | None]:
-    """Where a worker's log goes; None is our own stderr."""
+def _open_log(log_file: Path | None) -> Iterator[IO[bytes] | None]:
+    """Open the log of a worker; None is the stderr of this process."""
     if log_file is None:
         yield None
         return

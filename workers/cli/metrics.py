@@ -1,4 +1,4 @@
-"""`pagemill metrics`: the whole cluster's metrics in Prometheus' text format."""
+"""Implementation of `pagemill metrics`: the cluster's metrics in Prometheus' text format."""
 
 import asyncio
 import signal
@@ -20,16 +20,16 @@ SCRAPE_TIMEOUT_S = 5.0
 async def print_metrics(url: str) -> int:
     bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
     try:
-        told = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+        series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
     finally:
         await bus.close()
-    sys.stdout.write(to_text(told).decode())
+    sys.stdout.write(to_text(series).decode())
     return 0
 
 
 async def serve_metrics(url: str, listen: str) -> int:
-    """Ask the cluster whenever somebody asks us, until Ctrl-C."""
-    host, port = _address(listen)
+    """Serve the metrics over HTTP until Ctrl-C; each scrape takes a new snapshot."""
+    host, port = _parse_address(listen)
     bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -37,7 +37,7 @@ async def serve_metrics(url: str, listen: str) -> int:
         loop.add_signal_handler(number, stopping.set)
 
     def collect() -> list[MetricSeries]:
-        return asyncio.run_coroutine_threadsafe(_ask(bus), loop).result()
+        return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
 
     endpoint = None
     try:
@@ -52,8 +52,8 @@ async def serve_metrics(url: str, listen: str) -> int:
     return 0
 
 
-async def _ask(bus: Bus) -> list[MetricSeries]:
-    """Never raises: that the broker is away is something to tell as well."""
+async def _collect(bus: Bus) -> list[MetricSeries]:
+    """Return the cluster's metrics, or the metric that says that the broker is down."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             return cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
@@ -61,11 +61,11 @@ async def _ask(bus: Bus) -> list[MetricSeries]:
         return [cluster_snapshot.BROKER_DOWN]
 
 
-def _address(listen: str) -> tuple[str, int]:
+def _parse_address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
-            f"--listen: {listen!r} is not an address and a port, as 127.0.0.1:9400 is",
+            f"--listen: {listen!r} is not an address and a port such as 127.0.0.1:9400",
             field="listen",
         )
     return host.strip("[]"), int(port)

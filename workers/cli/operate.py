@@ -1,4 +1,4 @@
-"""What an operator asks of a running Pagemill: `pagemill where`, `cancel` and `dead …`."""
+"""Implementation of the operator's commands: `pagemill where`, `cancel` and `dead`."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ out = Console()
 
 
 async def print_where(request_id: str, url: str, *, as_json: bool) -> int:
-    """Returns 0, or 1 for a request that nobody knows."""
+    """Print the status of a request. Return 0, or 1 for an unknown request."""
     bus = await Bus.connect(url, "where", CONNECT_TIMEOUT_S)
     try:
         found = await request_status.find(bus, request_id)
@@ -36,17 +36,17 @@ async def print_where(request_id: str, url: str, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(to_json(found).decode() + "\n")
     else:
-        _print_whereabouts(found)
+        _print_status(found)
     return 0 if found.state != "unknown" else 1
 
 
-def _print_whereabouts(found: RequestStatus) -> None:
+def _print_status(found: RequestStatus) -> None:
     rows = {
         "state": found.state.replace("_", " "),
         "stage": found.stage,
         "worker": found.worker,
         "attempt": found.attempt,
-        "waits": None if found.waits_s is None else f"{found.waits_s:.1f} s in this stage",
+        "waiting": None if found.waits_s is None else f"{found.waits_s:.1f} s in this stage",
         "records": found.records,
         "why": found.why,
     }
@@ -55,7 +55,7 @@ def _print_whereabouts(found: RequestStatus) -> None:
             out.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
     for attempt in found.attempts:
         out.print(
-            f"         {_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
+            f"         {_format_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
             f" {attempt.outcome.replace('_', ' ')}",
             highlight=False,
             soft_wrap=True,
@@ -77,7 +77,7 @@ async def print_dead(limit: int, url: str) -> int:
     try:
         async for letter in dead_letters.read_newest(bus, limit):
             table.add_row(
-                _time(letter.failed_ms),
+                _format_time(letter.failed_ms),
                 letter.request_id or "(none)",
                 letter.role,
                 str(letter.attempts),
@@ -106,7 +106,7 @@ async def print_letter(request_id: str, url: str, *, as_json: bool) -> int:
 def _print_letter(letter: DeadLetter) -> None:
     rows = {
         "request": letter.request_id,
-        "failed": _time(letter.failed_ms),
+        "failed": _format_time(letter.failed_ms),
         "stage": f"{letter.role} {letter.worker}, version {letter.version}",
         "subject": letter.subject,
         "attempts": letter.attempts,
@@ -117,7 +117,7 @@ def _print_letter(letter: DeadLetter) -> None:
         out.print(f"{name:<9}{value}", highlight=False, markup=False, soft_wrap=True)
     for attempt in letter.history:
         out.print(
-            f"         {_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}",
+            f"         {_format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}",
             highlight=False,
         )
     out.print(letter.traceback, highlight=False, markup=False, soft_wrap=True)
@@ -126,35 +126,36 @@ def _print_letter(letter: DeadLetter) -> None:
 
 
 async def requeue(request_id: str, url: str, *, edit: bool) -> int:
-    """Raises NotFound without a letter, InvalidRequest for a request that cannot be sent again."""
+    """Publish the request of a dead letter again.
+
+    Raises NotFound without a letter, InvalidRequest for a request that cannot be decoded.
+    """
     bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
     try:
         letter = await dead_letters.find(bus, request_id)
         if not letter.request:
-            raise NotFound(
-                f"the dead letter of {request_id} does not hold what the client had sent"
-            )
-        request = _edited(letter.request) if edit else _decoded(letter.request)
+            raise NotFound(f"the dead letter of {request_id} does not hold the request")
+        request = _edit(letter.request) if edit else _decode(letter.request)
         request = msgspec.structs.replace(request, request_id=request_id)
         await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
     finally:
         await bus.close()
-    out.print(f"sent again: pagemill follow {request_id}", highlight=False)
+    out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 
 
-def _decoded(data: bytes) -> GenerateRequest:
+def _decode(data: bytes) -> GenerateRequest:
     try:
         return decode_request(data)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{error}: it can be sent again with --edit") from error
+        raise InvalidRequest(f"{error}: use --edit to correct it") from error
 
 
-def _edited(data: bytes) -> GenerateRequest:
-    """Raises InvalidRequest when the edited text is no request; nothing has been sent then."""
+def _edit(data: bytes) -> GenerateRequest:
+    """Open a request in the editor and return the result; raises InvalidRequest for other text."""
     if data[:1] and data[0] >= 0x80:
         data = msgspec.json.encode(msgspec.msgpack.decode(data))
-    with contextlib.suppress(msgspec.MsgspecError):  # What is not even JSON is edited as it is.
+    with contextlib.suppress(msgspec.MsgspecError):  # Other bytes are edited as they are.
         data = msgspec.json.format(data, indent=2)
     editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
@@ -168,5 +169,5 @@ def _edited(data: bytes) -> GenerateRequest:
         raise InvalidRequest(f"the edited request is not valid: {error}") from error
 
 
-def _time(ms: float) -> str:
+def _format_time(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""`pagemill render` and `tokenize`: what a renderer makes of a prompt, without an engine."""
+"""Implementation of `pagemill render` and `pagemill tokenize`, which need no engine."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ out = Console()
 
 
 async def render_and_print(question: AskOptions, url: str, *, as_json: bool) -> int:
-    """Returns the exit code: 0, or 1 for a refusal."""
+    """Return the exit code: 0, or 1 for an error of the renderer."""
     request = build_request(question)
     bus = await Bus.connect(url, "render", CONNECT_TIMEOUT_S)
     try:
@@ -25,35 +25,35 @@ async def render_and_print(question: AskOptions, url: str, *, as_json: bool) -> 
     finally:
         await bus.close()
     if isinstance(answer, ErrorReply):
-        return _print_refusal(answer, as_json=as_json)
+        return _print_error_reply(answer, as_json=as_json)
     rendered, tensors = answer
     if as_json:
-        _print_json(_described(rendered, tensors))
+        _print_json(_describe(rendered, tensors))
         return 0
-    _plain_line(f"{len(rendered.prompt_token_ids)} tokens")
+    _print_line(f"{len(rendered.prompt_token_ids)} tokens")
     for item in rendered.items:
         offset, length = item.placeholder.offset, item.placeholder.length
-        _plain_line(f"{item.modality} {item.mm_hash}: tokens {offset} to {offset + length - 1}")
+        _print_line(f"{item.modality} {item.mm_hash}: tokens {offset} to {offset + length - 1}")
         for name, index in item.fields.items():
-            _plain_line(f"  {name:<16} {tensors[index].dtype} {list(tensors[index].shape)}")
+            _print_line(f"  {name:<16} {tensors[index].dtype} {list(tensors[index].shape)}")
     return 0
 
 
 async def tokenize_and_print(model: str, text: str, url: str, *, as_json: bool) -> int:
-    """Returns the exit code: 0, or 1 for a refusal."""
+    """Return the exit code: 0, or 1 for an error of the renderer."""
     bus = await Bus.connect(url, "tokenize", CONNECT_TIMEOUT_S)
     try:
         answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
     finally:
         await bus.close()
     if isinstance(answer, ErrorReply):
-        return _print_refusal(answer, as_json=as_json)
+        return _print_error_reply(answer, as_json=as_json)
     _print_json(answer) if as_json else _print_tokens(answer)
     return 0
 
 
-def _described(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[str, Any]:
-    """Tensors by dtype and shape; their bytes are nothing for a terminal."""
+def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[str, Any]:
+    """Return a JSON object for a prompt; tensors are shown by dtype and shape."""
     return {
         "prompt_token_ids": rendered.prompt_token_ids,
         "items": [
@@ -73,16 +73,16 @@ def _described(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[
 
 
 def _print_tokens(answer: Tokenized) -> None:
-    _plain_line(f"{answer.count} tokens of at most {answer.max_model_len}")
-    _plain_line(" ".join(map(str, answer.token_ids)))
+    _print_line(f"{answer.count} tokens of at most {answer.max_model_len}")
+    _print_line(" ".join(map(str, answer.token_ids)))
 
 
-def _print_refusal(refusal: ErrorReply, *, as_json: bool) -> int:
-    _print_json(refusal) if as_json else print_error(refusal.error)
+def _print_error_reply(reply: ErrorReply, *, as_json: bool) -> int:
+    _print_json(reply) if as_json else print_error(reply.error)
     return 1
 
 
-def _plain_line(text: str) -> None:
+def _print_line(text: str) -> None:
     out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Where the configuration comes from: a file, `pagemill.yaml` here, or the embedded default."""
+"""Loading of the configuration: a given file, `pagemill.yaml` here, or the embedded default."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ models:
 
 
 def find_config_file(given: Path | None) -> Path | None:
-    """The file to read; None stands for the embedded default."""
+    """Return the file to read; None stands for the embedded default."""
     if given is not None:
         return given
     return DEFAULT_FILE if DEFAULT_FILE.exists() else None
@@ -80,7 +80,7 @@ def _parse_file(file: Path | None) -> Config:
 
 
 def check_paths(config: Config) -> None:
-    """Raises ConfigError when a model's or adapter's folder is missing or holds something else."""
+    """Check that the folders of models and adapters exist. Raises ConfigError."""
     for name, model in config.models.items():
         if not (Path(model.path) / "config.json").is_file():
             raise ConfigError(
@@ -98,11 +98,11 @@ def check_paths(config: Config) -> None:
 
 
 def nats_url(config: Config) -> str:
-    """Where the broker of this configuration listens."""
+    """Return the URL of the configured broker."""
     return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """Plain values, as they would stand in a file."""
+    """Return the configuration as plain values for YAML."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     return tree

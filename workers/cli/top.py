@@ -1,4 +1,4 @@
-"""`pagemill top`: the cluster in a terminal, once a second."""
+"""Implementation of `pagemill top`: the state of a cluster in a terminal, once a second."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,17 @@ from shared.telemetry.deltas import ClusterSnapshot
 from workers.cli.top_frame import EngineRow, Frame, ModelRow, Throughput, frame
 
 CONNECT_TIMEOUT_S = 2.0
-# Where there is no terminal.
+# Columns of the output to a file or a pipe.
 WIDTH = 120
-# Of a look at a broker that has fallen silent.
-LOOK_TIMEOUT_S = 5.0
+# A broker that hangs is reported after this time.
+SNAPSHOT_TIMEOUT_S = 5.0
 
 Show = Callable[[Frame | Unavailable], None]
 
 
 async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
-    """Show frame after frame until Ctrl-C; or one, and raise Unavailable where there is none."""
-    # What the connection has to say would be written over the picture, which tells it too.
+    """Show frames until Ctrl-C, or one frame; raises Unavailable when there is no first one."""
+    # Log lines of the connection would overwrite the frame, which shows the same errors.
     logs.configure_logging("error", role="top")
     viewer = Viewer(url)
     try:
@@ -44,19 +44,19 @@ async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> in
 
 
 class Viewer:
-    """Looks at a cluster again and again, over one connection as long as that holds."""
+    """Source of frames: takes snapshots over one connection and compares each with the last."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._bus: Bus | None = None
         self._last: ClusterSnapshot | None = None
 
-    async def look(self) -> Frame:
-        """Raises Unavailable when there is nothing to be seen."""
+    async def next_frame(self) -> Frame:
+        """Return the next frame. Raises Unavailable without a broker that answers."""
         if self._bus is None:
             self._bus = await Bus.connect(self._url, "top", CONNECT_TIMEOUT_S)
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 now = await cluster_snapshot.take_snapshot(self._bus)
         except TimeoutError:
             raise Unavailable(f"the broker at {self._url} does not answer") from None
@@ -69,10 +69,10 @@ class Viewer:
 
 
 async def _show_one(viewer: Viewer, interval_s: float, show: Show) -> None:
-    await viewer.look()
-    # Rates need two looks.
+    await viewer.next_frame()
+    # A rate needs two snapshots.
     await asyncio.sleep(interval_s)
-    show(await viewer.look())
+    show(await viewer.next_frame())
 
 
 async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -> None:
@@ -97,22 +97,22 @@ async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -
 async def _show_all(viewer: Viewer, interval_s: float, show: Show) -> None:
     while True:
         try:
-            show(await viewer.look())
+            show(await viewer.next_frame())
         except Unavailable as error:
             show(error)
         await asyncio.sleep(interval_s)
 
 
 def _printer(as_json: bool) -> Show:
-    """One frame after another; without control characters in a pipe or a file."""
+    """Return a function that prints frames one below the other, in a pipe without colours."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
 
     def show(seen: Frame | Unavailable) -> None:
         if as_json:
-            told = {"error": seen.message} if isinstance(seen, Unavailable) else seen
-            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+            shown = {"error": seen.message} if isinstance(seen, Unavailable) else seen
+            sys.stdout.write(msgspec.json.encode(shown).decode() + "\n")
             sys.stdout.flush()
         else:
             console.print(render(seen))
@@ -157,7 +157,7 @@ def _pools(seen: Frame) -> Table:
 
 
 def _queues(seen: Frame) -> Table:
-    table = _table("queue", "model", "lane", "#pending", "#in hand", "#oldest")
+    table = _table("queue", "model", "lane", "#pending", "#in flight", "#oldest")
     for q in seen.queues:
         _add(table, q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
     return table
@@ -204,7 +204,7 @@ def _engines(rows: Iterable[EngineRow]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    """Columns of numbers are marked with #."""
+    """Make a table; columns of numbers are marked with #."""
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     for column in columns:
         table.add_column(column.lstrip("#"), justify="right" if column[0] == "#" else "left")

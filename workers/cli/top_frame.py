@@ -1,4 +1,4 @@
-"""One frame of `pagemill top`: a cluster now, and what has happened in it since the last look."""
+"""Frame of `pagemill top`: the state of a cluster, and rates since the last snapshot."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,13 +16,13 @@ from shared.telemetry.deltas import (
 
 
 class Pool(Struct, frozen=True):
-    """Workers that do the same."""
+    """Workers of one role and the same models."""
 
     role: str
     models: list[str]
     workers: int
     silent: int
-    """Those of them that live and have not answered in time."""
+    """Workers with a heartbeat that did not report their metrics in time."""
     versions: list[str]
 
 
@@ -37,8 +37,10 @@ class QueueRow(Struct, frozen=True):
 
 
 class Throughput(Struct, frozen=True):
-    """What went through since the last look. All is None in a first frame, and ratios and
-    quantiles are where nothing happened."""
+    """Rates since the last snapshot.
+
+    All are None in a first frame; ratios and quantiles are None in an interval without events.
+    """
 
     prompt_tokens_per_s: float | None
     generation_tokens_per_s: float | None
@@ -47,18 +49,18 @@ class Throughput(Struct, frozen=True):
     time_to_first_token_p95_s: float | None
     inter_token_latency_p50_s: float | None
     prefix_hit_rate: float | None
-    """Of the tokens that were looked up in the prefix cache."""
+    """Share of the looked-up tokens that the prefix cache held."""
 
 
 class Totals(Struct, frozen=True):
-    """Counted since the start of the workers that live."""
+    """Counters since the start of the present workers."""
 
     prompt_tokens: int
     generation_tokens: int
     requests: int
-    """Answers that ended well."""
+    """Answers that ended without an error."""
     prefix_queries: int
-    """Tokens."""
+    """Tokens that were looked up in the prefix cache."""
     prefix_hits: int
     preemptions: int
 
@@ -75,9 +77,9 @@ class EngineRow(Struct, frozen=True):
     running: int
     waiting: int
     kv_cache_usage: float
-    """Of the blocks, 0 to 1."""
+    """Share of the blocks in use, 0 to 1."""
     kv_waste: float
-    """Of the slots in the held blocks, 0 to 1."""
+    """Share of the slots in used blocks that hold no token, 0 to 1."""
     flow: Throughput
     totals: Totals
 
@@ -86,7 +88,7 @@ class Frame(Struct, frozen=True):
     at_ms: float
     """Unix milliseconds of the broker's clock."""
     interval_s: float | None
-    """Since the last look; None for a first one."""
+    """Seconds since the last snapshot; None for a first frame."""
     in_flight: int
     oldest_request_s: float | None
     dead_letters: int

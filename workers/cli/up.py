@@ -1,4 +1,4 @@
-"""`pagemill up`: all roles on this machine, until a signal drains them and a second one hurries."""
+"""Implementation of `pagemill up`: all roles on this machine until a signal drains them."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ errors = Console(stderr=True)
 
 
 async def run_until_stopped(cluster: LocalCluster) -> int:
-    """Returns the exit code. Raises ConfigError or Unavailable when it does not start."""
+    """Run the cluster and return the exit code. Raises ConfigError or Unavailable at the start."""
     stopping = asyncio.Event()
 
-    def stop_or_hurry() -> None:
+    def stop_or_requeue() -> None:
         if stopping.is_set():
-            cluster.hurry()
+            cluster.requeue_now()
         stopping.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop_or_hurry)
+        loop.add_signal_handler(number, stop_or_requeue)
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
     try:
@@ -31,7 +31,7 @@ async def run_until_stopped(cluster: LocalCluster) -> int:
         if start.done():
             start.result()
             errors.print(
-                f"[bold green]ready[/] at {cluster.url} and {cluster.door};"
+                f"[bold green]ready[/] at {cluster.url} and {cluster.gateway_url};"
                 " Ctrl-C drains and stops",
                 soft_wrap=True,
             )

@@ -119,10 +119,10 @@ async def _compare(
 ) -> tuple[Singles, Bursts]:
     requests = _Requests(work, model, folder)
     async with _pagemill(model, folder) as (cluster, bus):
-        assert cluster.door is not None
+        assert cluster.gateway_url is not None
         pids = {role: cluster.pids(role)[0] for role in ("gateway", "engine")}
         pids["broker"] = int((folder / "nats" / "nats-server.pid").read_text())
-        roads: dict[str, Road] = {"nats": OverNats(bus), "gateway": OverHttp(cluster.door)}
+        roads: dict[str, Road] = {"nats": OverNats(bus), "gateway": OverHttp(cluster.gateway_url)}
         if theirs is not None:
             roads["vllm"] = OverHttp(theirs)
         # The first of each shape compiles, connects and fills caches.

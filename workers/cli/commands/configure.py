@@ -1,0 +1,46 @@
+"""Commands about the configuration: `pagemill key` and `pagemill check`."""
+
+import sys
+
+import yaml
+from rich.console import Console
+
+from shared.protocol.pipeline import graph_lines
+from shared.stage.pipelines import pipelines_of
+from workers.cli import settings
+from workers.cli.options import ConfigFile
+from workers.gateway.http.auth import digest, make_key
+
+
+def key(name: str, /, *, tenant: str | None = None) -> int:
+    """Make an API key for the gateway. Print the key, only this once, and its configuration.
+
+    Parameters
+    ----------
+    name
+        Name of the key's owner, for the log.
+    tenant
+        Tenant whose caches and requests the key shares; by default a tenant of its own.
+    """
+    stderr = Console(stderr=True)
+    made = make_key()
+    entry: dict[str, object] = {"name": name, "sha256": digest(made)}
+    entry |= {} if tenant is None else {"tenant": tenant}
+    lines = yaml.safe_dump({"gateway": {"api_keys": [entry]}}, sort_keys=False)
+    stderr.print("This key is stored nowhere; give it to its owner:")
+    sys.stdout.write(f"{made}\n")
+    stderr.print(f"\nAdd this to the configuration:\n\n{lines}", highlight=False)
+    return 0
+
+
+def check(*, config: ConfigFile = None) -> int:
+    """Print each pipeline and the effective configuration, or the configuration's first error."""
+    file = settings.find_config_file(config)
+    loaded = settings.load_config(file)
+    settings.check_paths(loaded)
+    Console(stderr=True).print(f"[green]ok[/]: {file or 'embedded default'}")
+    for name, pipeline in pipelines_of(loaded).items():
+        lines = [f"pipeline of {name}", *(f"  {line}" for line in graph_lines(pipeline))]
+        sys.stdout.writelines(f"# {line}\n" for line in lines)
+    sys.stdout.write(yaml.safe_dump(settings.as_tree(loaded), sort_keys=False))
+    return 0

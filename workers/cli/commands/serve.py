@@ -1,0 +1,80 @@
+"""Commands that run workers: `pagemill up` and `pagemill worker`."""
+
+import gc
+import importlib
+import os
+from typing import Annotated
+
+import uvloop
+from cyclopts import Parameter
+
+from shared.stage import runtime
+from shared.telemetry import logs
+from workers.cli import settings
+from workers.cli.local_cluster import LocalCluster
+from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.up import run_until_stopped
+from workers.roles import WorkerSpec, all_roles, default_workers, role_of
+
+
+def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+    """Run all roles on this machine, with an embedded nats-server unless one is configured.
+
+    Ctrl-C drains: workers finish or requeue the requests in flight before they end. A second Ctrl-C
+    makes them requeue at once.
+    """
+    file = settings.find_config_file(config)
+    loaded = settings.load_config(file)
+    settings.check_paths(loaded)
+    logs.configure_logging(loaded.log_level, role="up")
+    workers = [*default_workers(loaded), WorkerSpec("gateway")]
+    return uvloop.run(run_until_stopped(LocalCluster(loaded, file, workers, nats)))
+
+
+def _check_role(_: type[str], name: str) -> None:
+    names = [spec.name for spec in all_roles()]
+    if name not in names:
+        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
+
+
+def worker(
+    role: Annotated[str, Parameter(validator=_check_role)],
+    /,
+    *,
+    model: str | None = None,
+    stage: str | None = None,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """Run one worker until SIGTERM or Ctrl-C drains it.
+
+    Parameters
+    ----------
+    role
+        The kind of worker: coordinator, renderer, encoder, engine or gateway.
+    model
+        The model that an engine or an encoder serves; needed only when several are configured.
+    stage
+        The stage of the model's pipeline that the worker serves; by default the one named like its
+        role.
+    """
+    loaded = load(config)
+    if model is None and len(loaded.models) == 1:
+        model = next(iter(loaded.models))
+    # Idle threads of torch would otherwise spin, and take the processors from the engine's own
+    # kernels and from other workers. torch reads the variable at its import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    url = nats or settings.nats_url(loaded)
+    return runtime.run(role, load_main(role), loaded, url, model, stage)
+
+
+def load_main(role: str) -> runtime.Main:
+    """Import the module of a role and return its `main`."""
+    # An import of transformers makes millions of objects that stay: collections in the middle of it
+    # free nothing and take a seventh of its time.
+    gc.disable()
+    try:
+        main: runtime.Main = importlib.import_module(role_of(role).module).main
+    finally:
+        gc.enable()
+    return main

@@ -1,0 +1,38 @@
+"""Options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from shared.config import Config
+from workers.cli import settings
+
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(
+        name=["--config", "-c"],
+        help="Configuration file; by default pagemill.yaml here, else the embedded default.",
+    ),
+]
+NatsUrl = Annotated[
+    str | None,
+    Parameter(name="--nats", help="URL of the nats-server; by default as configured."),
+]
+Images = Annotated[
+    list[Path] | None,
+    Parameter(
+        name=["--image", "-i"], help="An image for the question; may be given several times."
+    ),
+]
+ModelName = Annotated[str | None, Parameter(help="By default the first one configured.")]
+
+
+def load(config: Path | None) -> Config:
+    """Load the given configuration file, or the default. Raises ConfigError."""
+    return settings.load_config(settings.find_config_file(config))
+
+
+def find_url(config: Path | None, nats: str | None) -> str:
+    """Return the broker's URL; reads the configuration only when none is given."""
+    return nats or settings.nats_url(load(config))
