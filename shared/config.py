@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from shared.protocol.pipeline import EdgeMode, OutputKind
+
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -36,7 +38,7 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The stage that the input comes from, or `request`."""
     function: str
     """Name of the edge function that makes the stage's input from the source's result."""
-    mode: Literal["task", "stream", "fan_out"] = "task"
+    mode: EdgeMode = "task"
     """`task`: the source hands its result over. `stream`: the stage follows the source's output.
     `fan_out`: the source publishes a task for each item."""
     gathered_by: str | None = None
@@ -48,7 +50,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     """The output's name; `text` is the request's own token log."""
-    kind: Literal["text", "audio", "image", "video"]
+    kind: OutputKind
     """What its records hold."""
 
 
