@@ -31,7 +31,6 @@ COUNTED = (
     subjects.DEAD_STREAM,
 )
 
-_heartbeat = msgspec.json.Decoder(Heartbeat).decode
 _letter = msgspec.msgpack.Decoder(DeadLetter).decode
 
 
@@ -110,7 +109,7 @@ class Store:
         return {name: (await self._js.stream_info(name)).state.consumer_count for name in COUNTED}
 
     async def beats(self) -> list[Heartbeat]:
-        return [_heartbeat(data) for data in await self._bus.read_heartbeats()]
+        return await self._bus.read_heartbeats()
 
     async def logs(self) -> dict[str, list[LogRecord]]:
         found: dict[str, list[LogRecord]] = {}

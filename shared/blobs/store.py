@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 
 from shared.blobs import protocol
@@ -34,7 +33,7 @@ from shared.bus.bus import Bus
 from shared.config import BlobsConfig
 from shared.errors import BlobLost, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import BlobAddress, Heartbeat
+from shared.protocol.messages import BlobAddress, decode_heartbeat
 from shared.protocol.multimodal import BlobRef
 
 # Limit on owners with cached transports, because workers come and go.
@@ -49,7 +48,6 @@ RELEASE_PAUSES_S = (0.0, 0.5, 2.0)
 RELEASE_WAIT_S = 0.25
 
 _log = structlog.get_logger()
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 class Blobs:
@@ -131,7 +129,7 @@ class Blobs:
         now_s = time.monotonic()
         if now_s > self._neighbours_until_s:
             self._neighbours_until_s = now_s + NEIGHBOURS_TTL_S
-            beats = [_heartbeat.decode(data) for data in await self._bus.read_heartbeats()]
+            beats = await self._bus.read_heartbeats()
             self._neighbours = {
                 beat.worker: beat.blobs
                 for beat in beats
@@ -292,4 +290,5 @@ class Blobs:
 
     async def _address_of(self, owner: str) -> BlobAddress | None:
         stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
-        return None if stored is None else _heartbeat.decode(stored.data).blobs
+        beat = None if stored is None else decode_heartbeat(stored.data)
+        return None if beat is None else beat.blobs

@@ -29,6 +29,7 @@ from shared.bus.reading import StreamReader
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
+from shared.protocol.messages import Heartbeat, decode_heartbeat
 
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
@@ -193,11 +194,15 @@ class Bus(Publisher, StreamReader, Messenger):
     async def publish_heartbeat(self, worker: str, data: bytes) -> None:
         await self.publish_without_id(subjects.heartbeat(worker), data)
 
-    async def read_heartbeats(self) -> list[bytes]:
-        """Return the latest heartbeat of every live worker."""
+    async def read_heartbeats(self) -> list[Heartbeat]:
+        """Return the latest heartbeat of every live worker.
+
+        Bytes that are no heartbeat are skipped, because anyone may publish on the bus.
+        """
         stored = await self.read(subjects.WORKERS_STREAM, subjects.HEARTBEATS_FILTER)
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
-        return [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
+        latest = [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
+        return [beat for data in latest if (beat := decode_heartbeat(data)) is not None]
 
     async def heartbeat_lag_s(self, worker: str, observer: str) -> float:
         """Return the time from the latest heartbeat of `worker` to that of the live `observer`.

@@ -603,6 +603,7 @@ _request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
 _job_record = msgspec.json.Decoder(RequestRecord)
 
 _attempt = msgspec.json.Decoder(AttemptRecord)
+_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 to_json = msgspec.json.Encoder().encode
 to_msgpack = msgspec.msgpack.Encoder().encode
@@ -643,6 +644,15 @@ def decode_attempt(data: bytes) -> AttemptRecord | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return attempt
+
+
+def decode_heartbeat(data: bytes) -> Heartbeat | None:
+    """None for bytes that are no heartbeat: anyone may publish on the bus."""
+    try:
+        beat: Heartbeat = _heartbeat.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return beat
 
 
 def error_info(error: PagemillError) -> ErrorInfo:

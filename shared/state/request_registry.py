@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, RequestRecord, decode_job_record, to_json
+from shared.protocol.messages import RequestRecord, decode_job_record, to_json
 
 # A replica that serves reads may lag behind for a moment.
 STALE_READ_S = 0.02
@@ -17,8 +16,6 @@ STALE_READ_S = 0.02
 SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
 # Limit on holders of a request; the latest are stored.
 MAX_HOLDERS = 8
-
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
@@ -58,7 +55,7 @@ async def _are_dead(bus: Bus, workers: set[str]) -> bool:
     """
     for pause_s in SEARCH_PAUSES_S:
         await asyncio.sleep(pause_s)
-        living = {_heartbeat.decode(data).worker for data in await bus.read_heartbeats()}
+        living = {beat.worker for beat in await bus.read_heartbeats()}
         if living & workers:
             return False
     return True

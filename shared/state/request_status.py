@@ -11,19 +11,21 @@ import msgspec
 from shared.bus.bus import Bus
 from shared.bus.stored import StoredMessage
 from shared.codec import envelope
-from shared.errors import NotFound
+from shared.errors import DecodeError, NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import (
     AttemptRecord,
     Failure,
     Finish,
-    Heartbeat,
     LogRecord,
     StageSpan,
     TaskHeader,
     decode_attempt,
 )
 from shared.state.token_log import is_final, last_record
+
+# What the explanation of a busy engine reads from its load; other roles report other figures.
+ENGINE_LOAD = {"running", "free_blocks", "blocks"}
 
 State = Literal["unknown", "queued", "running", "finished", "failed"]
 
@@ -32,9 +34,6 @@ class _AnyTask(msgspec.Struct, frozen=True):
     """A task of any stage."""
 
     header: TaskHeader
-
-
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
         waits_s=(bus.now_ms() - work.stored_ms) / 1000,
         records=records,
         attempts=attempts,
-        path=envelope.decode(work.data, _AnyTask)[0].header.path,
+        path=_path_of(work.data),
     )
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
@@ -86,6 +85,14 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
         attempt=current.number,
         why=await _why_running(bus, current),
     )
+
+
+def _path_of(task: bytes) -> list[StageSpan]:
+    """The stages behind a task; none if the task cannot be decoded."""
+    try:
+        return envelope.decode(task, _AnyTask)[0].header.path
+    except DecodeError:
+        return []
 
 
 def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> RequestStatus:
@@ -118,7 +125,7 @@ async def _why_unknown(bus: Bus) -> str:
 
 async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     stage, model, lane = subjects.parts_of_stage(work.subject)
-    beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
+    beats = await bus.read_heartbeats()
     workers = [
         beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
     ]
@@ -139,18 +146,12 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
 
 
 async def _why_running(bus: Bus, attempt: AttemptRecord) -> str:
-    beat = next(
-        (
-            beat
-            for data in await bus.read_heartbeats()
-            if (beat := _heartbeat.decode(data)).worker == attempt.worker
-        ),
-        None,
-    )
+    beats = await bus.read_heartbeats()
+    beat = next((beat for beat in beats if beat.worker == attempt.worker), None)
     if beat is None:
         return f"{attempt.worker} is dead: another worker gets the request after its ack wait"
     load = beat.load
-    if load.get("waiting"):
+    if load.get("waiting") and load.keys() >= ENGINE_LOAD:
         return (
             f"{attempt.worker} runs {load['running']:.0f} sequences, {load['waiting']:.0f} wait:"
             f" {load['free_blocks']:.0f} of {load['blocks']:.0f} KV blocks are free"

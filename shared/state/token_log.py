@@ -11,14 +11,13 @@ record goes on behind them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import (
@@ -72,30 +71,37 @@ def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
 
 async def last_record(bus: Bus, request_id: str) -> LogRecord | None:
     """The last record of a request's own log that this version knows; None for an empty log."""
-    record, _ = await _last(bus, request_id, TEXT)
-    return record if isinstance(record, LogRecord) else None
+    tail = await _read_tail(bus, request_id, TEXT)
+    return tail.known if isinstance(tail.known, LogRecord) else None
 
 
-async def _last(
-    bus: Bus, request_id: str, output: str
-) -> tuple[AnyRecord | UnknownRecord | None, int]:
-    """The last record of a log, and the sequence of the last message in it, record or not."""
+class _Tail(NamedTuple):
+    """The end of a log."""
+
+    known: AnyRecord | None
+    """The final record, or the last one of a kind that this version knows."""
+    next_index: int
+    last_sequence: int
+    """Sequence of the last message, record or not."""
+
+
+async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     subject = subjects.tokens(request_id, output)
     last = await bus.read_last(subjects.TOKENS_STREAM, subject)
     if last is None:
-        return None, 0
+        return _Tail(None, 0, 0)
     record = decode_record(last.data)
-    if record is None or isinstance(record, UnknownRecord):
-        # Foreign bytes cover the last record: only then is the whole log read.
-        stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        return _last_known(stored), stored[-1].sequence if stored else 0
-    return record, last.sequence
-
-
-def _last_known(stored: Sequence[StoredMessage]) -> AnyRecord | UnknownRecord | None:
-    records = [decode_record(message.data) for message in stored]
-    known = [record for record in records if record is not None]
-    return next((r for r in known if is_final(r)), known[-1] if known else None)
+    if record is not None and not isinstance(record, UnknownRecord):
+        return _Tail(record, record.index + 1, last.sequence)
+    # Other bytes cover the last record: only then is the whole log read.
+    stored = await bus.read(subjects.TOKENS_STREAM, subject)
+    records = [r for message in stored if (r := decode_record(message.data)) is not None]
+    known = [record for record in records if not isinstance(record, UnknownRecord)]
+    return _Tail(
+        next((record for record in known if is_final(record)), known[-1] if known else None),
+        records[-1].index + 1 if records else 0,
+        stored[-1].sequence if stored else 0,
+    )
 
 
 class LogWriter:
@@ -118,7 +124,7 @@ class LogWriter:
         self.output = output
         self.records = records
         self.before_first: Callable[[], Awaitable[None]] | None = None
-        """Awaited once, before the first append of this writer."""
+        """Awaited once, before the first append of this writer; see `begin`."""
         self._bus = bus
         self._request_id = request_id
         self._attempt = attempt
@@ -183,10 +189,14 @@ class LogWriter:
         """Append the record that ends an output which is not the request's text."""
         await self._append(OutputEnd(self._next_index, self._attempt, summary))
 
-    async def _append(self, record: AnyRecord) -> None:
+    async def begin(self) -> None:
+        """Await `before_first`, unless that has been done."""
         if self.before_first is not None:
             hook, self.before_first = self.before_first, None
             await hook()
+
+    async def _append(self, record: AnyRecord) -> None:
+        await self.begin()
         data = to_json(record)
         subject = subjects.append(self._request_id, self.output)
         while True:
@@ -257,13 +267,12 @@ async def finish_request(
 async def _close(bus: Bus, request_id: str, output: str, final: Callable[[int], Any]) -> None:
     """Append `final(index)` to a log, unless it has a final record already."""
     while True:
-        record, last_sequence = await _last(bus, request_id, output)
-        if is_final(record):
+        tail = await _read_tail(bus, request_id, output)
+        if is_final(tail.known):
             return
-        index = 0 if record is None else record.index + 1
         try:
-            data = to_json(final(index))
-            await bus.append(subjects.append(request_id, output), data, last_sequence)
+            data = to_json(final(tail.next_index))
+            await bus.append(subjects.append(request_id, output), data, tail.last_sequence)
             return
         except Fenced:
             # Another writer may have ended it, or only have added to it; or this append is stored

@@ -23,7 +23,6 @@ REPLY_TIMEOUT_S = 0.5
 BROKER_UP = MetricSeries("broker_up", {}, 1)
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
 
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 _metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
@@ -32,7 +31,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     # These reads come first, because they fail at once without the streams.
     in_flight, oldest_ms = await bus.stream_size(subjects.REQUESTS_STREAM)
     dead_letters, _ = await bus.stream_size(subjects.DEAD_STREAM)
-    beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
+    beats = await bus.read_heartbeats()
     queues, metrics = await asyncio.gather(
         bus.queue_depths(subjects.STAGES_STREAM),
         _request_metrics(bus, {beat.worker for beat in beats}),

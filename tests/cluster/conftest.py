@@ -100,8 +100,7 @@ def request_text(text: str, **sampling: object) -> GenerateRequest:
 
 async def living(bus: Bus, role: str) -> list[Heartbeat]:
     """Heartbeats of the workers of a role; those of the dead linger for some seconds."""
-    beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.read_heartbeats()]
-    return [beat for beat in beats if beat.role == role and _lives(beat.pid)]
+    return [beat for beat in await bus.read_heartbeats() if beat.role == role and _lives(beat.pid)]
 
 
 def _lives(pid: int) -> bool:

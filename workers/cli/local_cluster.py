@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-import msgspec
 import structlog
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
-from shared.protocol.messages import Heartbeat
 from shared.stage.runtime import EXIT_CONFIG
 from workers.roles import WorkerSpec
 
 _log = structlog.get_logger()
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 READY_TIMEOUT_S = 120.0
 BROKER_CHECK_S = 0.2
@@ -168,7 +165,7 @@ class LocalCluster:
     async def _ready_roles(self, bus: Bus) -> Counter[str]:
         pids = {process.pid for process in self._processes.values()}
         try:
-            beats = [_heartbeat.decode(data) for data in await bus.read_heartbeats()]
+            beats = await bus.read_heartbeats()
         except Unavailable:
             return Counter()  # The stream of heartbeats does not exist yet.
         ours = [beat for beat in beats if beat.pid in pids]

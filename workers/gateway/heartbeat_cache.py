@@ -3,15 +3,11 @@
 import asyncio
 import time
 
-import msgspec
-
 from shared.bus.bus import Bus
 from shared.protocol.messages import Heartbeat
 
 READ_TIMEOUT_S = 2.0
 FRESH_S = 0.5
-
-_heartbeat = msgspec.json.Decoder(Heartbeat)
 
 
 class HeartbeatCache:
@@ -24,7 +20,6 @@ class HeartbeatCache:
         """Raises Unavailable or TimeoutError."""
         if time.monotonic() - self._read_s > FRESH_S:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                found = await self._bus.read_heartbeats()
-            self._beats = [_heartbeat.decode(data) for data in found]
+                self._beats = await self._bus.read_heartbeats()
             self._read_s = time.monotonic()
         return self._beats

@@ -14,6 +14,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
+from shared.protocol.messages import Heartbeat, to_json
 
 
 @pytest.fixture
@@ -204,3 +205,11 @@ async def test_a_cancellation_together_with_the_reply_is_not_lost(
     (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
     assert in_time == isinstance(outcome, asyncio.CancelledError)
     await bus.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"{}", b"[" * 10_000, b'{"role":5}'])
+async def test_bytes_that_are_no_heartbeat_are_skipped(bus: Bus, data: bytes) -> None:
+    beat = Heartbeat("test", f"test-{secrets.token_hex(4)}", "0", 1, [], {})
+    await bus.publish_heartbeat(beat.worker, to_json(beat))
+    await bus.publish_heartbeat(f"foreign-{secrets.token_hex(4)}", data)
+    assert beat in await bus.read_heartbeats()

@@ -20,7 +20,7 @@ from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
 from shared.protocol import subjects
-from shared.protocol.messages import GenerateRequest, Message
+from shared.protocol.messages import GenerateRequest, Heartbeat, Message, to_json
 
 SETTINGS_EXPORT = """
 system_account: SYS
@@ -139,15 +139,16 @@ async def test_prepare_waits_for_a_slow_broker(
 
 
 async def test_streams_in_memory_are_restored_after_a_restart(own_broker: EmbeddedServer) -> None:
+    beat = Heartbeat("engine", "engine-1", "0", 1, [], {})
     bus = await Bus.connect(own_broker.url, "test")
     await bus.prepare(NatsConfig(), DeliveryConfig())
-    await bus.publish_heartbeat("engine-1", b"{}")
+    await bus.publish_heartbeat("engine-1", to_json(beat))
     own_broker.kill()
     own_broker.start()
-    await bus.publish_heartbeat("engine-1", b"{}")
+    await bus.publish_heartbeat("engine-1", to_json(beat))
     assert await bus.heartbeat_lag_s("engine-1", observer="engine-1") == 0
     assert await bus.heartbeat_lag_s("engine-2", observer="engine-1") == math.inf
-    assert await bus.read_heartbeats() == [b"{}"]
+    assert await bus.read_heartbeats() == [beat]
     await bus.close()
 
 

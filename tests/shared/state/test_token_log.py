@@ -20,7 +20,13 @@ from shared.protocol.messages import (
     TokenChunk,
     Usage,
 )
-from shared.state.token_log import LogWriter, decode_record, end_request
+from shared.state.token_log import (
+    LogWriter,
+    decode_record,
+    end_request,
+    finish_request,
+    last_record,
+)
 
 
 @pytest.fixture
@@ -125,3 +131,101 @@ async def test_attempts_in_a_log_only_rise(bus: Bus, request_id: str) -> None:
     made_again = await LogWriter.open(bus, request_id, attempt=1)
     await made_again.tokens([ChoiceDelta(0, 1, [2], "b")])
     assert [record.attempt for record in await read_log(bus, request_id)] == [3, 4]
+
+
+FOREIGN = b"\xff\x00 no record"
+LATER_KIND = b'{"type":"a later kind","index":1,"attempt":1}'
+
+
+async def publish_foreign(bus: Bus, request_id: str, data: bytes = FOREIGN) -> None:
+    await bus.publish_without_id(subjects.append(request_id), data)
+
+
+@pytest.mark.parametrize(
+    "data", [FOREIGN, b"", b"null", b"[]", b'{"type":"tokens"}', b'{"type":"x","index":-']
+)
+async def test_a_writer_goes_on_behind_foreign_bytes(
+    bus: Bus, request_id: str, data: bytes
+) -> None:
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await publish_foreign(bus, request_id, data)
+    await log.tokens(delta(0))
+    await publish_foreign(bus, request_id, data)
+    await publish_foreign(bus, request_id, data)
+    await log.tokens(delta(1))
+    successor = await LogWriter.open(bus, request_id, attempt=2)
+    assert [record.index for record in successor.records] == [0, 1]
+    await successor.finish(OutputSummary(Usage(1, 2), 1), {})
+    assert [record.index for record in await read_log(bus, request_id)] == [0, 1, 2]
+
+
+async def test_a_zombie_is_refused_behind_foreign_bytes(bus: Bus, request_id: str) -> None:
+    zombie = await LogWriter.open(bus, request_id, attempt=1)
+    successor = await LogWriter.open(bus, request_id, attempt=2)
+    await publish_foreign(bus, request_id)
+    await successor.tokens(delta(0))
+    await publish_foreign(bus, request_id)
+    with pytest.raises(Fenced):
+        await zombie.tokens(delta(0))
+
+
+async def test_a_reader_skips_foreign_bytes_and_unknown_kinds(bus: Bus, request_id: str) -> None:
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.tokens(delta(0))
+    await publish_foreign(bus, request_id, LATER_KIND)
+    await publish_foreign(bus, request_id)
+    live = follow(bus, request_id)
+    first = await anext(live)
+    successor = await LogWriter.open(bus, request_id, attempt=2)
+    await successor.tokens(delta(1))
+    await publish_foreign(bus, request_id)
+    await publish_foreign(bus, request_id, LATER_KIND.replace(b"1,", b"3,", 1))
+    successor = await LogWriter.open(bus, request_id, attempt=3)
+    await successor.finish(OutputSummary(Usage(1, 2), 1), {})
+    rest = [record async for record in live]
+    assert [record.index for record in (first, *rest)] == [0, 2, 4]
+    assert [record.index async for record in follow(bus, request_id)] == [0, 2, 4]
+    assert [record.index async for record in follow(bus, request_id, 3)] == [4]
+
+
+async def test_a_record_of_an_unknown_kind_fences_the_writer(bus: Bus, request_id: str) -> None:
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.tokens(delta(0))
+    await publish_foreign(bus, request_id, LATER_KIND)
+    with pytest.raises(Fenced):
+        await log.tokens(delta(1))
+
+
+@pytest.mark.parametrize("data", [FOREIGN, LATER_KIND])
+async def test_the_last_record_is_found_under_other_bytes(
+    bus: Bus, request_id: str, data: bytes
+) -> None:
+    await publish_foreign(bus, request_id)
+    assert await last_record(bus, request_id) is None
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.tokens(delta(0))
+    await publish_foreign(bus, request_id, data)
+    record = await last_record(bus, request_id)
+    assert isinstance(record, TokenChunk)
+    assert record.index == 0
+
+
+@pytest.mark.parametrize(("data", "index"), [(FOREIGN, 1), (LATER_KIND, 2)])
+async def test_a_request_ends_once_behind_other_bytes(
+    bus: Bus, request_id: str, data: bytes, index: int
+) -> None:
+    failed, finished = request_id, f"{request_id}-2"
+    for name in (failed, finished):
+        log = await LogWriter.open(bus, name, attempt=1)
+        await log.tokens(delta(0))
+        await publish_foreign(bus, name, data)
+    for _ in range(2):
+        await end_request(bus, failed, 1, ContextTooLong("too long"), [])
+        await finish_request(bus, finished, 1, {"text": OutputSummary(Usage(1, 1), 1)})
+        for name in (failed, finished):
+            await publish_foreign(bus, name)
+    _, failure = await read_log(bus, failed)
+    _, finish = await read_log(bus, finished)
+    assert isinstance(failure, Failure)
+    assert isinstance(finish, Finish)
+    assert (failure.index, finish.index) == (index, index)

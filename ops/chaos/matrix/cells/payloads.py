@@ -8,8 +8,6 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-import msgspec
-
 from ops.chaos import fake_model
 from ops.chaos.alterations import environment, slow_reader
 from ops.chaos.history import WorkerEvent, now, read_events
@@ -269,8 +267,7 @@ async def _must_be_lost(deployment: Deployment, blobs: Blobs, ref: BlobRef, what
 
 async def _renderers(deployment: Deployment, bus: Bus) -> Sequence[Heartbeat]:
     pids = {slot.pid for slot in deployment.pool.slots if slot.role == "renderer"}
-    beats = [msgspec.json.decode(data, type=Heartbeat) for data in await bus.read_heartbeats()]
-    return [beat for beat in beats if beat.pid in pids]
+    return [beat for beat in await bus.read_heartbeats() if beat.pid in pids]
 
 
 def _num_read(deployment: Deployment, transport: str, since: float) -> int:

@@ -1,0 +1,80 @@
+"""The status of a request whose messages and workers are not what they should be."""
+
+import secrets
+
+import pytest
+
+from shared.bus.bus import Bus
+from shared.codec import envelope
+from shared.protocol import subjects
+from shared.protocol.messages import AttemptRecord, Heartbeat, StageSpan, to_json
+from shared.state import request_status
+from shared.state.token_log import LogWriter
+from tests.tasks import engine_task
+
+
+@pytest.fixture
+def request_id() -> str:
+    return f"t-{secrets.token_hex(6)}"
+
+
+async def put_task(bus: Bus, request_id: str, data: bytes) -> None:
+    subject = subjects.stage("engine", "m", "batch", request_id)
+    await bus.publish(subject, data, f"{request_id}:1:engine:0")
+
+
+async def put_attempt(bus: Bus, request_id: str, worker: str) -> None:
+    attempt = AttemptRecord("engine", worker, 1, bus.now_ms(), 0)
+    await bus.publish_without_id(subjects.attempts(request_id), to_json(attempt))
+
+
+async def test_a_task_that_cannot_be_decoded_has_a_status(bus: Bus, request_id: str) -> None:
+    await put_task(bus, request_id, b"garbage")
+    status = await request_status.find(bus, request_id)
+    assert (status.state, status.stage, status.path) == ("queued", "engine", [])
+
+
+async def test_foreign_bytes_on_every_subject_do_not_hide_the_status(
+    bus: Bus, request_id: str
+) -> None:
+    await put_task(bus, request_id, envelope.encode(engine_task(request_id, [1]), []))
+    worker = f"engine-{secrets.token_hex(4)}"
+    await put_attempt(bus, request_id, worker)
+    beat = Heartbeat("engine", worker, "0", 1, ["m"], {})
+    await bus.publish_heartbeat(worker, to_json(beat))
+    for subject in (
+        subjects.attempts(request_id),
+        subjects.append(request_id),
+        subjects.heartbeat(f"foreign-{secrets.token_hex(4)}"),
+    ):
+        await bus.publish_without_id(subject, b"\xff")
+    status = await request_status.find(bus, request_id)
+    assert (status.state, status.worker, status.records) == ("running", worker, 0)
+    assert status.why == f"{worker} works on it"
+
+
+async def test_records_are_counted_under_a_record_of_an_unknown_kind(
+    bus: Bus, request_id: str
+) -> None:
+    await put_task(bus, request_id, b"garbage")
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.tokens([])
+    later = b'{"type":"a later kind","index":1,"attempt":1}'
+    await bus.publish_without_id(subjects.append(request_id), later)
+    assert (await request_status.find(bus, request_id)).records == 1
+
+
+async def test_a_worker_with_other_figures_than_an_engine_works_on_its_request(
+    bus: Bus, request_id: str
+) -> None:
+    task = engine_task(request_id, [1])
+    task.header.path.append(StageSpan("renderer", "renderer-1", 1, 0.0, 1.0))
+    await put_task(bus, request_id, envelope.encode(task, []))
+    worker = f"talker-{secrets.token_hex(4)}"
+    await put_attempt(bus, request_id, worker)
+    await bus.publish_heartbeat(
+        worker, to_json(Heartbeat("talker", worker, "0", 1, ["m"], {"waiting": 2.0}))
+    )
+    status = await request_status.find(bus, request_id)
+    assert (status.state, status.why) == ("running", f"{worker} works on it")
+    assert [span.stage for span in status.path] == ["renderer"]
