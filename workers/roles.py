@@ -4,9 +4,9 @@ A module that adds a role calls `register` when it is imported, before the comma
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 from shared.config import Config
-from shared.protocol.pipeline import models_of
 from shared.stage.pipelines import pipelines_of
 
 
@@ -93,16 +93,12 @@ class WorkerSpec:
 
 def default_workers(config: Config) -> list[WorkerSpec]:
     """The workers of `pagemill up`: a coordinator, and those of each stage of each pipeline."""
-    pipelines = pipelines_of(config)
-    workers = [WorkerSpec("coordinator")]
-    stages = {stage.name: stage for pipeline in pipelines.values() for stage in pipeline.stages}
-    for stage in stages.values():
-        name = None if stage.name == stage.role else stage.name
-        if not role_of(stage.role).one_model:
-            workers += [WorkerSpec(stage.role, None, name)] * stage.replicas
-            continue
-        for model in models_of(pipelines, stage.name):
-            spec = pipelines[model].stage(stage.name)
-            assert spec is not None
-            workers += [WorkerSpec(stage.role, model, name)] * spec.replicas
-    return workers
+    num_workers: dict[WorkerSpec, int] = {}
+    for model, pipeline in pipelines_of(config).items():
+        for stage in pipeline.stages:
+            name = None if stage.name == stage.role else stage.name
+            spec = WorkerSpec(stage.role, model if role_of(stage.role).one_model else None, name)
+            # Workers of all models are as many as the model that wants most has asked for.
+            num_workers[spec] = max(num_workers.get(spec, 0), stage.replicas)
+    specs = [[spec] * num for spec, num in num_workers.items()]
+    return [WorkerSpec("coordinator"), *chain.from_iterable(specs)]
