@@ -54,10 +54,14 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     `roles` are the names of the roles that serve stages, `source` names the configuration file.
     """
     for name, model in config.models.items():
-        for stage in model.stages:
+        for stage, changes in model.stages.items():
+            key = f"models.{name}.stages.{stage}"
             if not is_name(stage) or stage == REQUEST:
-                key = f"models.{name}.stages.{stage}"
                 raise ConfigError(f"{source}: {key}: no name for a stage", field=key)
+            if changes.output is not None and not is_name(changes.output.name):
+                # It becomes a token of the subject of the output's log.
+                key = f"{key}.output"
+                raise ConfigError(f"{source}: {key}: no name for an output", field=key)
         for fault in faults(pipeline_of(model), roles):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)

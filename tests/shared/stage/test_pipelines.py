@@ -1,0 +1,109 @@
+"""Pipelines of the configuration: every refusal names the file and the key."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.config import Config, ModelConfig, StageConfig
+from shared.errors import ConfigError
+from shared.stage import tasks
+from shared.stage.pipelines import check_pipelines, pipeline_of
+
+ROLES = ("renderer", "encoder", "engine")
+SPEECH: dict[str, Any] = {
+    "role": "engine",
+    "inputs": {"tokens": {"from": "engine", "function": "follow", "mode": "stream"}},
+    "output": {"name": "speech", "kind": "audio"},
+}
+
+
+def model_with(stages: dict[str, Any]) -> ModelConfig:
+    return ModelConfig("nowhere", stages=msgspec.convert(stages, dict[str, StageConfig]))
+
+
+def speech(**changes: Any) -> dict[str, Any]:
+    return {"speech": SPEECH | changes}
+
+
+def output(name: str, kind: str = "audio") -> dict[str, Any]:
+    return speech(output={"name": name, "kind": kind})
+
+
+def from_engine(**changes: Any) -> dict[str, Any]:
+    return speech(inputs={"tokens": SPEECH["inputs"]["tokens"] | changes})
+
+
+REFUSED = [
+    ("stages.a.b", "no name for a stage", {"a.b": SPEECH}),
+    ("stages.request", "no name for a stage", {"request": SPEECH}),
+    ("stages.speech.role", "no role 'singer'", speech(role="singer")),
+    ("stages.speech.role", "no role 'speech'", speech(role=None)),
+    ("stages.speech.inputs", "no input", speech(inputs={})),
+    (
+        "stages.speech.output",
+        "no name for an output",
+        output("a.b"),
+    ),
+    ("stages.speech.output", "no name for an output", output("")),
+    ("stages.speech.output", "reserved", output("ends")),
+    ("stages.speech.output", "kind 'text'", output("speech", "text")),
+    ("stages.speech.output", "kind 'text'", output("text")),
+    ("stages.speech.output", "writes output", output("text", "text")),
+    ("stages", "no stage has an output", {"engine": {"enabled": False}}),
+    (
+        "stages.engine.inputs",
+        "at most one task edge",
+        {
+            "engine": {
+                "inputs": {
+                    "tokens": {"from": "renderer", "function": "rendered"},
+                    "prompt": {"from": "request", "function": "prompt"},
+                }
+            }
+        },
+    ),
+    ("stages.speech.inputs.tokens", "no stage 'nobody'", from_engine(**{"from": "nobody"})),
+    ("stages.speech.inputs.tokens", "has no output", from_engine(**{"from": "renderer"})),
+    (
+        "stages.speech.inputs.tokens",
+        "a task edge",
+        from_engine(**{"from": "request", "mode": "fan_out"}),
+    ),
+    (
+        "stages.speech.inputs.tokens",
+        "gather",
+        from_engine(**{"from": "renderer", "mode": "fan_out", "gathered_by": "nobody"}),
+    ),
+    ("stages.speech.inputs.tokens.function", "no edge function", from_engine(function="sing")),
+    ("stages.speech.inputs.tokens.function", "carries 'prompt'", from_engine(function="prompt")),
+    (
+        "stages.engine.inputs",
+        "form a cycle",
+        {"renderer": {"inputs": {"tokens": {"from": "engine", "function": "rendered"}}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "message", "stages"), REFUSED)
+def test_a_refusal_names_the_file_and_the_key(
+    key: str, message: str, stages: dict[str, Any]
+) -> None:
+    assert tasks  # registers the edge functions
+    with pytest.raises(ConfigError) as caught:
+        check_pipelines(Config({"demo": model_with(stages)}), ROLES, "pagemill.yaml")
+    assert caught.value.field == f"models.demo.{key}"
+    assert caught.value.message.startswith(f"pagemill.yaml: models.demo.{key}: ")
+    assert message in caught.value.message
+
+
+def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
+    model = model_with(speech() | {"engine": {"replicas": 2, "sampling_defaults": {"n": 2}}})
+    check_pipelines(Config({"demo": model}), ROLES, "pagemill.yaml")
+    pipeline = pipeline_of(model)
+    assert list(pipeline.outputs) == ["text", "speech"]
+    assert pipeline.default_outputs == ["text"]
+    engine = pipeline.stage("engine")
+    assert engine is not None
+    assert (engine.replicas, engine.sampling_defaults) == (2, {"n": 2})
+    assert [edge.target for edge in pipeline.followers_of("engine")] == ["speech"]
