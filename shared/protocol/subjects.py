@@ -171,6 +171,11 @@ def ends(request_id: str) -> str:
     return f"pm.tokens.{request_id}.ends"
 
 
+def logs_beside_text(request_id: str) -> str:
+    """Filter for the logs of a request's other outputs, and for the list of their ends."""
+    return f"pm.tokens.{request_id}.>"
+
+
 def append_ends(request_id: str) -> str:
     return f"pm.append.{request_id}.ends"
 

@@ -155,9 +155,11 @@ class Stage:
 
     async def _settle_ended(self, job: Job, log: LogWriter) -> None:
         """Settle a job whose output or request has ended before this delivery."""
-        last = log.records[-1] if log.records else None
+        last = next((record for record in log.records if is_final(record)), None)
         if isinstance(last, OutputEnd) and not last.cut:
-            # The attempt that wrote it may have died before it noted the end.
+            # The attempt that wrote it may have died before it noted the end. In a new round, the
+            # followers have to start again.
+            await self.start_followers(job)
             await self._note_end(job, log.output, last.summary)
             return
         if isinstance(last, OutputEnd):
@@ -227,6 +229,8 @@ class Stage:
         """
         log = _known(job.log)
         expected = _known(job.header).outputs
+        # In a new round nothing may be left to append, but the followers have to start again.
+        await log.begin()
         summary = replace(summary, path=[*job.path, self.span(job)])
         alone = expected in ([], [TEXT])
         if alone:

@@ -37,10 +37,11 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
 async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant: str = "") -> None:
     """Queue `request` again under its id, as if it were new.
 
-    Its token log and attempt records are removed first, and its dead letters last. `request` must
+    Its token logs and attempt records are removed first, and its dead letters last. `request` must
     contain its id. Raises PayloadTooLarge, Overloaded or Unavailable without deleting the letters.
     """
     await bus.purge(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+    await bus.purge(subjects.TOKENS_STREAM, subjects.logs_beside_text(request_id))
     await bus.purge(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     # With a message id it would count as a duplicate of the first publication.
     await bus.publish_without_id(subjects.request(model), request, tenant_header(tenant))

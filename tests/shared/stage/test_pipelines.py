@@ -34,6 +34,7 @@ def from_engine(**changes: Any) -> dict[str, Any]:
     return speech(inputs={"tokens": SPEECH["inputs"]["tokens"] | changes})
 
 
+FROM_REQUEST = from_engine(**{"from": "request", "mode": "fan_out"})
 REFUSED = [
     ("stages.a.b", "no name for a stage", {"a.b": SPEECH}),
     ("stages.request", "no name for a stage", {"request": SPEECH}),

@@ -47,8 +47,8 @@ from shared.stage.job import Job
 from shared.stage.loop import Shutdown, serve
 from shared.stage.pipelines import pipeline_of
 from shared.stage.stage import Stage
-from shared.state import dead_letters
-from shared.state.token_log import end_request
+from shared.state import dead_letters, output_ends
+from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
 
 PIPELINE = pipeline_of(ModelConfig("nowhere"))
@@ -315,6 +315,20 @@ async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
     assert (delivery.data, delivery.msg_id, delivery.tenant) == (request, None, "somebody")
     await delivery.ack()
     await requests.stop()
+
+
+async def test_all_logs_of_a_dead_letter_are_removed_before_it_is_sent_again(
+    bus: Bus, model: str, request_id: str
+) -> None:
+    """A closed output, or the list of the ends, would end the request without an answer."""
+    await output_ends.begin(bus, request_id, ["text", "speech"])
+    await end_request(bus, request_id, 1, Poisoned("twice dead"), [])
+    assert (await LogWriter.open(bus, request_id, 1, "speech")).closed
+    request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
+    await dead_letters.requeue(bus, request_id, model, request)
+    assert await output_ends.expected(bus, request_id) == []
+    assert not (await LogWriter.open(bus, request_id, 1, "speech")).records
+    assert await read_log(bus, request_id) == []
 
 
 async def test_who_is_fenced_off_says_nothing(bus: Bus, model: str, request_id: str) -> None:
