@@ -1,5 +1,7 @@
 """The documentation says what the code does, and its links lead somewhere."""
 
+import ast
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -25,6 +27,8 @@ CHANGELOG = ROOT / "CHANGELOG.md"  # it may name what is gone
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OURS = ("shared.", "workers.", "ops.")
 MODELS = "models: {any: {path: any}}\n"
 ANCHOR = re.compile(r'<a id="([\w-]+)">')
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
@@ -173,6 +177,16 @@ def test_every_configuration_in_the_documents_is_valid() -> None:
     assert len(found) > 5
     for text in found:
         parse_config(text if "models:" in text else f"{MODELS}{text}", {}, "a document")
+
+
+def test_the_imports_of_the_documents_exist() -> None:
+    blocks = [text for page in PAGES for text in PYTHON.findall(page.read_text(encoding="utf-8"))]
+    imports = [node for text in blocks for node in ast.walk(ast.parse(text))]
+    named = [(n.module, a.name) for n in imports if isinstance(n, ast.ImportFrom) for a in n.names]
+    ours = [(module, name) for module, name in named if module and module.startswith(OURS)]
+    assert len(ours) > 10
+    for module, name in ours:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 def _without_code(page: Path) -> str:
