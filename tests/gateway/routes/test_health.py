@@ -1,8 +1,11 @@
 """Endpoints for operators, load balancers and Prometheus."""
 
+import asyncio
+
 import httpx
 import pytest
 
+from shared.bus.bus import Bus
 from shared.stage.runtime import VERSION
 from tests.gateway.conftest import Start, free_port
 
@@ -13,6 +16,17 @@ async def test_health_readiness_and_version(http: httpx.AsyncClient) -> None:
     assert ready.status_code == 200
     assert ready.json() == {"status": "ok", "models": {"demo": "ok"}}
     assert (await http.get("/version")).json() == {"version": VERSION}
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"{}", b'{"role": 5}'])
+async def test_a_foreign_heartbeat_does_not_make_a_gateway_unready(
+    http: httpx.AsyncClient, bus: Bus, data: bytes
+) -> None:
+    await bus.publish_heartbeat("foreign-health-test", data)
+    # The gateway reads heartbeats again after half a second.
+    await asyncio.sleep(0.6)
+    ready = await http.get("/ready")
+    assert (ready.status_code, ready.json()["models"]) == (200, {"demo": "ok"})
 
 
 async def test_models_are_listed(http: httpx.AsyncClient) -> None:

@@ -1,15 +1,18 @@
 """Streams that resume after a broken connection, a killed gateway or a killed engine."""
 
 import asyncio
+import json
 import os
 import signal
 import time
 from typing import Any
 
 import httpx
+import pytest
 
 from shared.bus.bus import Bus
 from shared.config import DeliveryConfig, NatsConfig
+from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.messages import RequestRecord
 from shared.state import request_registry
@@ -130,6 +133,36 @@ async def test_a_durable_request_continues_without_its_client(http: httpx.AsyncC
     assert events((await http.get(url, params={"from": middle})).text) == [
         event for event in replayed if event[1] == "[DONE]" or int(event[0]) >= middle
     ]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "record of a later version"])
+async def test_a_request_with_foreign_messages_in_its_log_finishes(
+    http: httpx.AsyncClient, bus: Bus, kind: str
+) -> None:
+    request_id, _ = await begin(http, {}, 2, durable=True)
+    for _ in range(100):
+        last = await last_record(bus, request_id)
+        assert last is not None
+        later = {"type": "a later kind", "index": last.index + 1, "attempt": last.attempt}
+        data = b"\xff" if kind == "bytes" else json.dumps(later).encode()
+        stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens(request_id))
+        assert stored is not None
+        try:
+            await bus.append(subjects.append(request_id), data, stored.sequence)
+            break
+        except Fenced:
+            continue
+    await bus.publish_heartbeat("foreign-gateway-test", b"\xff")
+    first = await http.get(f"/v1/requests/{request_id}")
+    assert (first.status_code, first.json()["state"]) == (200, "running")
+    seen = await ended(http, request_id)
+    assert seen["state"] == "finished", seen
+    shown = events((await http.get(f"/v1/requests/{request_id}/stream")).text)
+    whole = {c["index"]: c["message"]["content"] for c in seen["result"]["choices"]}
+    assert texts(shown) == whole
+    async with asyncio.timeout(30):
+        while await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_event_ids_are_sent_to_clients_that_can_use_them(http: httpx.AsyncClient) -> None:
