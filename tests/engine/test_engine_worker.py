@@ -16,7 +16,7 @@ from shared.bus.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Failure, TokenChunk
+from shared.protocol.messages import Failure, TokenChunk, decode_attempt
 from shared.protocol.sampling import StructuredOutputs
 from shared.stage.runtime import Context
 from shared.state import dead_letters
@@ -193,6 +193,32 @@ async def test_where_no_grammars_are_known_nothing_pretends_to_follow_one(bus: B
         "invalid_grammar",
         "sampling_params.structured_outputs",
     )
+
+
+async def test_a_drain_requeues_a_request_that_waits_for_its_grammar(bus: Bus) -> None:
+    model = f"grammar-{secrets.token_hex(4)}"
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    waiting = asyncio.Event()
+
+    class SlowCompiler:
+        async def compile(self, _: StructuredOutputs, progress: Callable[[], Any]) -> None:
+            while True:
+                await progress()
+                waiting.set()
+                await asyncio.sleep(0.01)
+
+    worker._grammars = SlowCompiler()  # type: ignore[assignment]
+    serving = asyncio.create_task(worker.serve())
+    outputs = StructuredOutputs(json_object=True)
+    await put_task(bus, model, f"r-{model}", [1, 2], structured_outputs=outputs)
+    await asyncio.wait_for(waiting.wait(), 10)
+    context.shutdown.signal()
+    # Long before the drain would be over.
+    await asyncio.wait_for(serving, 10)
+    await context.close()
+    stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(f"r-{model}"))
+    attempts = [decode_attempt(message.data) for message in stored]
+    assert [attempt and attempt.outcome for attempt in attempts] == ["open", "requeued"]
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:
