@@ -1,4 +1,4 @@
-"""A LLaVA 1.5 with random weights, small enough to be made on the spot, and a picture for it."""
+"""A LLaVA 1.5 with random weights, small enough to be made on the spot, and an image for it."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 IMAGE_SIZE, PATCH_SIZE = 42, 14
-# As LLaVA 1.5's: it looks at parts only, writes pictures before texts, and no BOS.
+# As LLaVA 1.5's: it looks at parts only, writes images before texts, and no BOS.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
     "{% for part in m.content if part.type == 'image' %}{{ '<image>\n' }}{% endfor %}"

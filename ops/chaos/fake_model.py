@@ -230,7 +230,7 @@ class FakeProcessor:
     def render(
         self, messages: Sequence[Message], media: Iterable[Any], tenant: str = ""
     ) -> FakeRendered:
-        processed = [self.process(image, "", tenant) for image in media]
+        processed = [self.process(medium, "", tenant) for medium in media]
         token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), processed)
         items = [
             MultiModalKwargsItem(IMAGE, image.mm_hash, placeholder, {"bytes": number})

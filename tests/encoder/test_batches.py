@@ -1,4 +1,4 @@
-"""No picture is lost, overtaken, or kept waiting by a batch that had room for it."""
+"""No image is lost, overtaken, or kept waiting by a batch that had room for it."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The tower's thread: who shares a batch, and who pays for what goes wrong in one."""
+"""The tower thread: images share a batch, and an error in it fails one image only."""
 
 import asyncio
 import weakref
@@ -30,7 +30,7 @@ def picture(seed: int, side: int = 8) -> dict[str, Tensor]:
 
 
 class Watched:
-    """The demo model's tower; it stumbles over a picture whose first pixel is 255."""
+    """The demo model's tower; it stumbles over an image whose first pixel is 255."""
 
     def __init__(self, tower: Tower) -> None:
         self.adapter = tower.adapter
@@ -68,7 +68,7 @@ async def test_what_arrives_together_is_encoded_together(
         assert torch.allclose(embedding, alone, atol=1e-4)
 
 
-async def test_one_bad_picture_fails_alone(watched: tuple[TowerThread, Watched]) -> None:
+async def test_one_bad_image_fails_alone(watched: tuple[TowerThread, Watched]) -> None:
     thread, inner = watched
     bad = picture(1)
     bad["pixel_patches"].view(-1)[0] = 255
@@ -82,7 +82,7 @@ async def test_one_bad_picture_fails_alone(watched: tuple[TowerThread, Watched])
     assert inner.batches == [3, 1, 1, 1]
 
 
-async def test_a_malformed_picture_never_reaches_a_batch(
+async def test_a_malformed_image_never_reaches_a_batch(
     watched: tuple[TowerThread, Watched],
 ) -> None:
     thread, inner = watched
@@ -93,7 +93,7 @@ async def test_a_malformed_picture_never_reaches_a_batch(
     assert inner.batches == []
 
 
-async def test_pictures_are_let_go_when_they_are_encoded(
+async def test_images_are_let_go_when_they_are_encoded(
     watched: tuple[TowerThread, Watched],
 ) -> None:
     thread, _ = watched
@@ -114,7 +114,7 @@ async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watche
     assert sum(inner.batches) == 1
 
 
-def test_the_sample_is_a_picture_that_the_tower_takes(demo_tower: Tower) -> None:
+def test_the_sample_is_an_image_that_the_tower_takes(demo_tower: Tower) -> None:
     vision = find_tower(AutoConfig.from_pretrained(DEMO_MODEL))
     assert vision is not None
     sample = vision.sample()

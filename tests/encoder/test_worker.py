@@ -123,10 +123,10 @@ async def settled(bus: Bus, key: str) -> None:
     await until(is_settled)
 
 
-async def test_attempts_that_ended_well_are_not_held_against_the_picture(
+async def test_attempts_that_ended_well_are_not_held_against_the_image(
     start: Start, bus: Bus, model: str
 ) -> None:
-    """Those who made them have been restarted since; they have not died of it."""
+    """The encoders of those attempts have been restarted since; the image did not kill them."""
     mm_hash = secrets.token_hex(32)
     for _ in range(2):
         encoder = await start()
@@ -180,7 +180,7 @@ async def test_what_will_never_have_room_is_refused_at_once(
     assert record.error.code == "encoding_failed"
 
 
-async def test_one_picture_in_both_lanes_is_made_once_and_both_are_settled(
+async def test_one_image_in_both_lanes_is_made_once_and_both_are_settled(
     start: Start, bus: Bus, model: str
 ) -> None:
     encoder = await start()

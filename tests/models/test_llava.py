@@ -1,4 +1,4 @@
-"""LLaVA from messages and pictures to tokens, against transformers' own processor and generate."""
+"""LLaVA from messages and images to tokens, against transformers' own processor and generate."""
 
 import json
 import random
@@ -133,7 +133,7 @@ def test_images_change_the_output(plain: Road):
     assert first != second
 
 
-def test_pictures_that_touch_are_told_apart(tmp_path: Path):
+def test_images_that_touch_are_told_apart(tmp_path: Path):
     road = Road(tmp_path, template=TOUCHING)
     images = [llava.picture(4, 50, 50), llava.picture(5, 50, 50)]
     case = road.case("touching", "", images, 8)
@@ -145,7 +145,7 @@ def test_pictures_that_touch_are_told_apart(tmp_path: Path):
 
 
 def with_rows(case: Case, newline: int, width: int) -> Case:
-    """Text after every `width` tokens of each picture, as other families mark the ends of rows."""
+    """Text after every `width` tokens of each image, as other families mark the ends of rows."""
     token_ids: list[int] = []
     items = []
     end = 0
@@ -166,7 +166,7 @@ def with_rows(case: Case, newline: int, width: int) -> Case:
 
 
 @pytest.mark.parametrize("budget", [5, 7, 512])
-def test_text_within_a_picture_stays_text(plain: Road, budget: int):
+def test_text_within_an_image_stays_text(plain: Road, budget: int):
     """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
     images = [llava.picture(1, 90, 60), llava.picture(2, 42, 42)]
     case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
@@ -248,8 +248,8 @@ def test_placeholders_must_be_where_the_item_says(plain: Road):
         family.check(replace(request, items=[replace(item, modality="video")]))
 
 
-def test_embeddings_of_an_encoder_take_the_pictures_place(plain: Road):
-    """What somebody else's tower made of it, without its pixels."""
+def test_embeddings_of_an_encoder_take_the_images_place(plain: Road):
+    """An item with the embeddings of another tower, without its pixels."""
     image = llava.picture(1, 90, 60)
     case = plain.case("encoded", "See?", [image], 12)
     assert plain.twins.tower is not None

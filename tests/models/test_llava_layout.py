@@ -1,4 +1,4 @@
-"""LLaVA's prompts and pictures against transformers' own processor."""
+"""LLaVA's prompts and images against transformers' own processor."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def image() -> ImagePart:
 
 
 def restored(folder: Path, image: DecodedImage) -> torch.Tensor:
-    """What the tower is given of a picture that has been sent."""
+    """Return the pixel values that the tower is given for an image."""
     fields = Processor(ModelConfig(str(folder))).process(image, "field", "").fields
     vision = LlavaTower(AutoConfig.from_pretrained(folder))
     opened = {name: to_torch(tensor) for name, tensor in fields.items()}
@@ -70,7 +70,7 @@ def restored(folder: Path, image: DecodedImage) -> torch.Tensor:
 
 
 def expected(folder: Path, image: Image.Image) -> torch.Tensor:
-    """transformers' own picture processor, in its ordinary use; on bytes it leaves bytes."""
+    """transformers' own image processor, in its ordinary use; on bytes it leaves bytes."""
     own = AutoImageProcessor.from_pretrained(folder, backend="pil")
     return own(images=[image], return_tensors="pt")["pixel_values"][0].to(torch.float32)
 
@@ -87,7 +87,7 @@ def test_the_processors_output_is_restored_bit_for_bit(folder: Path, size: tuple
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
-def test_pictures_of_every_mode_are_restored(plain: Path, mode: str):
+def test_images_of_every_mode_are_restored(plain: Path, mode: str):
     picture = llava.picture(7, 70, 50)
     if mode == "I;16":
         picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
@@ -128,7 +128,7 @@ CONVERSATIONS = {
 
 
 def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) -> list[int]:
-    """What LlavaProcessor makes of the same messages; it takes parts only."""
+    """Return LlavaProcessor's inputs for the same messages; it takes parts only."""
     left = iter(pictures)
     conversation = []
     for message in messages:
@@ -270,7 +270,7 @@ def test_a_missing_processor_config_is_named(tmp_path: Path):
         Processor(ModelConfig(str(tmp_path)))
 
 
-def test_pictures_of_other_settings_have_other_names(plain: Path, tmp_path: Path):
+def test_images_of_other_settings_have_other_names(plain: Path, tmp_path: Path):
     names = {Processor(ModelConfig(str(plain))).hash_media(IMAGE, "source", "")}
     for number, settings in enumerate(({"resample": 2}, {"strategy": "full"})):
         folder = tmp_path / str(number)

@@ -1,6 +1,6 @@
 """The pixels that the engine restores are those of transformers' own processor, bit for bit.
 
-Files of every mode, pictures of every size, and processors of other models and settings.
+Files of every mode, images of every size, and processors of other models and settings.
 """
 
 import io
@@ -74,7 +74,7 @@ def noise(size: tuple[int, int], channels: int = 3) -> np.ndarray:
 
 
 def restored(picture: ProcessedImage, num_frames: int) -> np.ndarray:
-    """As the engine does it: values by the table, and the one frame repeated."""
+    """Restore values as the engine does: by the table, with the one frame repeated."""
     names = ("pixel_patches", "pixel_table")
     patches, table = (to_torch(picture.fields[name]).numpy() for name in names)
     values = np.stack([table[c][patches[:, c]] for c in range(3)], axis=1)

@@ -164,7 +164,7 @@ def with_embeddings(case: Case, change: Any) -> Case:
 
 
 @pytest.mark.parametrize("max_chunk", [100, 5])
-def test_levels_are_felt_also_where_a_chunk_cuts_the_picture(deep: Twins, max_chunk: int):
+def test_levels_are_felt_also_where_a_chunk_cuts_the_image(deep: Twins, max_chunk: int):
     assert deep.tower is not None
     case = from_afar(make_case("one", [(90, 60)], 9, 24), deep.tower)
     (item,) = case.request.items
@@ -221,7 +221,7 @@ def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins):
             runner.prepare(replace(case.request, items=[replace(item, placeholder=place)]))
 
 
-def test_features_that_are_not_finite_stay_with_their_picture(deep: Twins):
+def test_features_that_are_not_finite_stay_with_their_image(deep: Twins):
     """Each value of the table is finite, and what the tower makes of them is not."""
     assert deep.tower is not None
     good, bad = (make_case(name, [(90, 60)], 4, 4).request for name in ("good", "bad"))

@@ -1,4 +1,4 @@
-"""A real server that counts who knocks, and fetchers to send there."""
+"""A real server that counts connections, and fetchers that call it."""
 
 import socket
 import threading

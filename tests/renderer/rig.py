@@ -81,7 +81,7 @@ async def publish(bus: Bus, task: Task[RenderBody]) -> None:
 
 
 class Sink:
-    """What the engine of a model would be given."""
+    """Stands in for the engine of a model and receives its tasks."""
 
     def __init__(self, inbox: Consumer) -> None:
         self._inbox = inbox

@@ -42,7 +42,7 @@ STEPS = st.sampled_from(["enter", "enter", "next", "leave", "withdraw"])
 
 
 @given(st.lists(st.tuples(STEPS, st.sampled_from("abcd"))))
-def test_nobody_has_more_than_a_share_while_others_are_refused(
+def test_no_tenant_holds_more_than_its_share_while_others_are_refused(
     steps: list[tuple[str, str]],
 ) -> None:
     queue: FairQueue[Waiter] = FairQueue()

@@ -1,4 +1,4 @@
-"""Renderers beside other servers: what they tell, and pictures that these have processed."""
+"""Renderers beside other servers: what they tell, and images that these have processed."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class Rig:
         return answer
 
     async def engine(self, asked: Prompt, tenant: str = "", salt: str = "") -> EngineBody:
-        """What an engine is given, its items with no regard to where their tensors are."""
+        """Return the engine's input, without regard to the place of the items' tensors."""
         await publish(self.bus, task_for(self.bus, self.model, asked, tenant, salt))
         body, _ = await self._sink.next()
         return body
@@ -120,10 +120,10 @@ async def test_tokens_and_texts_go_both_ways(rig: Rig) -> None:
     counted = await client.tokenize(rig.bus, rig.model, TokenizeRequest(prompt=text))
     assert isinstance(counted, Tokenized)
     assert len(counted.token_strs) == counted.count == len(counted.token_ids)
-    told = await client.detokenize(rig.bus, rig.model, DetokenizeRequest(counted.token_ids))
-    assert isinstance(told, Detokenized)
-    assert told.prompt == text
-    assert b"".join(told.token_bytes) == text.encode()
+    detokenized = await client.detokenize(rig.bus, rig.model, DetokenizeRequest(counted.token_ids))
+    assert isinstance(detokenized, Detokenized)
+    assert detokenized.prompt == text
+    assert b"".join(detokenized.token_bytes) == text.encode()
     refused = await client.detokenize(rig.bus, rig.model, DetokenizeRequest([768]))
     assert isinstance(refused, ErrorReply)
     assert refused.error.field == "tokens[0]"
@@ -140,7 +140,7 @@ async def test_messages_are_counted_with_or_without_the_answers_beginning(rig: R
     assert counts[0] > counts[1]
 
 
-async def test_pictures_are_rendered_for_other_servers(rig: Rig, processor: Processor) -> None:
+async def test_images_are_rendered_for_other_servers(rig: Rig, processor: Processor) -> None:
     messages = messages_with([data_url(PICTURE), data_url(png(2))])
     rendered = await rig.features(messages)
     plain = await client.render(rig.bus, GenerateRequest(rig.model, messages))
@@ -159,7 +159,7 @@ async def test_pictures_are_rendered_for_other_servers(rig: Rig, processor: Proc
     assert all(f.kwargs_data is None and f.mm_metadata is None for f in bare.features)
 
 
-async def test_stored_pictures_are_found_for_their_tenant_alone(rig: Rig) -> None:
+async def test_stored_images_are_found_for_their_tenant_alone(rig: Rig) -> None:
     url = await client.pin_media(rig.bus, PICTURE, "a")
     messages = messages_with([url])
     assert (await rig.features(messages, tenant="a")).features
@@ -184,7 +184,7 @@ async def test_an_engine_is_given_the_same_for_features_as_for_messages(rig: Rig
 
 
 async def test_a_claimed_hash_is_no_key_of_ours(rig: Rig) -> None:
-    """Two items under one hash are two pictures, and one item under two hashes is one."""
+    """Two items under one hash are two images, and one item under two hashes is one."""
     hashes = []
     for seed, name in ((1, "same"), (2, "same"), (2, "other")):
         rendered = await rig.features(messages_with([data_url(png(seed))]))
@@ -236,7 +236,7 @@ async def test_what_is_no_item_is_refused_and_not_noted(rig: Rig) -> None:
     assert await rig.refused(misplaced) == ("invalid_request", place)
 
 
-async def test_rendered_pictures_are_not_rendered_again(rig: Rig) -> None:
+async def test_rendered_images_are_not_rendered_again(rig: Rig) -> None:
     feature = Feature("image", "h", 0, 1)
     request = GenerateRequest(rig.model, prompt_token_ids=[1], features=[feature])
     for answer in (

@@ -1,4 +1,4 @@
-"""A picture is decoded and processed once on a machine, and the same to everybody."""
+"""An image is decoded and processed once per machine, with one result for all requests."""
 
 import asyncio
 import io
@@ -38,7 +38,7 @@ def processor() -> Processor:
 
 @pytest.fixture
 async def renderer(bus: Bus, processor: Processor) -> AsyncIterator[Callable]:
-    """ImageCache of a renderer of its own."""
+    """Starts the image cache of a new renderer."""
     role, started = f"renderer-{secrets.token_hex(4)}", []
 
     async def start(arena_mib: int = 16) -> tuple[ImageCache, Blobs]:
@@ -63,7 +63,7 @@ async def contents(blobs: Blobs, prepared: PreparedImage) -> dict[str, bytes]:
         return {name: bytes(tensor.data) for name, tensor in fields.items()}
 
 
-async def test_a_picture_that_comes_again_is_not_made_again(
+async def test_an_image_that_comes_again_is_not_made_again(
     renderer: Callable, processor: Processor
 ) -> None:
     pictures, blobs = await renderer()
@@ -88,7 +88,7 @@ async def test_another_renderer_of_the_machine_has_it_too(
     assert await contents(their_blobs, found) == await contents(our_blobs, made)
     await our_blobs.close()
     assert (await theirs.prepare(processor, IMAGE, file_of(), FIELD, "", 60)).ref is not None
-    assert theirs.counters.processed == 1, "it is made again when nobody has it any more"
+    assert theirs.counters.processed == 1, "it is processed again once no renderer has it"
 
 
 async def test_those_who_come_together_wait_for_the_first(
@@ -109,7 +109,7 @@ async def test_those_who_come_together_wait_for_the_first(
     assert all(one == found[0] for one in found)
 
 
-async def test_a_bad_picture_fails_for_each_by_its_own_field(
+async def test_a_bad_image_fails_for_each_by_its_own_field(
     renderer: Callable, processor: Processor
 ) -> None:
     pictures, _ = await renderer()

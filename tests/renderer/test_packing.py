@@ -1,4 +1,4 @@
-"""How pictures leave the renderer: which of them by way of an encoder, and whose they are then."""
+"""Images leave the renderer inline, as blobs or through an encoder, and their owner changes."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ TTL_S = 60.0
 
 @pytest.fixture
 def model() -> str:
-    """Of its own, so that nobody else's tasks are in the way."""
+    """A model name of its own, so that tasks of other tests do not interfere."""
     return f"m{secrets.token_hex(4)}"
 
 
@@ -49,7 +49,7 @@ def header_of(bus: Bus, model: str, lane: str = "interactive") -> TaskHeader:
 
 
 def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> PreparedImage:
-    """A picture of 4 KiB."""
+    """An image of 4 KiB."""
     mm_hash = mm_hash or secrets.token_hex(32)
     fields = {
         "pixels": from_numpy(np.zeros(4096, dtype=np.uint8)),
@@ -77,7 +77,7 @@ async def queued(
     return None if stored is None else envelope.decode(stored.data, Task[EncodeBody])
 
 
-async def test_large_pictures_go_to_encoders_and_small_ones_stay(
+async def test_large_images_go_to_encoders_and_small_ones_stay(
     bus: Bus, blobs: Blobs, model: str
 ) -> None:
     small, large = prepared(blobs, 9), prepared(blobs, 10)

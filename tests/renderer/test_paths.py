@@ -73,7 +73,7 @@ class Rig:
         return answer
 
     def caches(self) -> dict[str, Any]:
-        """Of the main path: what is in them, the least recently used first, and their counters."""
+        """Return the render path's caches, the least recently used first, and their counters."""
         pictures, fetched = self.worker._render_path.images, self.worker._loader._fetched
         return {
             "counters": (pictures.counters.hits, pictures.counters.processed),
@@ -166,8 +166,8 @@ async def test_both_paths_make_the_same(rig: Rig, canary: Canary) -> None:
             blob.close()
 
 
-async def test_a_request_that_fails_holds_none_of_its_pictures(rig: Rig) -> None:
-    """They would fill the arena until its deadline; but whoever sends them again need not wait."""
+async def test_a_request_that_fails_holds_none_of_its_images(rig: Rig) -> None:
+    """They would fill the arena until the deadline, and a client that resends them would wait."""
     too_long = "a b " * rig.worker._processors[rig.model].max_model_len
     good = data_url(png(1, (560, 560)))
     for failing in (
@@ -258,7 +258,7 @@ def _with_little_room(worker: RendererWorker) -> Any:
     return in_50_kb
 
 
-async def test_nobody_serves_another_model(rig: Rig) -> None:
+async def test_a_call_for_another_model_has_no_responder(rig: Rig) -> None:
     with pytest.raises(Unavailable):
         await client.render(rig.bus, GenerateRequest("nobodys", [Message("user", "?")]))
 
@@ -311,8 +311,8 @@ async def test_a_burst_of_one_tenant_leaves_room_for_others(
     burst = [asyncio.create_task(ask("many")) for _ in range(24)]
     few = [asyncio.create_task(ask("few")) for _ in range(4)]
     assert await asyncio.gather(*few) == ["answered"] * 4
-    told = await asyncio.gather(*burst)
-    assert set(told) == {"answered", "overloaded"}
+    outcomes = await asyncio.gather(*burst)
+    assert set(outcomes) == {"answered", "overloaded"}
     assert order.index("few") < order.count("many")
     # Nothing is held any more.
     assert await asyncio.gather(*(ask("many") for _ in range(8))) == ["answered"] * 8
@@ -334,7 +334,7 @@ async def test_questions_are_shared_among_renderers(broker: EmbeddedServer, bus:
 async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
     broker: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails at its last picture, when there is something to leave."""
+    """It fails at its last image, when there is something to leave."""
     rendered = 0
     encode = warmup._encode
 
@@ -355,8 +355,8 @@ async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
             assert rig.caches()["counters"] == (0, 0)
             task, _ = await rig.engine(messages_with([data_url(png(1))]))
     assert task.items
-    told = [(log["event"], log["path"], log["model"]) for log in logs if "path" in log]
-    assert told == [("warm_up_failed", "main", model), ("warmed_up", "readonly", model)]
+    events = [(log["event"], log["path"], log["model"]) for log in logs if "path" in log]
+    assert events == [("warm_up_failed", "render", model), ("warmed_up", "preview", model)]
 
 
 async def test_the_warm_up_reads_every_kind_of_file(

@@ -39,8 +39,8 @@ def main() -> None:
         data = Path(name).read_bytes()
         before = peak_kib()
         code, message = outcome_of(data)
-        told = {"code": code, "message": message, "growth_kib": peak_kib() - before}
-        sys.stdout.write(json.dumps(told) + "\n")
+        report = {"code": code, "message": message, "growth_kib": peak_kib() - before}
+        sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ INTERNAL_V6 = (
 
 
 def spellings(text: str) -> Iterator[str]:
-    """What inet_aton and IPv6 make of one IPv4 address."""
+    """Spellings of one IPv4 address for inet_aton and IPv6."""
     address = IPv4Address(text)
     number, parts = int(address), text.split(".")
     yield from (text, str(number), hex(number), f"0{number:o}")
@@ -83,7 +83,7 @@ def spellings(text: str) -> Iterator[str]:
 def assert_not_asked(url: str, networks: list[str] | None = None) -> None:
     with pytest.raises((MediaBlocked, InvalidMedia)) as caught:
         fetcher(networks).fetch(url, FIELD)
-    # Not: it was tried, and nobody was there.
+    # The error differs from that of a connection that was tried and failed.
     assert "in time" not in caught.value.message
     assert caught.value.field == FIELD
 
@@ -167,7 +167,7 @@ CONFUSING = (
 
 
 @pytest.mark.parametrize("url", CONFUSING)
-def test_a_url_that_parsers_disagree_on_reaches_nobody(
+def test_a_url_that_parsers_disagree_on_opens_no_connection(
     canary_everywhere: Canary, dialled: list[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     resolve_as(monkeypatch, ["127.0.0.1"])
@@ -415,14 +415,14 @@ def test_a_length_that_is_none_is_refused(canary: Canary, length: str) -> None:
         fetcher(LOOPBACK).fetch(canary.url(), FIELD)
 
 
-def test_a_body_that_ends_too_soon_is_no_picture(canary: Canary) -> None:
+def test_a_body_that_ends_too_soon_is_no_image(canary: Canary) -> None:
     canary.answers["/a.png"] = send(b"short", Content_Length="100")
     with pytest.raises(InvalidMedia):
         fetcher(LOOPBACK).fetch(canary.url(), FIELD)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
-def test_a_compressed_body_is_not_unpacked_and_so_no_picture(canary: Canary, encoding: str) -> None:
+def test_a_compressed_body_is_not_unpacked_and_so_no_image(canary: Canary, encoding: str) -> None:
     bomb = gzip.compress(bytes(10_000_000))
     assert len(bomb) < 20_000
     canary.answers["/a.png"] = send(bomb, Content_Encoding=encoding)
@@ -433,7 +433,7 @@ def test_a_compressed_body_is_not_unpacked_and_so_no_picture(canary: Canary, enc
 
 
 def test_what_follows_an_answer_is_not_the_next_one(canary: Canary) -> None:
-    """Bytes behind the declared length must not become the answer to somebody else's request."""
+    """Bytes behind the declared length must not answer another request."""
     hidden = OK + b"Content-Length: 6\r\n\r\nhidden"
 
     def smuggle(handler: BaseHTTPRequestHandler) -> None:

@@ -1,4 +1,4 @@
-"""Fetching, against a server that counts who knocks: where we may not go, nobody has been."""
+"""Fetching, against a server that counts connections: forbidden places see none."""
 
 import socket
 import time
@@ -25,7 +25,7 @@ from workers.renderer.media.loader import MediaLoader
 FIELD = "messages[0].content[0].image_url"
 
 
-def test_an_allowed_place_gives_its_picture(canary: Canary) -> None:
+def test_an_allowed_place_gives_its_image(canary: Canary) -> None:
     found = fetcher(LOOPBACK).fetch(canary.url("/a.png?size=2"), FIELD)
     assert found == b"picture"
     assert canary.paths == ["/a.png?size=2"]
@@ -204,7 +204,7 @@ def test_other_answers_are_errors_that_tell_no_address(canary: Canary, answer: C
     assert caught.value.field == FIELD
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_port_is_invalid_media(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(InvalidMedia, match="in time"):

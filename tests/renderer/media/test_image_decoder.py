@@ -20,7 +20,7 @@ LIMITS = RendererConfig()
 
 
 def peak_kib():
-    """Of this process's resident memory, since the last `reset_peak_kib`."""
+    """Return the peak of this process's resident memory since the last `reset_peak_kib`."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
 
@@ -134,13 +134,13 @@ def test_exif_orientation_is_applied():
     assert np.array_equal(loaded.image, np.rot90(np.asarray(picture()), -1))
 
 
-def test_a_camera_jpeg_with_a_preview_is_its_first_picture():
+def test_a_camera_jpeg_with_a_preview_is_its_first_image():
     data = saved(picture(), "MPO", save_all=True, append_images=[picture(size=(8, 6))])
     assert decode_image(data, LIMITS, FIELD).image.size == (40, 30)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 27), (400, 1), (28, 29)])
-def test_very_small_pictures_are_read(size):
+def test_very_small_images_are_read(size):
     assert decode_image(saved(picture(size=size)), LIMITS, FIELD).image.size == size
 
 
@@ -172,7 +172,7 @@ def test_other_formats_are_named(fmt):
     ],
     ids=repr,
 )
-def test_bytes_that_are_no_picture_are_refused(data):
+def test_bytes_that_are_no_image_are_refused(data):
     refusal(data)
 
 
@@ -251,7 +251,7 @@ def test_a_damaged_exif_block_is_refused_without_a_warning():
     refusal(saved(picture(), "JPEG", exif=exif))
 
 
-def test_truncations_and_bit_flips_end_in_a_picture_or_a_refusal():
+def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal():
     rng = random.Random(3)
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -1,4 +1,4 @@
-"""Pictures that are meant to harm: rows S16, S17, S19 and S31."""
+"""Images that are meant to harm: rows S16, S17, S19 and S31."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def saved(image: Image.Image, fmt: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-# -- S16: small files of large pictures -----------------------------------------------------------
+# -- S16: small files of large images -----------------------------------------------------------
 
 
 def png(
@@ -125,8 +125,8 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What a fresh process says of each bomb, and how far its memory grew meanwhile."""
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Error and memory growth of a new process for each bomb."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
     for i, (make, _, _) in enumerate(BOMBS.values()):
@@ -139,11 +139,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_bomb_makes_the_process_grow(told: dict[str, dict], name: str) -> None:
+def test_no_bomb_makes_the_process_grow(reports: dict[str, dict], name: str) -> None:
     _, code, part = BOMBS[name]
-    assert told[name]["code"] == code
-    assert part in told[name]["message"]
-    assert told[name]["growth_kib"] < 16 * 1024
+    assert reports[name]["code"] == code
+    assert part in reports[name]["message"]
+    assert reports[name]["growth_kib"] < 16 * 1024
 
 
 def jpeg_of_many_scans(num_scans: int, size: tuple[int, int] = (64, 64)) -> bytes:
@@ -248,7 +248,7 @@ def test_no_other_reader_of_pillow_is_asked(asked: list[str], fmt: str) -> None:
     assert set(asked) <= {"JPEG", "PNG", "WEBP"}
 
 
-# -- S19: pictures of strange sizes, all the way ---------------------------------------------------
+# -- S19: images of strange sizes, all the way ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ SIZES += [(16_384, 82), (81, 16_384)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_picture_of_any_size_is_answered_or_refused(
+def test_an_image_of_any_size_is_answered_or_refused(
     demo: tuple[Processor, EngineCore], size: tuple[int, int]
 ) -> None:
     processor, core = demo
@@ -278,7 +278,7 @@ def test_a_picture_of_any_size_is_answered_or_refused(
     assert (len(answers["r"]) > 0, errors) == (True, {})
 
 
-# -- S31: text that would be a picture's place -----------------------------------------------------
+# -- S31: text that would be an image's place -----------------------------------------------------
 
 LOOKALIKES = [
     "\uff1c|image_pad|\uff1e",
@@ -308,7 +308,7 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
 
 
 @pytest.mark.parametrize("text", LOOKALIKES, ids=ascii)
-def test_lookalikes_leave_the_picture_where_it_is(
+def test_lookalikes_leave_the_image_where_it_is(
     demo: tuple[Processor, EngineCore], text: str
 ) -> None:
     processor, core = demo

@@ -1,4 +1,4 @@
-"""A retry sees the pictures that the first attempt saw, whatever their URLs have become."""
+"""A retry sees the images that the first attempt saw, whatever their URLs have become."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ async def sink(bus: Bus, model: str) -> Sink:
 async def hashes_of(
     bus: Bus, url: str, config: Config, sink: Sink, files: list[bytes]
 ) -> list[str]:
-    """mm_hash of each of `files`, as a renderer makes them of pictures in the request itself."""
+    """mm_hash of each of `files`, as a renderer makes them of images in the request itself."""
     (model,) = config.models
     urls = [await client.pin_media(bus, data) for data in files]
     async with renderer(url, config):
@@ -72,7 +72,7 @@ async def hashes_of(
 async def test_a_renderer_killed_between_fetch_and_hand_over(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary, tmp_path: Path
 ) -> None:
-    """One URL serves another picture by then, the other one nothing any more."""
+    """One URL serves another image by then, the other one nothing any more."""
     config = config_for(model)
     expected = await hashes_of(bus, broker.url, config, sink, [png(1), png(2)])
     file = tmp_path / "pagemill.yaml"
@@ -162,7 +162,7 @@ async def test_without_a_store_nothing_is_handed_over(
 async def test_the_store_is_each_tenants_own(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str, canary: Canary
 ) -> None:
-    """Who knows a file's hash is told nothing of whether others have sent or fetched the file."""
+    """A client that knows a file's hash cannot find out whether others have sent or fetched it."""
     pinned = await client.pin_media(bus, png(61), "a")
     canary.answers["/own.png"] = send(png(62))
     fetched = media_store.media_url(await media_store.hash_media(png(62)))
@@ -186,7 +186,7 @@ async def test_the_store_is_each_tenants_own(
         assert worker._render_path.images.counters.processed == 2
 
 
-async def test_one_stored_picture_in_many_requests(
+async def test_one_stored_image_in_many_requests(
     broker: EmbeddedServer, bus: Bus, sink: Sink, model: str
 ) -> None:
     url = await client.pin_media(bus, png(1))
@@ -206,7 +206,7 @@ async def test_one_stored_picture_in_many_requests(
         ("media:" + "0" * 63 + "A", "invalid_media"),
     ],
 )
-async def test_a_picture_that_nobody_has_stored(
+async def test_an_image_that_is_not_stored_is_reported_as_missing(
     broker: EmbeddedServer, bus: Bus, model: str, url: str, code: str
 ) -> None:
     async with renderer(broker.url, config_for(model)):
@@ -247,7 +247,7 @@ async def read_all(job: RequestMedia, canary: Canary) -> bytes:
 async def test_of_two_workers_one_decides(
     attempt: Callable[[], RequestMedia], canary: Canary
 ) -> None:
-    """The slow one has fetched first, and may not hand on what nobody else will see."""
+    """The slow worker has fetched first, and must not forward a file that no other attempt sees."""
     slow, quick = attempt(), attempt()
     assert await read_all(slow, canary) == png(1)
     canary.answers["/a.png"] = send(png(2))

@@ -101,7 +101,7 @@ def text_processor(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """transformers' own picture processor, in its ordinary use."""
+    """transformers' own image processor, in its ordinary use."""
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
@@ -139,7 +139,7 @@ def test_the_prompt_is_what_transformers_makes_of_the_template(processor):
     assert text.endswith("x<|end|>\n<|start|>assistant\n")
 
 
-def test_a_text_model_takes_parts_and_refuses_pictures(text_processor):
+def test_a_text_model_takes_parts_and_refuses_images(text_processor):
     ids = text_processor.render([user("a", "b")], []).prompt_token_ids
     assert "user\na\nb<|end|>" in text_of(text_processor, ids)
     with pytest.raises(UnsupportedContent) as caught:
@@ -163,7 +163,7 @@ def test_a_control_token_split_over_two_parts_is_refused(processor):
         processor.render([user("<|image_", "pad|>")], [])
 
 
-def test_a_typed_placeholder_cannot_take_a_pictures_place(processor):
+def test_a_typed_placeholder_cannot_take_an_images_place(processor):
     with pytest.raises(InvalidRequest, match="control token"):
         processor.render([user("<|image_pad|>", image())], [loaded()])
 
@@ -240,13 +240,13 @@ def test_tokenizing_takes_linear_time(folder, tmp_path, unit):
 
 
 # ---------------------------------------------------------------------------------------------
-# pictures
+# images
 
 SIZES = [(1, 1), (1, 27), (27, 1), (28, 28), (27, 29), (56, 56), (200, 1), (61, 437), (640, 480)]
 
 
 def restored(task, tensors):
-    """What the engine does: look up every pixel, then repeat the frame; [patches, values]."""
+    """Restore values as the engine does: by the table, frame repeated; [patches, values]."""
     for item in task.items:
         patches, table, grid = (
             to_torch(tensors[item.fields[name]])
@@ -269,7 +269,7 @@ def test_the_engine_can_restore_the_processors_output_bit_for_bit(processor, ref
     assert rendered.items[0].placeholder.length == grid.prod() // 4
 
 
-def test_every_picture_fills_its_own_placeholder(processor):
+def test_every_image_fills_its_own_placeholder(processor):
     pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
     messages = [user("one", image(), "two", image()), user(image(), "three")]
     rendered = processor.render(messages, pictures)
@@ -331,7 +331,7 @@ def other_palette(image):
     return image
 
 
-def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
+def test_hashes_tell_all_different_images_apart(processor, tmp_path):
     stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
     picture, paletted = loaded().image, loaded().image.quantize(16)
     files = [
@@ -364,13 +364,13 @@ def test_hashes_tell_all_different_pictures_apart(processor, tmp_path):
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])
-def test_pictures_too_narrow_for_the_model_are_refused(processor, size):
+def test_images_too_narrow_for_the_model_are_refused(processor, size):
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
         processor.render([user("a", image())], [loaded(size)])
     assert caught.value.field == "messages[0].content[1].image_url.url"
 
 
-def test_too_many_pictures_are_refused_before_any_is_loaded(folder):
+def test_too_many_images_are_refused_before_any_is_loaded(folder):
     processor = Processor(ModelConfig(str(folder), max_images=1))
     with pytest.raises(MediaTooLarge, match="limit of 1 ") as caught:
         processor.check([user(image()), user(image())])
@@ -379,13 +379,13 @@ def test_too_many_pictures_are_refused_before_any_is_loaded(folder):
         Processor(ModelConfig(str(folder), max_images=0)).check([user(image())])
 
 
-def test_pictures_count_towards_the_context(folder):
+def test_images_count_towards_the_context(folder):
     processor = Processor(ModelConfig(str(folder), max_model_len=100))
     with pytest.raises(ContextTooLong, match=r"in the model's 100$"):
         processor.render([user(image())], [loaded((280, 280))])
 
 
-def test_a_template_that_drops_a_picture_is_an_error(tmp_path):
+def test_a_template_that_drops_an_image_is_an_error(tmp_path):
     silent = TEMPLATE.replace("<|image_pad|>", "")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, silent))))
     with pytest.raises(InvalidRequest, match="0 placeholders"):
@@ -430,7 +430,7 @@ class OwnProcessor(Qwen2VLProcessor):
         return type(argument)
 
 
-def test_prompt_and_pictures_are_those_of_transformers_own_processor():
+def test_prompt_and_images_are_those_of_transformers_own_processor():
     folder = Path(__file__).parents[3] / "ops" / "demo_model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     own = OwnProcessor(
@@ -469,7 +469,7 @@ def test_prompt_and_pictures_are_those_of_transformers_own_processor():
 
 
 def test_one_raster_at_a_time_is_held(processor):
-    """Pictures are taken when their turn comes, and the one before the last is let go."""
+    """Images are taken when their turn comes, and the one before the last is let go."""
     held: list[int] = []
     most = 0
 

@@ -63,7 +63,7 @@ def test_without_placeholders_the_prompt_is_unchanged(token_ids):
 
 @settings(deadline=None)
 @given(prompts, st.integers(-2, 2).filter(bool))
-def test_another_number_of_pictures_is_refused(token_ids, difference):
+def test_another_number_of_images_is_refused(token_ids, difference):
     num = token_ids.count(PAD) + difference
     if num >= 0:
         with pytest.raises(InvalidRequest, match=f"{num} media"):
@@ -111,7 +111,7 @@ def image():
     return ImagePart(ImageURL("data:,"))
 
 
-def test_pictures_are_found_in_the_order_of_the_template():
+def test_images_are_found_in_the_order_of_the_template():
     messages = [
         Message("system", "text"),
         Message("user", [TextPart("a"), image(), image()]),

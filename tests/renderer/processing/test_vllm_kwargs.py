@@ -1,4 +1,4 @@
-"""Pictures of other servers: what we give them, what we take, and what we do not."""
+"""Images of other servers: what we give them, what we take, and what we do not."""
 
 import hashlib
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def picture_of(processor: Processor, file: bytes = FILE) -> ProcessedImage:
 
 
 def same(ours: ProcessedImage, theirs: ProcessedImage) -> bool:
-    """Whether an engine restores the same pixels for both."""
+    """Return whether an engine restores the same pixels for both."""
     return restored(ours) == restored(theirs) and ours.num_tokens == theirs.num_tokens
 
 
@@ -69,7 +69,7 @@ def test_our_item_comes_back(processor: Processor) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_normalised_values_are_restored_bit_for_bit(processor: Processor, dtype: str) -> None:
-    """As servers send them that normalise on the CPU, in whatever precision."""
+    """Items of servers that normalise on the CPU, in any precision."""
     ours = picture_of(processor)
     wire = decode_item(processor.encode_item(ours)[0], FIELD)
     rows = to_numpy(wire["pixel_values"].tensor).reshape(32, 3, 2, 196)
@@ -142,13 +142,13 @@ WRONG: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_picture_of_the_model_is_refused(processor: Processor, wrong: str) -> None:
+def test_what_is_no_image_of_the_model_is_refused(processor: Processor, wrong: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         processor.decode_item(IMAGE, WRONG[wrong](), "h", FIELD)
     assert caught.value.field == FIELD
 
 
-def test_a_llava_picture_travels_as_its_values(tmp_path: Path) -> None:
+def test_a_llava_image_travels_as_its_values(tmp_path: Path) -> None:
     llava.write_processor(tmp_path)
     processor = Processor(ModelConfig(str(tmp_path)))
     ours = picture_of(processor)
@@ -200,7 +200,7 @@ def test_places_that_are_none_are_refused(
     assert caught.value.field == f"features.mm_placeholders.image[{number}]"
 
 
-def test_pictures_are_counted(processor: Processor) -> None:
+def test_images_are_counted(processor: Processor) -> None:
     with pytest.raises(MediaTooLarge):
         processor.check_features(asked(processor, *[(4, 1)] * 9))
 

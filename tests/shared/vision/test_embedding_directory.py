@@ -101,7 +101,7 @@ def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path):
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_disk_that_takes_no_more_is_no_fault_of_the_picture(
+def test_a_disk_that_takes_no_more_is_no_fault_of_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(tensors: object, path: Path) -> None:

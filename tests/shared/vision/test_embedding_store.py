@@ -45,7 +45,7 @@ def key_of(mm_hash: str) -> str:
 
 
 async def no_progress() -> None:
-    pytest.fail("nobody is about to make them")
+    pytest.fail("no encode task exists")
 
 
 @pytest.fixture
@@ -89,13 +89,13 @@ async def test_who_waits_is_woken(start: Start, bus: Bus) -> None:
     mm_hash = new_hash()
     task = subjects.stage("encoder", MODEL, "interactive", subjects.item_task(key_of(mm_hash)))
     await bus.publish(task, b"a task", secrets.token_hex(8))
-    told = asyncio.Event()
+    published = asyncio.Event()
 
     async def progress() -> None:
-        told.set()
+        published.set()
 
     waiting = asyncio.create_task(consumer.wait(key_of(mm_hash), mm_hash, progress))
-    await told.wait()
+    await published.wait()
     await producer.put(key_of(mm_hash), mm_hash, torch.ones(2, 4))
     held = await waiting
     assert held.embedding.sum() == 8
@@ -103,7 +103,7 @@ async def test_who_waits_is_woken(start: Start, bus: Bus) -> None:
     await bus.purge(subjects.STAGES_STREAM, task)
 
 
-async def test_nobody_waits_for_what_nobody_makes(start: Start) -> None:
+async def test_waiting_ends_when_no_encode_task_exists(start: Start) -> None:
     consumer, _ = await start("consumer")
     mm_hash = new_hash()
     with pytest.raises(BlobLost):
@@ -118,8 +118,8 @@ async def test_what_is_lost_with_its_owner_is_forgotten(start: Start, bus: Bus) 
     await blobs.close()
     with pytest.raises(BlobLost):
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
-    told = await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key_of(mm_hash)))
-    assert told is None
+    record = await bus.read_last(subjects.RESULTS_STREAM, subjects.result(key_of(mm_hash)))
+    assert record is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ async def test_who_waits_hears_what_has_kept_an_encoder_from_it(
         await consumer.wait(key_of(mm_hash), mm_hash, no_progress)
 
 
-async def test_what_nobody_has_fetched_is_kept_and_what_was_makes_room(start: Start) -> None:
+async def test_unread_embeddings_stay_and_read_ones_make_room(start: Start) -> None:
     producer, _ = await start("producer", arena_mib=1)
     consumer, _ = await start("consumer")
     first, second = new_hash(), new_hash()
@@ -150,7 +150,7 @@ async def test_what_nobody_has_fetched_is_kept_and_what_was_makes_room(start: St
         await producer.put(key_of(second), second, large)
     held = await consumer.get(key_of(first), first)
     await consumer.acknowledge(held)
-    # It is still under somebody's eyes.
+    # A reader still holds it.
     with pytest.raises(Overloaded):
         await producer.put(key_of(second), second, large)
     held.close()

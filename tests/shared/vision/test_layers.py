@@ -165,7 +165,7 @@ def test_an_unknown_activation_stays_behind_its_linear():
     torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_a_picture_is_the_same_in_any_company(
+def test_an_image_is_the_same_in_any_company(
     towers: tuple[Tower, Tower], monkeypatch: pytest.MonkeyPatch
 ):
     """Also where a batch is too large to be run at once."""
@@ -180,7 +180,7 @@ def test_a_picture_is_the_same_in_any_company(
         torch.testing.assert_close(embedding, alone, atol=2e-4, rtol=1e-4)
 
 
-def test_one_bad_picture_fails_and_its_batch_can_go_on_without_it(towers: tuple[Tower, Tower]):
+def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(towers: tuple[Tower, Tower]):
     _, quick = towers
     good, bad = picture(4, 4), picture(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
     quick.adapter.check(bad)
