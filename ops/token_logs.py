@@ -2,7 +2,7 @@
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import LogRecord
+from shared.protocol.records import LogRecord
 from shared.state.token_log import decode_record
 
 

@@ -9,13 +9,8 @@ from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    GenerateRequest,
-    LogRecord,
-    OutputRecord,
-    encode_request,
-    to_json,
-)
+from shared.protocol.encoding import to_json
+from shared.protocol.records import LogRecord, OutputRecord
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
@@ -32,6 +27,7 @@ from shared.protocol.renderer_rpc import (
     decode_rendered_features,
     decode_tokenized,
 )
+from shared.protocol.requests import GenerateRequest, encode_request
 from shared.state import media_store
 from shared.state.log_reader import LogReader, NotEnded
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
 from shared.errors import PagemillError
-from shared.protocol.messages import EngineBody, Task
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, Task
 from tests.tasks import engine_task
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import EngineRequest, Item

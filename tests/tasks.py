@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from shared.protocol.messages import (
+from shared.protocol.multimodal import MultiModalKwargsItem
+from shared.protocol.requests import Prompt
+from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import (
     EncodeBody,
     EngineBody,
-    Prompt,
     RenderBody,
     RequestTicket,
     Task,
     TaskHeader,
 )
-from shared.protocol.multimodal import MultiModalKwargsItem
-from shared.protocol.sampling import SamplingParams
 
 TICKET = RequestTicket(0.0, 1.0, 1, "receipt")
 

@@ -42,18 +42,10 @@ from shared.client import ask, follow, new_request_id
 from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    EngineBody,
-    Failure,
-    GenerateRequest,
-    LogRecord,
-    Message,
-    RequestTicket,
-    Task,
-    TaskHeader,
-    TokenChunk,
-)
+from shared.protocol.records import Failure, LogRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster

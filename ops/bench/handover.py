@@ -21,7 +21,8 @@ from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
-from shared.protocol.messages import Finish, GenerateRequest, StageSpan
+from shared.protocol.records import Finish, StageSpan
+from shared.protocol.requests import GenerateRequest
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.ask import AskOptions, build_request

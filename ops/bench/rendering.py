@@ -28,19 +28,16 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.renderer_rpc import ErrorReply
+from shared.protocol.requests import (
     GenerateRequest,
     ImagePart,
     ImageURL,
     Message,
     Prompt,
-    RenderBody,
-    RequestTicket,
-    Task,
-    TaskHeader,
     TextPart,
 )
-from shared.protocol.renderer_rpc import ErrorReply
+from shared.protocol.task_messages import RenderBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster

@@ -15,7 +15,7 @@ from ops.chaos import fake_model
 from ops.chaos.patching import replace_attribute, wrap
 from shared.blobs import transports
 from shared.blobs.store import Blobs
-from shared.protocol.messages import Prompt
+from shared.protocol.requests import Prompt
 from workers.engine.core.sequence import Sequence
 
 RAISING_TEXT = "raise in the renderer"

@@ -14,7 +14,8 @@ from nats.js.errors import NotFoundError
 from ops.chaos.history import now
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord
+from shared.protocol.messages import DeadLetter, Heartbeat
+from shared.protocol.records import LogRecord
 from shared.state.token_log import decode_record
 
 SETTLE_S = 30.0

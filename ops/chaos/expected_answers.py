@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
-from shared.protocol.messages import ChoiceDelta
+from shared.protocol.records import ChoiceDelta
 from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
 from workers.engine.core.engine import EngineCore

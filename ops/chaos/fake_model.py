@@ -16,7 +16,6 @@ from typing import Any
 
 from shared.codec.envelope import TensorData
 from shared.config import ModelConfig
-from shared.protocol.messages import ImagePart, Message, Prompt, TextPart
 from shared.protocol.multimodal import (
     IMAGE,
     Modality,
@@ -24,6 +23,7 @@ from shared.protocol.multimodal import (
     PlaceholderRange,
     content_hash,
 )
+from shared.protocol.requests import ImagePart, Message, Prompt, TextPart
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, EngineRequest, SampledToken, ScheduledSequence

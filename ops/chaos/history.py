@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from shared.protocol.messages import DeadLetter, Heartbeat, LogRecord
+from shared.protocol.messages import DeadLetter, Heartbeat
+from shared.protocol.records import LogRecord
 
 now = time.monotonic
 

@@ -25,7 +25,8 @@ from shared.blobs.store import RELEASE_PAUSES_S
 from shared.blobs.transports import REPLY_TIMEOUT_S
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
-from shared.protocol.messages import GenerateRequest, Heartbeat, Message
+from shared.protocol.messages import Heartbeat
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
 from workers.cli import settings as product_settings

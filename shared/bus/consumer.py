@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from shared.protocol.messages import TENANT_HEADER
+from shared.protocol.requests import TENANT_HEADER
 
 ACK = b"+ACK"
 ACK_TIMEOUT_S = 2.0

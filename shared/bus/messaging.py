@@ -12,7 +12,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, next_message
 from shared.bus.subscriptions import GroupResponder, LiveSubscription, Responder
 from shared.errors import Unavailable
-from shared.protocol.messages import tenant_header
+from shared.protocol.requests import tenant_header
 
 # A lost connection loses the flush, too. nats-py accepts only whole seconds.
 FLUSH_TIMEOUT_S = 1

@@ -10,7 +10,7 @@ from nats.js.errors import APIError
 from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, MAX_RETRY_S, BusPart
 from shared.bus.consumer import acknowledge
 from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable
-from shared.protocol.messages import tenant_header
+from shared.protocol.requests import tenant_header
 
 # The headers share the server's limit with the payload.
 HEADER_BYTES = 1024

@@ -16,7 +16,7 @@ from shared.bus.queue_depth import ConsumerQueue, QueueDepth
 from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
 from shared.errors import NotFound, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import TENANT_HEADER
+from shared.protocol.requests import TENANT_HEADER
 
 READ_BATCH = 256
 

@@ -9,7 +9,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from shared.bus.stored import StoredMessage, to_stored_message
-from shared.protocol.messages import TENANT_HEADER
+from shared.protocol.requests import TENANT_HEADER
 
 # Limit on live messages that wait for a slow reader; it finds the dropped ones in the stream.
 MAX_UNREAD_MESSAGES = 4096

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from shared.errors import InvalidRequest
 from shared.protocol.json_limits import json_limit_error
-from shared.protocol.messages import GenerateRequest, Message, Prompt
 from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.requests import GenerateRequest, Message, Prompt
 
 
 def prompt_of(request: GenerateRequest) -> Prompt:

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.protocol.messages import ErrorInfo, GenerateRequest, Messages, Tools, is_packed
+from shared.protocol.encoding import is_packed
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.records import ErrorInfo
+from shared.protocol.requests import GenerateRequest, Messages, Tools
 from shared.protocol.sampling import TokenId
 
 

@@ -10,7 +10,8 @@ from shared.bus.bus import DEAD_AFTER_S, Bus
 from shared.bus.consumer import Delivery
 from shared.config import DeliveryConfig
 from shared.protocol import subjects
-from shared.protocol.messages import AttemptRecord, decode_attempt, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.stage import retry
 from shared.stage.job import Job
 

@@ -5,7 +5,9 @@ import traceback
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol import subjects
-from shared.protocol.messages import DeadLetter, error_info, to_msgpack
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.messages import DeadLetter
+from shared.protocol.records import error_info
 from shared.stage.job import Job
 
 # The end of a traceback says most. All fields beside the input fit into MAX_LETTER_BYTES.

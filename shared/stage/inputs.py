@@ -3,8 +3,9 @@
 from collections.abc import AsyncIterator
 
 from shared.bus.bus import Bus
-from shared.protocol.messages import OutputEnd, OutputRecord, TaskHeader, TokenChunk
 from shared.protocol.pipeline import TEXT
+from shared.protocol.records import OutputEnd, OutputRecord, TokenChunk
+from shared.protocol.task_messages import TaskHeader
 from shared.state.log_reader import LogReader
 
 

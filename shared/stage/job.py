@@ -6,8 +6,10 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import AttemptRecord, RequestTicket, StageSpan, TaskHeader
+from shared.protocol.messages import AttemptRecord
 from shared.protocol.multimodal import BlobRef
+from shared.protocol.records import StageSpan
+from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
 

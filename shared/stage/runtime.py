@@ -19,7 +19,8 @@ from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
 from shared.stage.loop import Shutdown
 from shared.stage.pipelines import pipelines_of
 from shared.stage.stage import Stage

@@ -21,16 +21,12 @@ from shared.codec.envelope import TensorData
 from shared.config import DeliveryConfig
 from shared.errors import BlobLost, Fenced, PagemillError, WorkerFailure
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    OutputEnd,
-    OutputSummary,
-    StageSpan,
-    TaskHeader,
-    decode_request,
-)
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
+from shared.protocol.records import OutputEnd, OutputSummary, StageSpan
+from shared.protocol.requests import decode_request
+from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
 from shared.stage.job import Job, request_is_settled

@@ -10,16 +10,16 @@ from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.multimodal import BlobRef
+from shared.protocol.pipeline import ANY, REQUEST, Edge, Pipeline, edge_function, function_of
+from shared.protocol.requests import Prompt
+from shared.protocol.task_messages import (
     TASK_VERSION,
     FollowBody,
-    Prompt,
     RenderBody,
     Task,
     TaskHeader,
 )
-from shared.protocol.multimodal import BlobRef
-from shared.protocol.pipeline import ANY, REQUEST, Edge, Pipeline, edge_function, function_of
 
 
 class _AnyVersion(Struct, frozen=True):

@@ -16,7 +16,8 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.codec.envelope import TensorData
 from shared.errors import BlobLost
 from shared.protocol import subjects
-from shared.protocol.messages import OutputSummary, Task, TaskBody
+from shared.protocol.records import OutputSummary
+from shared.protocol.task_messages import Task, TaskBody
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.loop import serve

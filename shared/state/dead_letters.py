@@ -7,7 +7,8 @@ import msgspec
 from shared.bus.bus import Bus
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import DeadLetter, tenant_header
+from shared.protocol.messages import DeadLetter
+from shared.protocol.requests import tenant_header
 
 _letter = msgspec.msgpack.Decoder(DeadLetter)
 

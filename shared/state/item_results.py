@@ -14,7 +14,9 @@ from shared.bus.bus import Bus
 from shared.bus.stored import StoredMessage
 from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
 from shared.protocol import subjects
-from shared.protocol.messages import ErrorInfo, Failure, ItemResult, to_msgpack
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.records import ErrorInfo, Failure
+from shared.protocol.task_messages import ItemResult
 from shared.state.token_log import last_record
 
 # How often a waiting stage looks whether the item task still exists.

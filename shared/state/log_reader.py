@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from shared.bus.bus import Bus
 from shared.errors import LogTruncated, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import AnyRecord
 from shared.protocol.pipeline import TEXT
+from shared.protocol.records import AnyRecord
 from shared.state.token_log import UnknownRecord, decode_record, is_final
 
 # Live records may be lost on the way. After this silence the reader looks into the log, and less

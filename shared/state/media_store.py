@@ -17,7 +17,8 @@ from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
 from shared.errors import MediaTooLarge
 from shared.protocol import subjects
-from shared.protocol.messages import MediaHead, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import MediaHead
 
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 8

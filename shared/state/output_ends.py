@@ -14,7 +14,8 @@ import msgspec
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import OutputEnds, OutputSummary, Usage, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.records import OutputEnds, OutputSummary, Usage
 
 NO_USAGE = Usage(0, 0)
 STALE_READ_S = 0.02

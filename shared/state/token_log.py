@@ -20,7 +20,9 @@ from msgspec import Struct
 from shared.bus.bus import Bus
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.encoding import to_json
+from shared.protocol.pipeline import TEXT
+from shared.protocol.records import (
     AnyRecord,
     ChoiceDelta,
     Failure,
@@ -33,9 +35,7 @@ from shared.protocol.messages import (
     TokenChunk,
     TokenLogprobs,
     error_info,
-    to_json,
 )
-from shared.protocol.pipeline import TEXT
 from shared.state import output_ends
 
 STALE_READ_S = 0.02

@@ -27,8 +27,8 @@ from shared.errors import (
     EncodingFailed,
     Overloaded,
 )
-from shared.protocol.messages import ItemResult
 from shared.protocol.multimodal import BlobRef, embedding_key
+from shared.protocol.task_messages import ItemResult
 from shared.state import item_results
 from shared.vision.embedding_directory import EmbeddingDirectory, Role
 

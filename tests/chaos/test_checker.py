@@ -25,20 +25,17 @@ from ops.chaos.history import (
     WorkerEvent,
 )
 from ops.chaos.plan import Behaviour, Planned, Settings
-from shared.protocol.messages import (
-    BlobAddress,
+from shared.protocol.messages import BlobAddress, DeadLetter, Heartbeat
+from shared.protocol.records import (
     ChoiceDelta,
-    DeadLetter,
     ErrorInfo,
     Failure,
     Finish,
-    GenerateRequest,
-    Heartbeat,
     LogRecord,
-    Message,
     TokenChunk,
     Usage,
 )
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 edit = msgspec.structs.replace

@@ -19,7 +19,7 @@ from ops.chaos.history import (
     RequestSent,
     SessionFailed,
 )
-from shared.protocol.messages import LogRecord
+from shared.protocol.records import LogRecord
 from tests.chaos.test_checker import (
     FINISH,
     ID,

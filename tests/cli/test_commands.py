@@ -13,7 +13,7 @@ import yaml
 
 from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import InvalidRequest
-from shared.protocol.messages import error_info
+from shared.protocol.records import error_info
 from tests.cluster.conftest import PAGEMILL, ROOT
 from workers.cli.ask import print_error
 

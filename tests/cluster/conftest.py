@@ -15,7 +15,9 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.protocol.messages import GenerateRequest, Heartbeat, LogRecord, Message
+from shared.protocol.messages import Heartbeat
+from shared.protocol.records import LogRecord
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 PAGEMILL = [sys.executable, "-m", "workers"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 
 
 def tokens_of(records: Sequence[LogRecord], choice: int = 0) -> list[int]:

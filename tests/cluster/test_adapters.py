@@ -16,7 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from ops.demo import IMAGES
 from shared import client
 from shared.bus.bus import Bus
-from shared.protocol.messages import Finish, GenerateRequest
+from shared.protocol.records import Finish
+from shared.protocol.requests import GenerateRequest
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
 from tests.cluster.conftest import (
     CONFIG,

@@ -20,8 +20,10 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.client import ask, new_request_id
 from shared.config import ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Failure, Finish, GenerateRequest, LogRecord, to_json
+from shared.protocol.encoding import to_json
 from shared.protocol.multimodal import IMAGE, embedding_key
+from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.requests import GenerateRequest
 from shared.stage.runtime import EXIT_CONFIG
 from shared.state.token_log import last_record
 from tests.cluster.conftest import (

@@ -9,18 +9,16 @@ import msgspec
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id, pin_media, render_features, tokenize
-from shared.protocol.messages import (
-    Failure,
+from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.renderer_rpc import ErrorReply, FeaturesRequest, Tokenized, TokenizeRequest
+from shared.protocol.requests import (
     Feature,
-    Finish,
     GenerateRequest,
     ImagePart,
     ImageURL,
-    LogRecord,
     Message,
     TextPart,
 )
-from shared.protocol.renderer_rpc import ErrorReply, FeaturesRequest, Tokenized, TokenizeRequest
 from shared.protocol.sampling import SamplingParams
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 

@@ -16,14 +16,10 @@ from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, cancel, follow, new_request_id
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    Failure,
-    Finish,
-    GenerateRequest,
-    Heartbeat,
-    LogRecord,
-    to_json,
-)
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
+from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.requests import GenerateRequest
 from shared.state import request_status
 from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of

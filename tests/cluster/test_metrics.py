@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.protocol.messages import Failure, Finish, GenerateRequest, Message
+from shared.protocol.records import Failure, Finish
+from shared.protocol.requests import GenerateRequest, Message
 from tests.cluster.conftest import (
     CONFIG,
     PAGEMILL,

@@ -28,23 +28,19 @@ from shared.client import ask, follow_output
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.messages import Heartbeat
+from shared.protocol.multimodal import content_hash
+from shared.protocol.records import (
     Finish,
-    FollowBody,
-    GenerateRequest,
-    Heartbeat,
-    ItemResult,
     LogRecord,
     MediaChunk,
-    Message,
     OutputEnd,
     OutputSummary,
-    Task,
-    TaskBody,
     TokenChunk,
 )
-from shared.protocol.multimodal import content_hash
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import FollowBody, ItemResult, Task, TaskBody
 from shared.stage import tasks
 from shared.stage.inputs import RequestEnded, follow_text
 from shared.stage.job import Job

@@ -15,13 +15,11 @@ from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    Failure,
-    Finish,
+from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.requests import (
     GenerateRequest,
     ImagePart,
     ImageURL,
-    LogRecord,
     Message,
     TextPart,
 )

@@ -23,13 +23,8 @@ from ops.demo import IMAGES, Case
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    Failure,
-    Finish,
-    GenerateRequest,
-    LogRecord,
-    TokenChunk,
-)
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest
 from shared.state.token_log import decode_record
 from tests.cluster.conftest import (
     PAGEMILL,

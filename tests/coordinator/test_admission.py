@@ -14,7 +14,7 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
-from shared.protocol.messages import tenant_of
+from shared.protocol.requests import tenant_of
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipeline_of
 from workers.coordinator.admission import admit, request_id_of

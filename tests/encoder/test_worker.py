@@ -16,8 +16,8 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, DeliveryConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Failure
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange, embedding_key
+from shared.protocol.records import Failure
 from shared.stage.runtime import Context
 from shared.state.token_log import last_record
 from shared.vision.embedding_store import EmbeddingStore

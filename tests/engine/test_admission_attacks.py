@@ -15,8 +15,8 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
 from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL

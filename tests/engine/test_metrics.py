@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.protocol.messages import AnyRecord, ChoiceDelta, TokenChunk
+from shared.protocol.records import AnyRecord, ChoiceDelta, TokenChunk
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import Samples, samples_of, total
 from shared.telemetry.metrics import Metrics

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.protocol.messages import ChoiceDelta, LogRecord, TokenChunk
+from shared.protocol.records import ChoiceDelta, LogRecord, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 from workers.engine.log_records import logged_choices, merge_deltas
 

@@ -6,8 +6,8 @@ from PIL import Image
 
 from shared.codec.envelope import decode, encode
 from shared.codec.tensors import to_torch
-from shared.protocol.messages import EngineBody, Task
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, Task
 from tests.engine.model.test_parity import Case
 from tests.tasks import engine_task
 from workers.engine.core.sequence import EngineRequest, Item

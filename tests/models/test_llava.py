@@ -16,13 +16,8 @@ from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage
-from shared.protocol.messages import (
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
 from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests import llava
 from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core, run_schedule
 from tests.masks import pack_mask

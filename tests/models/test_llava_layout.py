@@ -17,8 +17,8 @@ from shared.config import ModelConfig, RendererConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
 from shared.models.families.llava import LlavaTower
 from shared.models.media import DecodedImage
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests import llava
 from workers.renderer.media.image_decoder import decode_image
 from workers.renderer.processing.processor import Processor

@@ -37,8 +37,8 @@ from shared.models.media import DecodedImage, DecodedMedia
 from shared.models.registry import register
 from shared.models.tower import load_tower
 from shared.models.tower_adapter import Fields, TowerAdapter, get_field, look_up
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests import llava
 from tests.engine.model.test_parity import Case, Twins, run_core
 from tests.models.rig import make_case

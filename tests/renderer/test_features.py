@@ -15,13 +15,6 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.vllm_kwargs import mm_hash
 from shared.config import ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    EngineBody,
-    Feature,
-    GenerateRequest,
-    Message,
-    Prompt,
-)
 from shared.protocol.renderer_rpc import (
     Detokenized,
     DetokenizeRequest,
@@ -32,6 +25,8 @@ from shared.protocol.renderer_rpc import (
     Tokenized,
     TokenizeRequest,
 )
+from shared.protocol.requests import Feature, GenerateRequest, Message, Prompt
+from shared.protocol.task_messages import EngineBody
 from tests.renderer.rig import (
     Sink,
     config_for,

@@ -15,7 +15,8 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import BlobsConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia
-from shared.protocol.messages import Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.image_cache import ImageCache, PreparedImage

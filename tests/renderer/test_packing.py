@@ -16,8 +16,8 @@ from shared.codec.envelope import TensorData
 from shared.config import BlobsConfig, Config, ModelConfig
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import EncodeBody, RequestTicket, Task, TaskHeader
 from shared.protocol.multimodal import BlobRef, PlaceholderRange, embedding_key
+from shared.protocol.task_messages import EncodeBody, RequestTicket, Task, TaskHeader
 from workers.renderer.image_cache import PreparedImage
 from workers.renderer.packing import Packer
 

@@ -16,17 +16,13 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
-from shared.protocol.messages import (
-    EngineBody,
-    Failure,
-    GenerateRequest,
-    Message,
-    Prompt,
-    to_msgpack,
-)
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.records import Failure
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, Tokenized, TokenizeRequest
+from shared.protocol.requests import GenerateRequest, Message, Prompt
 from shared.protocol.subjects import render as render_subject
 from shared.protocol.subjects import tokenize as tokenize_subject
+from shared.protocol.task_messages import EngineBody
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
     Sink,

@@ -6,7 +6,8 @@ import pytest
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import BlobsConfig
-from shared.protocol.messages import BlobAddress, Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import BlobAddress, Heartbeat
 
 CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
 

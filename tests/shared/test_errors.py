@@ -6,7 +6,8 @@ import pytest
 
 from shared import errors
 from shared.errors import InvalidRequest, PagemillError
-from shared.protocol.messages import error_info, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.records import error_info
 
 LEAVES = [
     kind

@@ -17,18 +17,20 @@ from rich.markup import escape
 from shared.bus.bus import Bus
 from shared.client import ask, cancel, follow
 from shared.errors import InvalidMedia, InvalidRequest
-from shared.protocol.messages import (
+from shared.protocol.encoding import to_json
+from shared.protocol.records import (
     ErrorInfo,
     Failure,
     Finish,
+    LogRecord,
+    TokenChunk,
+)
+from shared.protocol.requests import (
     GenerateRequest,
     ImagePart,
     ImageURL,
-    LogRecord,
     Message,
     TextPart,
-    TokenChunk,
-    to_json,
 )
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error

@@ -17,7 +17,9 @@ from rich.table import Table
 from shared.bus.bus import Bus
 from shared.client import cancel
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol.messages import DeadLetter, GenerateRequest, decode_request, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import DeadLetter
+from shared.protocol.requests import GenerateRequest, decode_request
 from shared.state import dead_letters, request_status
 from shared.state.request_status import RequestStatus
 

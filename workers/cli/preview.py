@@ -9,7 +9,7 @@ from rich.console import Console
 from shared import client
 from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
-from shared.protocol.messages import to_json
+from shared.protocol.encoding import to_json
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, Tokenized, TokenizeRequest
 from workers.cli.ask import CONNECT_TIMEOUT_S, AskOptions, build_request, print_error
 

@@ -8,9 +8,9 @@ import msgspec
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
-from shared.protocol.messages import GenerateRequest, Prompt
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
+from shared.protocol.requests import GenerateRequest, Prompt
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
 

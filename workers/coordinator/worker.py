@@ -8,7 +8,8 @@ requests in flight, its limit bounds their number, and no timer lives in a proce
 from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
 from shared.protocol import subjects
-from shared.protocol.messages import RequestTicket, TaskHeader, tenant_of
+from shared.protocol.requests import tenant_of
+from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.retry import History

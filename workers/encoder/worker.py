@@ -17,7 +17,7 @@ from shared.codec.envelope import TensorData
 from shared.codec.tensors import to_torch
 from shared.errors import BlobLost, ConfigError, Overloaded
 from shared.models.tower import load_tower
-from shared.protocol.messages import EncodeBody, Task
+from shared.protocol.task_messages import EncodeBody, Task
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Abandoned, Done, Outcome, WorkerLoop

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.protocol.messages import AnyRecord, ChoiceDelta, TokenChunk
+from shared.protocol.records import AnyRecord, ChoiceDelta, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 
 MAX_RECORD_VALUES = 1 << 15

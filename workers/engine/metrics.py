@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import AnyRecord, TokenChunk
+from shared.protocol.records import AnyRecord, TokenChunk
 from shared.telemetry.metrics import Metrics
 from workers.engine.core.engine import EngineStats
 from workers.engine.core.sequence import RequestOutput

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import TaskHeader
+from shared.protocol.task_messages import TaskHeader
 from shared.stage.job import Job
 from workers.engine.core.sequence import RequestOutput
 from workers.engine.log_records import num_for_record

@@ -12,13 +12,8 @@ from typing import Any
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    EngineBody,
-    OutputSummary,
-    StageSpan,
-    Task,
-    TaskHeader,
-)
+from shared.protocol.records import OutputSummary, StageSpan
+from shared.protocol.task_messages import EngineBody, Task, TaskHeader
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.stage import SUSPECT_PAUSE_S

@@ -29,7 +29,7 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
-from shared.protocol.messages import ErrorInfo
+from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, MakeAssembler, RouteHandler, error_response
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller

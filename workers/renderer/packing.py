@@ -9,7 +9,6 @@ from shared.codec.envelope import TensorData
 from shared.config import Config
 from shared.errors import Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import EncodeBody, TaskHeader
 from shared.protocol.multimodal import (
     BlobRef,
     MultiModalKwargsItem,
@@ -17,6 +16,7 @@ from shared.protocol.multimodal import (
     embedding_key,
 )
 from shared.protocol.pipeline import Edge
+from shared.protocol.task_messages import EncodeBody, TaskHeader
 from shared.stage import tasks
 from shared.stage.pipelines import pipelines_of
 from shared.state import item_results

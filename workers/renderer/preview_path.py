@@ -11,9 +11,9 @@ from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
 from shared.config import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
-from shared.protocol.messages import Prompt
 from shared.protocol.multimodal import Modality, PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
+from shared.protocol.requests import Prompt
 from workers.renderer.media.decoders import DECODERS
 from workers.renderer.media.loader import MediaLoader, is_stored
 from workers.renderer.media.request_media import read_stored

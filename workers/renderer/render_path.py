@@ -8,8 +8,9 @@ from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import InvalidRequest
-from shared.protocol.messages import Prompt, TaskHeader
 from shared.protocol.multimodal import BlobRef, Modality, PlaceholderRange
+from shared.protocol.requests import Prompt
+from shared.protocol.task_messages import TaskHeader
 from workers.renderer.image_cache import ImageCache, PreparedImage
 from workers.renderer.media.request_media import RequestMedia, Source
 from workers.renderer.packing import Packer

@@ -20,15 +20,9 @@ from shared.codec import envelope
 from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    GenerateRequest,
-    decode_request,
-    error_info,
-    tenant_of,
-    to_json,
-    to_msgpack,
-)
+from shared.protocol.encoding import to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
+from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import (
     Detokenized,
     ErrorReply,
@@ -38,6 +32,7 @@ from shared.protocol.renderer_rpc import (
     decode_features_request,
     decode_tokenize_request,
 )
+from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
 from shared.validation import split_validation_error
 from workers.renderer.fair_queue import FairQueue
 from workers.renderer.preview_path import PreviewPath

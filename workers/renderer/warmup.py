@@ -12,9 +12,15 @@ from collections.abc import Coroutine, Iterable, Iterator
 from PIL import Image
 
 from shared.codec import envelope
-from shared.protocol.messages import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
+from shared.protocol.requests import (
+    ImagePart,
+    ImageURL,
+    Message,
+    Prompt,
+    TextPart,
+)
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.protocol import subjects
-from shared.protocol.messages import EngineBody, Prompt, RenderBody, Task, TaskHeader
 from shared.protocol.pipeline import models_of
+from shared.protocol.requests import Prompt
+from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHeader
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop

@@ -18,15 +18,13 @@ from ops.bench.peers.protocol import Request
 from ops.bench.servers import MODEL
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
-from shared.protocol.messages import (
-    Failure,
-    Finish,
+from shared.protocol.records import Failure, Finish, TokenChunk
+from shared.protocol.requests import (
     GenerateRequest,
     ImagePart,
     ImageURL,
     Message,
     TextPart,
-    TokenChunk,
 )
 
 # A line of a stream may be a picture's worth of log probabilities; ours are not.

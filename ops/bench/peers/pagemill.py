@@ -14,7 +14,7 @@ from shared.client import new_request_id
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
 from shared.models.media import DecodedImage
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from workers.engine import runner
 from workers.engine.core.engine import EngineCore

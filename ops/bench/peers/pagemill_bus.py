@@ -21,7 +21,8 @@ from ops.bench.peers.child import serve
 from ops.bench.peers.pagemill import Tally, engine_config, message, model_config, sampling
 from ops.bench.peers.protocol import Answer, Request, Setup
 from shared.client import ask, follow, new_request_id
-from shared.protocol.messages import Failure, Finish, GenerateRequest, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest
 from shared.telemetry import logs
 from workers.cli import settings
 

@@ -6,7 +6,7 @@ from ops.chaos.patching import replace_attribute
 
 @bug("engine", "resumes", "I2", "I3")
 def resume_off_by_one() -> None:
-    from shared.protocol.messages import LogRecord
+    from shared.protocol.records import LogRecord
     from workers.engine import log_records, worker
     from workers.engine.core.sequence import LoggedChoice
 

@@ -29,7 +29,7 @@ def _append_unfenced() -> None:
 
 @bug("engine", "calm", "I2")
 def final_record_twice() -> None:
-    from shared.protocol.messages import OutputSummary
+    from shared.protocol.records import OutputSummary
     from shared.state.token_log import LogWriter
 
     finish = LogWriter.finish

@@ -14,7 +14,7 @@ from ops.chaos.history import (
     RequestSent,
     SessionFailed,
 )
-from shared.protocol.messages import Failure, LogRecord, TokenChunk
+from shared.protocol.records import Failure, LogRecord, TokenChunk
 from shared.state.token_log import is_final
 
 

@@ -15,7 +15,7 @@ from ops.chaos.checks.violation import Violation
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.expected_answers import Expected
 from ops.chaos.plan import MODEL, Planned
-from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.state.token_log import is_final
 from workers.gateway.http import errors
 from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions

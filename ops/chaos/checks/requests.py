@@ -12,7 +12,7 @@ from ops.chaos.expected_answers import Expected
 from ops.chaos.history import Fault
 from ops.chaos.plan import Planned
 from shared.bus.streams import HEARTBEAT_TTL_S
-from shared.protocol.messages import Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.state.token_log import is_final
 
 # Broker and client share the clock of one machine; a timer may fire a little early.

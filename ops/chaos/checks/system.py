@@ -10,7 +10,7 @@ from ops.chaos.checks.recorded_run import BROKER_ROLES, RecordedRun
 from ops.chaos.checks.violation import Violation
 from ops.chaos.history import Fault, MemorySample, ProcessExited, Snapshot
 from shared.protocol import subjects
-from shared.protocol.messages import Failure
+from shared.protocol.records import Failure
 
 # Exit codes of a process that ended by itself: a configuration error, or a crash of the
 # interpreter. A worker that gave up its broker exits with 1 and is started again.

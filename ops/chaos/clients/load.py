@@ -33,7 +33,7 @@ from ops.chaos.plan import Planned, Settings, make_request
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import Overloaded, PagemillError
-from shared.protocol.messages import LogRecord
+from shared.protocol.records import LogRecord
 from shared.state.token_log import is_final
 from shared.telemetry import logs
 

@@ -55,7 +55,8 @@ from ops.chaos.worker.payload_events import LASTING
 from shared import client
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
-from shared.protocol.messages import Failure, GenerateRequest, LogRecord, Message
+from shared.protocol.records import Failure, LogRecord
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from workers.cli import settings as product_settings
 

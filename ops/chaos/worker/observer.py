@@ -10,7 +10,8 @@ from ops.chaos.worker import payload_events
 from ops.chaos.worker.crash_points import CrashPoints
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
-from shared.protocol.messages import TokenChunk, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.records import TokenChunk
 from shared.stage.runtime import Context
 
 # The bytes with which every record begins that is not the last of its log.

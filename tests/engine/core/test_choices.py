@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest, WorkerFailure
 from shared.protocol.detokenizer import Detokenizer
-from shared.protocol.messages import ChoiceDelta, TokenLogprobs
+from shared.protocol.records import ChoiceDelta, TokenLogprobs
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from tests.shared.protocol.test_detokenizer import decode as decode_bytes

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ContextTooLong, InvalidMedia, InvalidRequest, RequestError, WorkerFailure
-from shared.protocol.messages import ChoiceDelta, Usage
 from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.records import ChoiceDelta, Usage
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool

@@ -15,9 +15,10 @@ from shared.client import follow
 from shared.codec import envelope
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Finish, RequestTicket
 from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.records import Finish
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
+from shared.protocol.task_messages import RequestTicket
 from shared.stage.runtime import Context
 from shared.state.kv_event_log import NUMBER_BYTES
 from tests.fakes import FakeRunner

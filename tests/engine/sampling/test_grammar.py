@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import InvalidGrammar, InvalidRequest, PagemillError, WorkerFailure
-from shared.protocol.messages import ChoiceDelta
+from shared.protocol.records import ChoiceDelta
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from tests.engine.model.test_parity import widen
 from workers.cli.settings import DEMO_MODEL

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.protocol.messages import TokenLogprobs
+from shared.protocol.records import TokenLogprobs
 from shared.protocol.sampling import SamplingParams
 from tests.engine.model.test_parity import (
     IMAGE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.models.registry import adapt
 from shared.models.tower import Tower
-from shared.protocol.messages import ChoiceDelta
+from shared.protocol.records import ChoiceDelta
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.deltas import samples_of, total
 from shared.telemetry.metrics import Metrics

@@ -13,7 +13,13 @@ from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from shared.errors import LogTruncated
-from shared.protocol.messages import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import (
+    ChoiceDelta,
+    ErrorInfo,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from workers.gateway.app import error_response
 from workers.gateway.backend.merge import merge_logs
 from workers.gateway.http import sse

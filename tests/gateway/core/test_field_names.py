@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import ErrorInfo
+from shared.protocol.records import ErrorInfo
 from tests.gateway.conftest import Gateway
 from workers.gateway.core.field_names import translate_error, translated_errors
 from workers.gateway.http.errors import RequestFailed

@@ -16,15 +16,10 @@ from hypothesis import strategies as st
 
 from shared.config import GatewayConfig
 from shared.errors import Overloaded
-from shared.protocol.messages import (
-    ChoiceDelta,
-    GenerateRequest,
-    RequestRecord,
-    TokenChunk,
-    TokenLogprobs,
-    Usage,
-    to_json,
-)
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import RequestRecord
+from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.requests import GenerateRequest
 from shared.state.token_log import decode_record
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Start, start_gateway_at

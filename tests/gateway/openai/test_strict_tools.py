@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 from openai import AsyncOpenAI
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import FunctionDefinition, Tool
 from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.sampling import StructuredOutputs
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, start_gateway

@@ -1,6 +1,7 @@
 """The timeline of a request, from its status."""
 
-from shared.protocol.messages import AttemptRecord, StageSpan
+from shared.protocol.messages import AttemptRecord
+from shared.protocol.records import StageSpan
 from shared.state.request_status import RequestStatus, State
 from workers.gateway.routes.timeline import TimelineEntry, timeline_of
 

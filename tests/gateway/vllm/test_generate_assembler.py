@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.protocol.messages import (
+from shared.protocol.records import (
     ChoiceDelta,
     ErrorInfo,
     Failure,

@@ -16,8 +16,8 @@ from PIL import Image
 from shared.config import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from tests.road import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore

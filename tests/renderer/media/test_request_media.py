@@ -19,7 +19,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config import Config
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import Failure
+from shared.protocol.records import Failure
 from shared.state import media_store
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (

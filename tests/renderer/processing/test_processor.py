@@ -27,15 +27,9 @@ from shared.errors import (
     UnsupportedContent,
 )
 from shared.models.media import DecodedImage
-from shared.protocol.messages import (
-    EngineBody,
-    ImagePart,
-    ImageURL,
-    Message,
-    Task,
-    TextPart,
-)
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.task_messages import EngineBody, Task
 from tests.tasks import engine_task
 from workers.renderer.media.image_decoder import decode_image, hash_source
 from workers.renderer.processing.processor import Processor

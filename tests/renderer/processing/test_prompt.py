@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.multimodal import IMAGE, Modality, PlaceholderRange
+from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from workers.renderer.processing.prompt import expand, media_parts, template_messages
 
 PAD = 9

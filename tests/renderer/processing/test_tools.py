@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from shared.config import ModelConfig
 from shared.errors import ContextTooLong, InvalidRequest, UnsupportedContent
-from shared.protocol.messages import (
+from shared.protocol.requests import (
     FunctionCall,
     FunctionDefinition,
     Message,

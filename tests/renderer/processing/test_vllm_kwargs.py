@@ -17,8 +17,8 @@ from shared.codec.vllm_kwargs import BatchedField, FlatField, WireField, decode_
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import InvalidRequest, MediaTooLarge, UnsupportedContent
 from shared.models.wire_pixels import to_numpy, to_pixels
-from shared.protocol.messages import Feature, Prompt
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.requests import Feature, Prompt
 from tests import llava
 from tests.renderer.processing.test_processor import TEXT, TEXT_TEMPLATE, write_model
 from workers.cli.settings import DEMO_MODEL

@@ -27,7 +27,8 @@ from shared.codec.tensors import to_torch
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
-from shared.protocol.messages import BlobAddress, Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import BlobAddress, Heartbeat
 from shared.protocol.multimodal import BlobRef
 from tests.shared.blobs.test_store import NAME, TRANSPORTS, put
 

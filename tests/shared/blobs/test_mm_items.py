@@ -12,8 +12,8 @@ from shared.blobs.transports import Blob
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineBody, Task
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
+from shared.protocol.task_messages import EngineBody, Task
 from tests.masks import pack_mask
 from tests.tasks import engine_task
 

@@ -166,7 +166,8 @@ import asyncio, sys
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import BlobsConfig
-from shared.protocol.messages import Heartbeat, to_json, to_msgpack
+from shared.protocol.encoding import to_json, to_msgpack
+from shared.protocol.messages import Heartbeat
 
 async def main():
     bus = await Bus.connect(sys.argv[1], "owner")

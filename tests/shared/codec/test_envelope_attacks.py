@@ -19,9 +19,9 @@ from shared.codec.arrays import from_numpy
 from shared.codec.envelope import ALIGNMENT, TensorData, decode, encode, encode_parts
 from shared.codec.tensors import to_torch
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineBody, RenderBody, Task, TaskHeader
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHeader
 from tests.shared.codec.test_envelope import DEEP, Head, envelope, packed
 from tests.tasks import engine_task
 
@@ -78,7 +78,7 @@ import json, re, sys, threading
 from pathlib import Path
 from shared.codec.envelope import decode, encode
 from shared.errors import DecodeError
-from shared.protocol.messages import EngineBody, Task
+from shared.protocol.task_messages import EngineBody, Task
 from tests.shared.codec.test_envelope import Head
 
 def peak_kib():

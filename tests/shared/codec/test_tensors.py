@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import ITEM_BYTES, TensorData, decode, encode
 from shared.codec.tensors import from_torch, to_torch
-from shared.protocol.messages import StageSpan
+from shared.protocol.records import StageSpan
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import GenerateRequest, Prompt
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
 from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.requests import GenerateRequest, Prompt
 
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}

@@ -24,24 +24,14 @@ from shared.errors import (
     Unavailable,
 )
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    TENANT_HEADER,
-    AttemptRecord,
-    DeadLetter,
-    EngineBody,
-    Failure,
-    GenerateRequest,
-    Message,
-    RenderBody,
-    RequestTicket,
-    TaskHeader,
-    decode_attempt,
-    decode_request,
-    to_json,
-)
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import AttemptRecord, DeadLetter, decode_attempt
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import Pipeline
+from shared.protocol.records import Failure
+from shared.protocol.requests import TENANT_HEADER, GenerateRequest, Message, decode_request
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.loop import Shutdown, serve

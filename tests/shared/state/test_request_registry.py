@@ -9,16 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from shared.bus.bus import Bus
-from shared.protocol.messages import (
-    GenerateRequest,
-    Heartbeat,
-    Message,
-    RequestRecord,
-    RequestTicket,
-    encode_request,
-    to_json,
-)
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat, RequestRecord
+from shared.protocol.requests import GenerateRequest, Message, encode_request
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
+from shared.protocol.task_messages import RequestTicket
 from shared.state import request_registry
 
 

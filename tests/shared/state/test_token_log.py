@@ -10,12 +10,10 @@ from shared.bus.bus import Bus
 from shared.client import ask, follow
 from shared.errors import ContextTooLong, Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.records import (
     ChoiceDelta,
     Failure,
     Finish,
-    GenerateRequest,
-    Message,
     OutputSummary,
     TokenChunk,
     Usage,

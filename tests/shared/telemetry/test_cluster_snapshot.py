@@ -8,7 +8,8 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, MetricSeries, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat, MetricSeries
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.deltas import total
 from shared.telemetry.metrics import Metrics

@@ -25,7 +25,8 @@ from shared.errors import (
     WorkerFailure,
 )
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import embedding_key
 from shared.state.token_log import end_request
 from shared.vision.embedding_directory import Role

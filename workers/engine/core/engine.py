@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shared.errors import InvalidRequest, PagemillError, WorkerFailure
-from shared.protocol.messages import ChoiceDelta
+from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.request_state import (

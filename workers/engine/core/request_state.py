@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from shared.protocol.detokenizer import Detokenizer
-from shared.protocol.messages import ChoiceDelta, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import Drafter, EngineRequest, SampledToken, Sequence
 from workers.engine.core.validation import (

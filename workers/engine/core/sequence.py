@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import PagemillError
-from shared.protocol.messages import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.multimodal import PlaceholderRange
+from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.sampling import SamplingParams
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shared.protocol.messages import TokenLogprobs
+from shared.protocol.records import TokenLogprobs
 from workers.engine.sampling.row_chunks import iterate_chunks
 
 IMPOSSIBLE = -9999.0

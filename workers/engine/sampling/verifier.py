@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import TokenLogprobs
+from shared.protocol.records import TokenLogprobs
 from workers.engine.core.sequence import SampledToken, ScheduledSequence, Sequence
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.sampler import check_finite, sample

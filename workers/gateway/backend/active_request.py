@@ -11,12 +11,12 @@ from starlette.requests import Request
 from shared import client
 from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.messages import RequestRecord
+from shared.protocol.records import (
     ErrorInfo,
     Failure,
     Finish,
     LogRecord,
-    RequestRecord,
     TokenChunk,
 )
 from shared.state import request_registry

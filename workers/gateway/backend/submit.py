@@ -16,7 +16,10 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import PagemillError, Unavailable
-from shared.protocol.messages import GenerateRequest, LogRecord, RequestRecord, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import RequestRecord
+from shared.protocol.records import LogRecord
+from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext, Json, error_response

@@ -6,7 +6,13 @@ from msgspec.structs import replace
 
 from shared import client
 from shared.errors import InvalidMedia
-from shared.protocol.messages import ContentPart, GenerateRequest, ImagePart, ImageURL, Message
+from shared.protocol.requests import (
+    ContentPart,
+    GenerateRequest,
+    ImagePart,
+    ImageURL,
+    Message,
+)
 from workers.gateway.app import AppContext
 
 # Lengths of data: URLs. A message has room for 8 MiB, so each of many images may use less of it.

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from msgspec import UNSET, UnsetType
 
-from shared.protocol.messages import TokenChunk, Usage
+from shared.protocol.records import TokenChunk, Usage
 
 
 class TokenBytes(Protocol):

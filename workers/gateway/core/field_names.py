@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import PagemillError
-from shared.protocol.messages import ErrorInfo
+from shared.protocol.records import ErrorInfo
 from workers.gateway.http import errors
 
 _SAMPLING = "sampling_params"

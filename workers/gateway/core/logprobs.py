@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from shared.protocol.messages import TokenLogprobs
+from shared.protocol.records import TokenLogprobs
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.schemas.generate import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
 from workers.gateway.schemas.openai_response import TokenLogprob, TopLogprob

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import GenerateRequest
+from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_SEED
 from workers.gateway.schemas.openai_request import (
     CommonRequest,

@@ -16,7 +16,7 @@ from shared.errors import (
     UnsupportedContent,
     WorkerFailure,
 )
-from shared.protocol.messages import ErrorInfo, error_info
+from shared.protocol.records import ErrorInfo, error_info
 from shared.protocol.renderer_rpc import ErrorReply
 from shared.validation import split_validation_error
 

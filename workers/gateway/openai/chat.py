@@ -5,7 +5,8 @@ from typing import Any
 from msgspec import Struct
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import (
+from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.requests import (
     ContentPart,
     GenerateRequest,
     ImagePart,
@@ -14,7 +15,6 @@ from shared.protocol.messages import (
     Tool,
     ToolCall,
 )
-from shared.protocol.renderer_rpc import ModelCard
 from workers.gateway.core.plan import (
     STRUCTURE_FIELD,
     SubmitPlan,

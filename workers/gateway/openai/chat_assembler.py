@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.protocol.messages import ChoiceDelta, TokenChunk, Usage
+from shared.protocol.records import ChoiceDelta, TokenChunk, Usage
 from workers.gateway.core.assembler import TokenBytes, or_unset
 from workers.gateway.core.logprobs import openai_logprobs
 from workers.gateway.openai.tool_calls import call_delta, call_id

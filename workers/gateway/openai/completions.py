@@ -9,7 +9,8 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import ChoiceDelta, GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
+from shared.protocol.requests import GenerateRequest
 from workers.gateway.core.assembler import TokenBytes, or_unset
 from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, token_text
 from workers.gateway.core.plan import (

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import Tool
 from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.requests import Tool
 from workers.gateway.core.plan import structure_of
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.openai_request import ChatRequest

@@ -13,9 +13,11 @@ from starlette.responses import Response
 from shared import client
 from shared.errors import ContextTooLong, InvalidRequest, MMCacheMiss, NotFound, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import Feature, GenerateRequest, Message, RequestRecord, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import RequestRecord
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.requests import Feature, GenerateRequest, Message
 from shared.state import request_registry
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit

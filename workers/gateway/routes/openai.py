@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.protocol.messages import GenerateRequest, RequestRecord
+from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import DetokenizeRequest, Tokenized, TokenizeRequest
+from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.assembler import TokenBytes

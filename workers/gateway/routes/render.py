@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.errors import InvalidGrammar
-from shared.protocol.messages import GenerateRequest
+from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan

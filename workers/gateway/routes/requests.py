@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
-from shared.protocol.messages import Failure, Finish, LogRecord
+from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final, last_record
 from workers.gateway.app import AppContext, Json, error_response

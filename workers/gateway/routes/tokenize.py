@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import InvalidRequest
-from shared.protocol.messages import Tool
 from shared.protocol.renderer_rpc import TokenizeRequest
+from shared.protocol.requests import Tool
 from shared.protocol.sampling import TokenId
 from workers.gateway.app import AppContext, Json
 from workers.gateway.core.field_names import translated_errors

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from shared import client
 from shared.errors import UnknownModel
-from shared.protocol.messages import GenerateRequest
 from shared.protocol.renderer_rpc import DetokenizeRequest, FeaturesRequest, RenderedFeatures
+from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.assembler import TokenBytes

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from shared.protocol.messages import FunctionCall, ImageURL, Tool
+from shared.protocol.requests import FunctionCall, ImageURL, Tool
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
 from workers.gateway.schemas.sampling_fields import SamplingFields
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from shared.protocol.messages import Usage
+from shared.protocol.records import Usage
 
 
 class CachedTokens(Struct, frozen=True):

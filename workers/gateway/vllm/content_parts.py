@@ -3,8 +3,8 @@
 from typing import Any
 
 from shared.errors import UnsupportedContent
-from shared.protocol.messages import ImagePart, ImageURL
 from shared.protocol.renderer_rpc import RenderedFeatures
+from shared.protocol.requests import ImagePart, ImageURL
 from workers.gateway.schemas.generate import PlaceholderInfo
 from workers.gateway.vllm.errors import body_error
 from workers.gateway.vllm.features import WireItem

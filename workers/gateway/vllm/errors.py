@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from shared.errors import InvalidRequest, PagemillError, RequestError
-from shared.protocol.messages import ErrorInfo
+from shared.protocol.records import ErrorInfo
 from shared.validation import split_validation_error
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (

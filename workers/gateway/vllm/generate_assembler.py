@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, Struct
 
-from shared.protocol.messages import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.core.assembler import Events, TokenBytes
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (

@@ -17,7 +17,9 @@ from shared.bus.bus import Bus
 from shared.config import RendererConfig
 from shared.errors import Fenced, InvalidMedia, MediaNotFound, MediaTooLarge, MMCacheMiss
 from shared.protocol import subjects
-from shared.protocol.messages import Feature, MediaPin, PinnedPart, to_msgpack
+from shared.protocol.encoding import to_msgpack
+from shared.protocol.messages import MediaPin, PinnedPart
+from shared.protocol.requests import Feature
 from shared.state import media_store
 from workers.renderer.media.item_registry import ItemRegistry
 from workers.renderer.media.loader import MediaLoader, is_remote, is_stored

@@ -25,7 +25,6 @@ from shared.models.family import ModelFamily
 from shared.models.layout import MediaLayout
 from shared.models.media import DecodedMedia
 from shared.models.registry import find_family
-from shared.protocol.messages import Message, Prompt
 from shared.protocol.multimodal import (
     IMAGE,
     Modality,
@@ -34,6 +33,7 @@ from shared.protocol.multimodal import (
     content_hash,
 )
 from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.requests import Message, Prompt
 from workers.renderer.processing import prompt
 from workers.renderer.processing.tokenizer import PromptTokenizer
 

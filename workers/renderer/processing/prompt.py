@@ -9,8 +9,15 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from shared.errors import InvalidRequest
-from shared.protocol.messages import Feature, Message, Prompt, TextPart, Tool, ToolCall
 from shared.protocol.multimodal import Modality, PlaceholderRange
+from shared.protocol.requests import (
+    Feature,
+    Message,
+    Prompt,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 
 Transform = Callable[[Any], Any]
 

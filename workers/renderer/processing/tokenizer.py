@@ -9,7 +9,7 @@ import jinja2
 
 from shared.errors import InvalidRequest, UnsupportedContent
 from shared.models.family import ToolFormat
-from shared.protocol.messages import FunctionDefinition, Message, Prompt, Tool
+from shared.protocol.requests import FunctionDefinition, Message, Prompt, Tool
 from workers.renderer.processing import prompt
 from workers.renderer.processing.token_bytes import TokenByteDecoder
 

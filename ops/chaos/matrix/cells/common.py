@@ -13,7 +13,9 @@ from ops.chaos.processes import network
 from ops.chaos.processes.pool import LOAD, Slot
 from shared.errors import Overloaded
 from shared.protocol import subjects
-from shared.protocol.messages import Failure, GenerateRequest, LogRecord, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.records import Failure, LogRecord
+from shared.protocol.requests import GenerateRequest
 
 WORKER_S = 5.0
 BROKER_S = 3.0

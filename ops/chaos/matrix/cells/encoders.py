@@ -15,11 +15,11 @@ from ops.chaos.plan import MODEL
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import (
+from shared.protocol.records import LogRecord
+from shared.protocol.requests import (
     GenerateRequest,
     ImagePart,
     ImageURL,
-    LogRecord,
     Message,
     TextPart,
 )

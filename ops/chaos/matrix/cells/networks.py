@@ -18,7 +18,7 @@ from ops.chaos.processes.pool import LOAD
 from ops.chaos.processes.proxy import Behavior, Proxy
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.protocol.messages import Failure, Finish
+from shared.protocol.records import Failure, Finish
 from shared.protocol.sampling import SamplingParams
 
 

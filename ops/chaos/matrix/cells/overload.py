@@ -18,7 +18,8 @@ from ops.token_logs import read_log
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import Failure, GenerateRequest, Message
+from shared.protocol.records import Failure
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.state.token_log import is_final
 

@@ -30,19 +30,18 @@ from shared.codec import envelope
 from shared.config import BlobsConfig
 from shared.errors import BlobLost
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    EngineBody,
+from shared.protocol.messages import Heartbeat
+from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
+from shared.protocol.records import LogRecord
+from shared.protocol.requests import (
     GenerateRequest,
-    Heartbeat,
     ImagePart,
     ImageURL,
-    LogRecord,
     Message,
-    Task,
     TextPart,
 )
-from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.sampling import SamplingParams
+from shared.protocol.task_messages import EngineBody, Task
 
 # Each of three transports waits for an answer before the image is rendered again. Tasks of a frozen
 # worker are redelivered after the ack wait.

@@ -14,7 +14,7 @@ from ops.chaos.history import WorkerEvent, read_events
 from ops.chaos.matrix.cells.common import WORKER_S, altered, new_id, timed, wait_for_load
 from ops.chaos.matrix.deployment import Deployment, Disturb
 from shared.errors import PagemillError
-from shared.protocol.messages import Failure, LogRecord
+from shared.protocol.records import Failure, LogRecord
 from shared.protocol.sampling import SamplingParams
 
 

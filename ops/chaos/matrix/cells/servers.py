@@ -22,7 +22,7 @@ from ops.chaos.matrix.deployment import Deployment, Disturb, SingleServer
 from ops.chaos.processes import network
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects
-from shared.protocol.messages import GenerateRequest, Message
+from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 
 

@@ -9,7 +9,7 @@ from ops.chaos.matrix.cells.common import WORKER_S, altered, fill, new_id, one_o
 from ops.chaos.matrix.deployment import Deployment, Disturb, mount_disk, unmount
 from ops.chaos.plan import ROOT
 from shared.bus.bus import Bus
-from shared.protocol.messages import Failure
+from shared.protocol.records import Failure
 from shared.protocol.sampling import SamplingParams
 
 

@@ -1,0 +1,160 @@
+"""Records of token logs and of the logs of other outputs."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.errors import PagemillError
+
+
+class StageSpan(Struct, frozen=True, array_like=True):
+    """One stage of a request's path. Times are Unix milliseconds of the broker's clock.
+
+    The span of a fan-out stage is written by the stage that gathers its results: from when that
+    stage began to wait until it had all of them.
+    """
+
+    stage: str
+    worker: str
+    """Empty for a fan-out stage, whose items may have been processed by several workers."""
+    attempt: int
+    received_ms: float
+    sent_ms: float
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Of one token under the model's own distribution, before any sampling parameter has changed
+    it: natural logarithms to six decimals, -9999 for none."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    top_token_ids: list[int]
+    """As many of the most probable tokens as were asked for, best first."""
+    top_logprobs: list[float]
+
+
+class ChoiceDelta(Struct, frozen=True, omit_defaults=True):
+    """New tokens of one choice. `position` is the index of the first of them in the answer."""
+
+    index: int
+    position: int
+    token_ids: list[int]
+    text: str
+    """May lag behind the tokens: text that may yet turn out to be a stop string is held back."""
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the choice; null for the model's own end."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if the request asks for them."""
+
+
+class TokenChunk(Struct, frozen=True, omit_defaults=True, tag="tokens"):
+    """`index` counts the records of one log from 0 without a gap."""
+
+    index: int
+    attempt: int
+    choices: list[ChoiceDelta]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """In the first record, if the request asks for them: one for each token of the prompt but the
+    first, which nothing comes before."""
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's: those that did not have to be computed, for an earlier request had been."""
+
+
+class OutputSummary(Struct, frozen=True, omit_defaults=True):
+    """What is known of an output at its end."""
+
+    usage: Usage | None = None
+    """Tokens, for the output that is text."""
+    kv_blocks: int = 0
+    """The most KV blocks that the stage held for the request at one time."""
+    units: dict[str, float] = {}
+    """Amounts by name, such as `samples` or `steps`."""
+    path: list[StageSpan] = []
+    """The stages that led to the output, its own last."""
+
+
+class Finish(Struct, frozen=True, tag="finish", omit_defaults=True):
+    """Last record of a request that ended well; each choice's reason came with its last tokens."""
+
+    index: int
+    attempt: int
+    usage: Usage
+    kv_blocks: int
+    """The most KV blocks that the request held at one time."""
+    path: list[StageSpan]
+    outputs: dict[str, OutputSummary] = {}
+    """By name, where the request has other outputs than its text."""
+
+
+class ErrorInfo(Struct, frozen=True):
+    code: str
+    message: str
+    field: str | None
+    fault: Literal["client", "server"]
+    retryable: bool
+    """Whether the same request may succeed if it is sent again, under another id."""
+    retry_after_s: float | None = None
+
+
+class Failure(Struct, frozen=True, tag="error"):
+    """Last record of a log that did not end well."""
+
+    index: int
+    attempt: int
+    error: ErrorInfo
+    path: list[StageSpan]
+
+
+LogRecord = TokenChunk | Finish | Failure
+"""Records of a request's own log, which is also the log of its text."""
+
+
+class MediaChunk(Struct, frozen=True, tag="media", omit_defaults=True):
+    """A piece of an output that is not text."""
+
+    index: int
+    attempt: int
+    mime: str
+    offset: int
+    """Where the piece begins, in the output's own unit: bytes, samples, or images."""
+    data: str = ""
+    """Base64, for small pieces."""
+    media: str = ""
+    """`media:<sha256>` of a stored file, for large ones."""
+
+
+class OutputEnd(Struct, frozen=True, tag="end", omit_defaults=True):
+    """Last record of an output that has a log of its own."""
+
+    index: int
+    attempt: int
+    summary: OutputSummary
+    cut: bool = False
+    """The request was ended before the output was complete."""
+
+
+OutputRecord = MediaChunk | OutputEnd
+"""Records of the log of an output that is not text."""
+
+
+AnyRecord = LogRecord | OutputRecord
+
+
+class OutputEnds(Struct, frozen=True, tag="ends"):
+    """Which outputs of a request have ended. The stage that completes the list ends the request."""
+
+    expected: list[str]
+    ended: dict[str, OutputSummary]
+
+
+def error_info(error: PagemillError) -> ErrorInfo:
+    return ErrorInfo(
+        error.code, error.message, error.field, error.fault, error.retryable, error.retry_after_s
+    )

@@ -1,0 +1,120 @@
+"""Tasks: the messages between stages. Each has the same header, and a body that its stage reads."""
+
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
+from shared.protocol.records import StageSpan
+from shared.protocol.requests import Prompt
+from shared.protocol.sampling import SamplingParams
+
+TASK_VERSION = 1
+"""Raised when an older worker would misread a task. New optional fields do not raise it: a reader
+ignores fields that it does not know."""
+
+
+class RequestTicket(Struct, frozen=True, array_like=True):
+    """What accompanies a request from its acceptance to its end.
+
+    The request itself stays in its queue until then. The worker that ends it acknowledges it there,
+    by `receipt`. Times are Unix milliseconds of the broker's clock.
+    """
+
+    accepted_ms: float
+    deadline_ms: float
+    sequence: int
+    """In stream REQUESTS."""
+    receipt: str
+    tenant: str = ""
+    """Part of the key of every cache on the way; see TENANT_HEADER."""
+    cache_salt: str = ""
+    """Another part of these keys, chosen by the client."""
+
+    @property
+    def cache_scope(self) -> str:
+        """Tenant and salt in one: nothing cached in one scope is found in another."""
+        return content_hash(self.tenant, self.cache_salt) if self.cache_salt else self.tenant
+
+
+class TaskHeader(Struct, frozen=True, omit_defaults=True):
+    """What every stage's task says of its request, or of the item that it is about."""
+
+    request_id: str
+    """Of an item task, the item's name; see `shared.protocol.subjects.item_task`."""
+    model: str
+    lane: str
+    ticket: RequestTicket | None = None
+    """None for an item task: several requests may wait for its result."""
+    sampling: SamplingParams = SamplingParams()
+    """All defaults resolved."""
+    path: list[StageSpan] = []
+    """The stages behind this one."""
+    round: int = 0
+    """How often payloads of the request have been lost and rendered again."""
+    adapter: str | None = None
+    outputs: list[str] = []
+    """The outputs that the request has, which decide the stages that run; empty for text alone."""
+    expires_ms: float = 0.0
+    """When nobody waits for the result of an item task any more; by the broker's clock."""
+    version: int = TASK_VERSION
+
+
+class TaskBody(Struct, frozen=True):
+    """Base of all task bodies: the part of a task that one role reads."""
+
+    def blobs(self) -> list[BlobRef]:
+        """Large payloads that came with the task, released when it is acknowledged."""
+        return []
+
+
+Body = TypeVar("Body")
+
+
+class Task(Struct, Generic[Body], frozen=True):
+    """The message of every stage, as the head of an envelope whose buffers are its tensors."""
+
+    header: TaskHeader
+    body: Body
+
+
+class RenderBody(TaskBody, frozen=True):
+    """For renderers: the prompt as the client wrote it."""
+
+    prompt: Prompt
+
+
+class EngineBody(TaskBody, frozen=True):
+    """For engines: expanded token ids, and items whose tensors are in the envelope or in blobs."""
+
+    prompt_token_ids: list[int]
+    items: list[MultiModalKwargsItem]
+
+    def blobs(self) -> list[BlobRef]:
+        return [item.blob for item in self.items if item.blob is not None]
+
+
+class EncodeBody(TaskBody, frozen=True):
+    """For encoders: one item. All requests that show it at the same time share one task."""
+
+    key: str
+    """Names the embeddings, see `shared.vision.embedding_store`."""
+    item: MultiModalKwargsItem
+    """Its placeholder counts the embeddings; their position in a prompt does not matter here."""
+
+    def blobs(self) -> list[BlobRef]:
+        return [] if self.item.blob is None else [self.item.blob]
+
+
+class FollowBody(TaskBody, frozen=True):
+    """For a stage that follows outputs of other stages: what each carries → the output's name."""
+
+    inputs: dict[str, str]
+
+
+class ItemResult(Struct, frozen=True):
+    """The result of an item task: a worker's blob, small bytes, or neither if it is elsewhere."""
+
+    blob: BlobRef | None = None
+    data: bytes | None = None
+    version: int = 1
