@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
-from shared.config import ApiKey, Config, InputConfig, ModelConfig, OutputConfig, StageConfig
+from shared.config import ApiKey, Config, ModelConfig
+from shared.config_stages import InputConfig, OutputConfig, StageConfig
 
 FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 

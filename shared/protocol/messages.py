@@ -1,26 +1,28 @@
-"""Every Struct on the wire, by direction. Requests to renderers are in `renderer_rpc`.
+"""Messages that are no request, task or log record. This table lists all messages, by direction.
 
-client → coordinator      GenerateRequest            pm.request.<model>          JSON or msgpack
-coordinator → renderer    Task[RenderBody]           pm.stage.renderer.…         envelope
-renderer → engine         Task[EngineBody]           pm.stage.engine.…           envelope
-renderer → encoder        Task[EncodeBody]           pm.stage.encoder.…          envelope
-encoder → engine          ItemResult                 pm.result.<key>             msgpack
-anyone → client           TokenChunk | Finish | Failure   pm.tokens.<id>         JSON
-anyone → client           MediaChunk | OutputEnd     pm.tokens.<id>.<output>     JSON
-any role → operators      DeadLetter                 pm.dead.<role>.<id>         msgpack
-any worker → anyone       Attempt                    pm.attempt.<id>             JSON
-gateway → gateways        RequestRecord                  pm.job.<id>                 JSON
-client, renderer → renderer   MediaHead              pm.media.<sha256>           JSON
-client, renderer → renderer   (bytes)                pm.media.<sha256>.<number>
-renderer → renderer       MediaPin                   pm.pin.<id>.<sequence>      msgpack
-any worker → anyone       Heartbeat                  bucket pm_workers           JSON
-anyone → every worker → anyone   (empty) → WorkerMetrics   pm.metrics             JSON
-anyone → coordinator      (empty)                    pm.cancel.<id>
-coordinator → holders     (empty)                    pm.ended.<id>
+client → coordinator          GenerateRequest              pm.request.<model>       JSON or msgpack
+coordinator → renderer        Task[RenderBody]             pm.stage.renderer.…      envelope
+renderer → engine             Task[EngineBody]             pm.stage.engine.…        envelope
+renderer → encoder            Task[EncodeBody]             pm.stage.encoder.…       envelope
+encoder → engine              ItemResult                   pm.result.<key>          msgpack
+stages → client               TokenChunk, Finish, Failure  pm.tokens.<id>           JSON
+stages → client               MediaChunk, OutputEnd        pm.tokens.<id>.<output>  JSON
+stages → stages               OutputEnds                   pm.tokens.<id>.ends      JSON
+any role → operators          DeadLetter                   pm.dead.<stage>.<id>     msgpack
+any worker → any client       AttemptRecord                pm.attempt.<id>          JSON
+gateway → gateways            RequestRecord                pm.job.<id>              JSON
+client, renderer → renderer   MediaHead                    pm.media.<sha256>        JSON
+client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
+renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
+any worker → any client       Heartbeat                    bucket pm_workers        JSON
+any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
+any client → coordinator      (empty)                      pm.cancel.<id>
+coordinator → workers         (empty)                      pm.ended.<id>
 
-What clients write and read is JSON, so that any language can take part with its own JSON library;
-what only workers read is msgpack. Unknown fields in a client's message are refused: a misspelt
-parameter must not be ignored in silence.
+Messages that clients write and read are JSON, so that any language can take part with its own JSON
+library. Messages of workers alone are msgpack. Unknown fields in a client's message are refused,
+because a misspelt parameter must not be ignored silently. Between workers unknown fields are
+ignored: an older reader misses what a newer writer has added, and nothing else.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,15 +42,15 @@ class RequestRecord(Struct, frozen=True):
     created_s: int
     """Unix seconds."""
     durable: bool
-    """Whether it goes on when the client's connection has closed."""
+    """Whether the request continues when the client's connection closes."""
     options: dict[str, Any] = {}
-    """What the answer's shape depends on."""
+    """Options of the response's shape."""
     timeout_s: float = 0.0
-    """The request has ended after it, if it was ever taken."""
+    """The request has ended after this time, if it was accepted at all."""
     holders: list[str] = []
-    """Connections of clients whose leaving ends it, each a worker's name, a colon, and its own."""
+    """Client connections whose closing ends the request: worker name, colon, connection."""
     digest: str = ""
-    """SHA-256 of what is asked, where the client has named it: who names it again asks the same."""
+    """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
 
 
 class DeadLetter(Struct, frozen=True):
@@ -61,37 +63,37 @@ class DeadLetter(Struct, frozen=True):
     error: ErrorInfo
     traceback: str
     history: list["AttemptRecord"]
-    """Who had it in hand before."""
+    """Records of earlier attempts."""
     request: bytes
-    """What the client had sent; empty if that cannot be found any more."""
+    """The client's request; empty if it is not stored any more."""
     input: bytes
-    """The stage's message, or its beginning where all of it would not fit into a dead letter."""
+    """The stage's message, cut to the size of a dead letter."""
     input_len: int
     failed_ms: float
     tenant: str = ""
 
 
 class AttemptRecord(Struct, frozen=True):
-    """A worker has taken a request in hand; a second record of it tells how that has ended.
+    """A worker's attempt at a request. A second record of the same attempt says how it ended.
 
-    An attempt that ended well leaves no second record, for there is nothing left to decide.
+    An attempt that ended well leaves no second record, because nothing is left to decide.
     """
 
     stage: str
     worker: str
     number: int
-    """Of the delivery, from 1."""
+    """Number of the delivery, from 1."""
     began_ms: float
     log_len: int
-    """Records in the token log when it began: a later attempt that finds more knows of progress."""
+    """Records in the token log at its beginning. More records at a later attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
     version: int = 1
 
 
 class MediaHead(Struct, frozen=True):
-    """Written after the chunks of a picture: from then on it is there.
+    """Head of a stored file. It is written after the file's chunks, and makes the file available.
 
-    The chunks are the picture's bytes in a row, of any size that a message may have.
+    The chunks are consecutive bytes of the file, each of any size that fits into a message.
     """
 
     num_bytes: Annotated[int, Meta(ge=0)]
@@ -106,16 +108,16 @@ class PinnedPart(Struct, frozen=True, array_like=True):
 
 
 class MediaPin(Struct, frozen=True):
-    """What was fetched for a request, in the order of its parts: later attempts take the same."""
+    """The files that were fetched for a request, in the order of its parts, for later attempts."""
 
     parts: list[PinnedPart]
 
 
 class BlobAddress(Struct, frozen=True):
-    """Where a worker's large payloads can be had, beside the broker."""
+    """Address from which other workers read a worker's large payloads."""
 
     host: str
-    """The machine and its network namespace: where the local socket can be reached at all."""
+    """Machine and network namespace in which the local socket can be reached."""
     local: str
     """Name of an abstract Unix socket."""
     tcp: tuple[str, int] | None = None
@@ -145,11 +147,11 @@ class MetricSeries(Struct, frozen=True, omit_defaults=True):
     """Without the prefix `pagemill_`."""
     labels: dict[str, str]
     value: float
-    """Of a histogram the sum of what was observed."""
+    """The number; for a histogram the sum of its observations."""
     bounds: list[float] = []
-    """Of a histogram's buckets, ascending; each bound is within its bucket."""
+    """Upper bounds of a histogram's buckets, ascending and inclusive."""
     counts: list[int] = []
-    """Of a histogram by bucket; the last one is for what is above all bounds."""
+    """Observations by bucket; the last bucket has those above all bounds."""
 
 
 class WorkerMetrics(Struct, frozen=True):

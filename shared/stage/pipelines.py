@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from itertools import chain
 
-from shared.config import Config, ModelConfig, StageConfig
+from shared.config import Config, ModelConfig
+from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.pipeline import (

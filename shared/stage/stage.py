@@ -29,6 +29,7 @@ from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
+from shared.stage.counters import StageCounters
 from shared.stage.job import Job, request_is_settled
 from shared.state import output_ends
 from shared.state.token_log import (
@@ -67,6 +68,7 @@ class Stage:
         self.blobs: Blobs | None = None
         """For a worker that reads or writes large payloads."""
         self.metrics = metrics or Metrics(name, worker)
+        self.counters = StageCounters(bus, self.metrics)
         self.pipelines = {} if pipelines is None else pipelines
         self._version = version
         self._policy = policy
@@ -78,27 +80,8 @@ class Stage:
         """A new job, or None for the delivery of one that this worker has; see ClaimedJobs."""
         job = self.claims.receive(delivery)
         if job is not None:
-            self.count_arrival(job)
+            self.counters.arrived(job)
         return job
-
-    def count_arrival(self, job: Job) -> None:
-        metrics = self._metrics_of(job)
-        if job.delivery.attempt > 1:
-            metrics.counter("stage_redeliveries_total").add()
-        else:
-            waited_s = max(0.0, job.received_ms - job.delivery.stored_ms) / 1000
-            metrics.histogram("stage_queue_seconds").observe(waited_s)
-
-    def count_handled(self, job: Job) -> None:
-        took_s = (self.bus.now_ms() - job.received_ms) / 1000
-        self._metrics_of(job).histogram("stage_handling_seconds").observe(took_s)
-
-    def count_error(self, cause: PagemillError) -> None:
-        """Count a request that this worker has ended with an error."""
-        self.metrics.counter("request_errors_total", code=cause.code).add()
-
-    def _metrics_of(self, job: Job) -> Metrics:
-        return self.metrics.of(subjects.model_of_stage(job.delivery.subject))
 
     def span(self, job: Job) -> StageSpan:
         """This stage's entry in the request's path, as of now."""
@@ -271,7 +254,7 @@ class Stage:
         # The job last: if this worker dies here, it comes again to a worker that releases them.
         await self._release_payloads(job.inputs)
         await job.delivery.ack()
-        self.count_handled(job)
+        self.counters.handled(job)
         # It may have come again meanwhile, in place of the delivery that is acknowledged now.
         self.drop(job)
 
@@ -320,7 +303,7 @@ class Stage:
         )
         match decision:
             case retry.RetryLater(after_s, failed):
-                self._metrics_of(job).counter("stage_retries_total", code=cause.code).add()
+                self.counters.retried(job, cause)
                 await self.claims.record_outcome(job, "failed" if failed else "requeued")
                 self.claims.release(job)
                 await job.delivery.retry(after_s)
@@ -329,13 +312,13 @@ class Stage:
                 await dead_letter.write(
                     self.bus, job, self.name, self.worker, self._version, cause, error
                 )
-                self._metrics_of(job).counter("stage_dead_letters_total", code=cause.code).add()
+                self.counters.given_up(job, cause)
             case retry.AnswerWithError():
                 pass
         if job.request_id is not None:
             path = [*job.path, self.span(job)]
             await end_request(self.bus, job.request_id, job.delivery.attempt, cause, path)
-        self.count_error(cause)
+        self.counters.ended_with(cause)
         await self.finish(job)
 
     async def yield_ownership(self, job: Job) -> None:

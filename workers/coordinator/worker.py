@@ -58,7 +58,7 @@ class Coordinator:
         request_id = request_id_of(delivery.msg_id, delivery.data)
         job = self._job(delivery, request_id)
         if delivery.attempt == 1:  # Later it comes back from its deadline, or from a dead worker.
-            self._stage.count_arrival(job)
+            self._stage.counters.arrived(job)
         return job
 
     def _cancellation_of(self, delivery: Delivery) -> Job:
@@ -113,7 +113,7 @@ class Coordinator:
             await output_ends.begin(self._context.bus, header.request_id, header.outputs)
         pipeline = self._context.pipelines[header.model]
         await tasks.publish_first(self._context.bus, pipeline, header, admitted.prompt)
-        self._stage.count_handled(job)
+        self._stage.counters.handled(job)
         self._context.metrics.of(header.model).counter("requests_accepted_total").add()
         self._context.log.info(
             "accepted",
@@ -134,7 +134,7 @@ class Coordinator:
         await self._context.bus.notify(subjects.ended(job.request_id))
         # If no worker serves its model any more, its task would stay in the queue for long.
         await self._context.bus.purge(subjects.STAGES_STREAM, subjects.stages_of(job.request_id))
-        self._stage.count_error(error)
+        self._stage.counters.ended_with(error)
         await self._stage.finish(job)
         self._context.log.warning("expired", request_id=job.request_id, allowed_s=allowed_s)
 
@@ -144,7 +144,7 @@ class Coordinator:
         if request_id is not None and subjects.is_request_id(request_id):
             error = Cancelled("cancelled on request")
             await end_request(bus, request_id, job.delivery.attempt, error, [])
-            self._stage.count_error(error)
+            self._stage.counters.ended_with(error)
             await bus.notify(subjects.ended(request_id))
             self._context.log.info("cancelled", request_id=request_id)
         await job.delivery.ack()

@@ -1,0 +1,53 @@
+"""The part of a model's configuration that changes or extends its pipeline."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from shared.protocol.pipeline import EdgeMode, OutputKind
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """An input of a stage: an edge of the model's pipeline."""
+
+    source: str = field(name="from")
+    """The stage that the input comes from, or `request`."""
+    function: str
+    """Name of the edge function that makes the stage's input from the source's result."""
+    mode: EdgeMode = "task"
+    """`task`: the source hands its result over. `stream`: the stage follows the source's output.
+    `fan_out`: the source publishes a task for each item."""
+    gathered_by: str | None = None
+    """The stage that waits for the results of a fan-out input; by default its source."""
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """An output of a stage, which requests may ask for by its name."""
+
+    name: str
+    """The output's name; `text` is the request's own token log."""
+    kind: OutputKind
+    """What its records hold."""
+
+
+class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage of a model's pipeline. A field that is not set keeps the value that the stage has
+    in the default pipeline."""
+
+    enabled: bool = True
+    """Whether the stage is part of the pipeline."""
+    role: str | None = None
+    """The role whose workers serve the stage; by default the role of the stage's name."""
+    path: str | None = None
+    """Folder of the model part that the stage runs, relative to the configuration file; by default
+    the model's own folder."""
+    sampling_defaults: dict[str, Any] = {}
+    """Sampling parameters of this stage that requests do not set."""
+    replicas: Positive = 1
+    """Workers that `pagemill up` starts for the stage."""
+    inputs: dict[str, InputConfig] | None = None
+    """By what they carry, such as `tokens` or `image`."""
+    output: OutputConfig | None = None
+    """The output that the stage writes."""
