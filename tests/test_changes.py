@@ -18,9 +18,9 @@ from cyclopts import App
 
 from ops import write_settings_doc
 from shared.models import families
-from shared.protocol.messages import ContentPart, TextPart
 from shared.protocol.multimodal import Modality
 from shared.protocol.pipeline import OutputKind
+from shared.protocol.requests import ContentPart, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.telemetry.catalog import METRICS
 from workers.__main__ import app
