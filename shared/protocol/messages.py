@@ -179,3 +179,12 @@ def decode_attempt(data: bytes) -> AttemptRecord | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return attempt
+
+
+def decode_heartbeat(data: bytes) -> Heartbeat | None:
+    """None for bytes that are no heartbeat: anyone may publish on the bus."""
+    try:
+        beat: Heartbeat = _heartbeat.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return beat

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.messages import RequestRecord, decode_job_record, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import RequestRecord, decode_job_record
 
 # A replica that serves reads may lag behind for a moment.
 STALE_READ_S = 0.02

@@ -13,15 +13,9 @@ from shared.bus.stored import StoredMessage
 from shared.codec import envelope
 from shared.errors import DecodeError, NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    AttemptRecord,
-    Failure,
-    Finish,
-    LogRecord,
-    StageSpan,
-    TaskHeader,
-    decode_attempt,
-)
+from shared.protocol.messages import AttemptRecord, decode_attempt
+from shared.protocol.records import Failure, Finish, LogRecord, StageSpan
+from shared.protocol.task_messages import TaskHeader
 from shared.state.token_log import is_final, last_record
 
 # What the explanation of a busy engine reads from its load; other roles report other figures.

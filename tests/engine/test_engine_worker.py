@@ -16,7 +16,8 @@ from shared.bus.bus import Bus
 from shared.client import follow
 from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.protocol import subjects
-from shared.protocol.messages import Failure, TokenChunk, decode_attempt
+from shared.protocol.messages import decode_attempt
+from shared.protocol.records import Failure, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.stage.runtime import Context
 from shared.state import dead_letters

@@ -14,7 +14,8 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
 
 
 @pytest.fixture

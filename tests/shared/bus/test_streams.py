@@ -20,7 +20,9 @@ from shared.client import ask
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Overloaded
 from shared.protocol import subjects
-from shared.protocol.messages import GenerateRequest, Heartbeat, Message, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import Heartbeat
+from shared.protocol.requests import GenerateRequest, Message
 
 SETTINGS_EXPORT = """
 system_account: SYS

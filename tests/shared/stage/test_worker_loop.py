@@ -17,23 +17,23 @@ from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, StageConfig
 from shared.errors import Cancelled
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    AttemptRecord,
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import AttemptRecord, decode_attempt
+from shared.protocol.records import (
     ChoiceDelta,
-    EngineBody,
     Failure,
     Finish,
-    FollowBody,
-    GenerateRequest,
-    Message,
     OutputSummary,
+    Usage,
+)
+from shared.protocol.requests import GenerateRequest, Message
+from shared.protocol.task_messages import (
+    EngineBody,
+    FollowBody,
     RequestTicket,
     Task,
     TaskBody,
     TaskHeader,
-    Usage,
-    decode_attempt,
-    to_json,
 )
 from shared.stage.job import Job
 from shared.stage.runtime import Context

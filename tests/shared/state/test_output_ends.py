@@ -7,7 +7,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
-from shared.protocol.messages import OutputSummary, Usage
+from shared.protocol.records import OutputSummary, Usage
 from shared.state import output_ends
 
 OUTPUTS = ["text", "audio", "image"]

@@ -7,7 +7,9 @@ import pytest
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.protocol import subjects
-from shared.protocol.messages import AttemptRecord, Heartbeat, StageSpan, to_json
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import AttemptRecord, Heartbeat
+from shared.protocol.records import StageSpan
 from shared.state import request_status
 from shared.state.token_log import LogWriter
 from tests.tasks import engine_task

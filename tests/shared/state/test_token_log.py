@@ -18,6 +18,7 @@ from shared.protocol.records import (
     TokenChunk,
     Usage,
 )
+from shared.protocol.requests import GenerateRequest, Message
 from shared.state.token_log import (
     LogWriter,
     decode_record,
