@@ -1,17 +1,14 @@
-"""What the HTTP door costs: the same requests over NATS, through our gateway, and through vLLM's
-server, on the same model and in one run.
+"""Measure what HTTP costs: the same requests over NATS, through the gateway, and through vLLM's server.
 
     python -m ops.bench.door [--peers FOLDER]
 
-FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` makes both. Where it has
-not, the demo model is asked, or vLLM left out. Text goes as token ids to /v1/completions, pictures
-to /v1/chat/completions; all answers are streamed, greedy and of full length, and no prompt comes
-twice.
+FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` creates both. Without
+them the demo model is used, or vLLM left out. Text goes as token ids to /v1/completions, images to
+/v1/chat/completions; all answers are streamed, greedy and of full length, and no prompt is repeated.
 
-First one request at a time, with a short answer, on an engine that is idle otherwise: the
-difference to the same over NATS is that of each pair. Then bursts of 1, 8 and 32. NATS and
-gateway take turns at every repetition, each time the other one first; then vLLM, which is left
-to come to rest.
+First one request at a time, with a short answer, on an idle engine: the difference to NATS is that
+of each pair. Then bursts of 1, 8 and 32. NATS and gateway take turns at every repetition, each time
+in the other order; then vLLM, which is left to come to rest.
 """
 
 import argparse
@@ -47,9 +44,9 @@ LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
 BLOCK = 10
 SHORT = 4
-# What a request leaves to be acknowledged after its answer.
+# Acknowledgements of a request may follow its answer within this time.
 PAUSE_S = 0.02
-# For a second after its last answer, processes of vLLM look for the next request without a pause.
+# Processes of vLLM spin for a second after their last answer.
 CALM_S = 2.0
 MAX_MODEL_LEN = 2048
 PICTURE_SIDE = 224
@@ -110,7 +107,7 @@ def _maybe(binary: Path | None, folder: Path, model: Path) -> Iterator[str | Non
 
 
 Singles = dict[str, list[float]]
-"""Seconds to the first token, by road."""
+"""Seconds to the first token, by transport."""
 Bursts = dict[int, dict[str, list[Burst]]]
 
 
@@ -125,7 +122,7 @@ async def _compare(
         roads: dict[str, Road] = {"nats": OverNats(bus), "gateway": OverHttp(cluster.gateway_url)}
         if theirs is not None:
             roads["vllm"] = OverHttp(theirs)
-        # The first of each shape compiles, connects and fills caches.
+        # The first request of each shape compiles, connects and fills caches.
         for load in LOADS:
             for road in roads.values():
                 await _burst(road, requests.make(load, SHORT), pids)
@@ -180,7 +177,7 @@ def _turn(names: Sequence[str], number: int) -> Sequence[str]:
 
 
 class _Requests:
-    """Fresh ones, no two of which begin alike."""
+    """Return new requests, no two of which have a common prefix."""
 
     def __init__(self, work: Work, model: Path, folder: Path) -> None:
         config = msgspec.json.decode((model / "config.json").read_bytes())

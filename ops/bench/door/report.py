@@ -1,4 +1,4 @@
-"""What the door costs, as tables. Pure."""
+"""Tables of what HTTP costs, computed from the measurements. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ BASE = "nats"
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Several requests sent at once, by one road."""
+    """Several requests sent at once, by one transport."""
 
     first_s: list[float]
     num_tokens: int
     took_s: float
     cpu_s: dict[str, float]
-    """By process, while it lasted."""
+    """Processor seconds during the burst, by process."""
 
     @property
     def tokens_s(self) -> float:
@@ -68,15 +68,17 @@ def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """That has the median of what the values are samples of, in 95 of 100 cases: the values whose
-    ranks are 1.96 standard deviations of a binomial distribution from the middle."""
+    """Return an interval that contains the median of the distribution in 95 of 100 cases.
+
+    Its ends have ranks that are 1.96 standard deviations of a binomial distribution from the middle.
+    """
     ordered = sorted(values)
     rank = max(1, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
     return ordered[rank - 1], ordered[-rank]
 
 
 def p99(times_s: list[float]) -> float:
-    """Between the two nearest, where it is none of them."""
+    """Return the 99th percentile, interpolated between the two nearest values."""
     return quantiles(times_s, n=100, method="inclusive")[-1] if len(times_s) > 1 else times_s[0]
 
 
