@@ -101,7 +101,7 @@ class Prompts:
         return self._processor.render(self.messages(), []).prompt_token_ids
 
 
-# -- the roads -------------------------------------------------------------------------------------
+# -- the modes ------------------------------------------------------------------------------------
 
 
 def run_direct(core: EngineCore, prompts: Prompts, load: int) -> Run:
@@ -165,13 +165,13 @@ class Site:
     pids: dict[str, int]
 
 
-async def run_road(road: Road, site: Site, prompts: Prompts, load: int) -> Run:
+async def run_road(transport: Road, site: Site, prompts: Prompts, load: int) -> Run:
     run = Run()
 
     async def follow_one() -> None:
         began_s = time.perf_counter()
         first = True
-        async for record in road(site, prompts):
+        async for record in transport(site, prompts):
             match record:
                 case TokenChunk():
                     if first:
@@ -262,9 +262,9 @@ async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
         modes: dict[str, Callable[[int], Awaitable[Run]]] = {
             "direct": lambda load: asyncio.to_thread(run_direct, core, prompts, load)
         }
-        for name, road in (("engine", through_engine), ("request", through_all)):
+        for name, transport in (("engine", through_engine), ("request", through_all)):
             for storage, site in sites.items():
-                modes[f"{name}, log in {storage}"] = _mode(road, site, prompts)
+                modes[f"{name}, log in {storage}"] = _mode(transport, site, prompts)
         # The first round compiles and fills caches.
         for number in range(-1, rounds):
             for load in LOADS:
@@ -278,13 +278,13 @@ async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
         console.print(_table(title, {name: runs[load, name] for name in modes}))
 
 
-def _mode(road: Road, site: Site, prompts: Prompts) -> Callable[[int], Awaitable[Run]]:
-    return lambda load: run_road(road, site, prompts, load)
+def _mode(transport: Road, site: Site, prompts: Prompts) -> Callable[[int], Awaitable[Run]]:
+    return lambda load: run_road(transport, site, prompts, load)
 
 
 def _table(title: str, modes: dict[str, list[Run]]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for name in ("tokens/s", "of direct", "TTFT ms", "more", "tokens/record"):
         table.add_column(name, justify="right")
     table.add_column("CPU ms for 1000 tokens: engine, broker, client, others")

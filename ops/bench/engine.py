@@ -191,7 +191,7 @@ def make_request(rng: random.Random, prompt: list[int], num_tokens: int) -> Engi
 
 
 def write_random(folder: Path) -> None:
-    """Write a model of about 30 million parameters, whose arithmetic outweighs Python's overhead."""
+    """Write a model of about 30 million parameters, whose arithmetic outweighs Python's."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     text = {
         "vocab_size": 8192,

@@ -1,4 +1,4 @@
-"""Measures the engine and transformers' continuous batching on one model, by their tokens' times."""
+"""Measures the engine and transformers' continuous batching on one model, by token times."""
 
 import random
 import time
@@ -106,7 +106,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCau
 
 
 def step_bytes(model: Any) -> int:
-    """Return the bytes of weights that a decode of one stream reads; of the embeddings it is one row."""
+    """Return the bytes of weights that a decode of one stream reads, with one row of embeddings."""
     embeddings = model.get_input_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     tied = model.get_output_embeddings().weight is embeddings

@@ -1,4 +1,4 @@
-"""Measure the jobs per second of a stage without work: our queue and those of others, on one broker.
+"""Measure jobs per second of a stage without work: our queue and others, on one broker.
 
 A client keeps a fixed number of jobs in flight; a worker in another process receives each, reports
 it to the client over core NATS, and acknowledges it. Every system has the same server, with the

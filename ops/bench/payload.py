@@ -166,12 +166,14 @@ async def run_reader(url: str, rounds: int, local: bool) -> None:
     hello = msgspec.msgpack.decode(await bus.request(HELLO, b"", 5), type=Hello)
     assert hello.address.tcp is not None
     pool = BufferPool(2**28)
-    roads: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
+    transports_by_name: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
     if local:
-        roads["owner's memory"] = SharedMemoryTransport(hello.address.local)
-    roads["socket"] = TcpTransport(hello.address.tcp, pool)
-    roads["pieces over the broker"] = BusTransport(bus, "owner", pool)
-    fetches: dict[str, Fetch] = {name: _by_road(bus, road) for name, road in roads.items()}
+        transports_by_name["owner's memory"] = SharedMemoryTransport(hello.address.local)
+    transports_by_name["socket"] = TcpTransport(hello.address.tcp, pool)
+    transports_by_name["pieces over the broker"] = BusTransport(bus, "owner", pool)
+    fetches: dict[str, Fetch] = {
+        name: _by_transport(bus, transport) for name, transport in transports_by_name.items()
+    }
     fetches["inside a message"] = _inline(bus)
     fetches[BASE64] = _by_http(hello.address.tcp[0], hello.http_port)
     fetches[MEMCPY] = _copy
@@ -212,13 +214,15 @@ def _use(blob: Blob) -> None:
     to_torch(tensors[0]).sum().item()
 
 
-def _by_road(bus: Bus, road: SharedMemoryTransport | TcpTransport | BusTransport) -> Fetch:
+def _by_transport(
+    bus: Bus, transport: SharedMemoryTransport | TcpTransport | BusTransport
+) -> Fetch:
     async def fetch(num_bytes: int) -> None:
         question = msgspec.msgpack.encode((num_bytes, False))
         ref = msgspec.msgpack.decode(await bus.request(MAKE, question, 30), type=BlobRef)
-        with await road.get(ref) as blob:
+        with await transport.get(ref) as blob:
             _use(blob)
-        await road.send(ref, protocol.RELEASE)
+        await transport.send(ref, protocol.RELEASE)
 
     return fetch
 
@@ -264,7 +268,7 @@ _targets: dict[int, torch.Tensor] = {}
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[list[str]]:
-    """Create a second namespace with a cable to this one; yield a command prefix that runs there."""
+    """Create a second namespace with a cable to this one; yield a command prefix for it."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -320,7 +324,7 @@ def main(rounds: int, apart: bool) -> None:
     found = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
     where = "two network namespaces" if apart else "one machine"
     table = Table(title=f"tensor to tensor on {where}; x: of base64 in JSON", title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for size in SIZES:
         table.add_column(f"{size}: p50 / p99 ms, GB/s", justify="right")
     for name, by_size in found.items():

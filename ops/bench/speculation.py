@@ -111,8 +111,8 @@ def compare(without: EngineCore, drafting: EngineCore, prompts: list[list[int]])
 def tokenize(model: Path, questions: list[str]) -> list[list[int]]:
     """Tokenize by the model's chat template.
 
-    The tokenizer's own file splits the words, not its class, because files converted from GGUF may name
-    another class.
+    The tokenizer's own file splits the words, not its class, because files converted from GGUF may
+    name another class.
     """
     chat, tokenizer = (
         AutoTokenizer.from_pretrained(model),

@@ -3,8 +3,8 @@
     python -m ops.bench.peers --peers FOLDER [--out FILE]
 
 `install.sh FOLDER` beside this file creates the peers' environments and the models. All have
-bfloat16 weights, as many threads as the machine has cores, 32 sequences at most, a KV cache of 1 GiB
-and prefix caching; answers are greedy and of full length.
+bfloat16 weights, as many threads as the machine has cores, 32 sequences at most, a KV cache of
+1 GiB and prefix caching; answers are greedy and of full length.
 
 - single     one request, 32 tokens in, 128 out
 - batch32    32 at once, 64 to 256 in, 64 out

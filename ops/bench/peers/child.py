@@ -19,7 +19,10 @@ class Peer(Protocol):
         """Return the input of `run`; this is not timed, and reads images from their files."""
 
     def run(self, work: Any, began_s: float) -> list[Answer]:
-        """Run all requests at once, and return their answers in order; `began_s` is a perf_counter."""
+        """Run all requests at once, and return their answers in order.
+
+        `began_s` is a time of time.perf_counter.
+        """
 
     def phases(self) -> dict[str, float]:
         """Return seconds by phase of the last run, if the setup requires them."""

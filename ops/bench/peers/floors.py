@@ -21,7 +21,7 @@ class Limits:
     """Operations per second of bfloat16 products, by number of rows."""
 
     def flops_s(self, num_rows: float) -> float:
-        """Return the rate at the largest measured number of rows that is not above, or the smallest."""
+        """Return the rate at the largest measured number of rows up to `num_rows`, or the first."""
         below = [rows for rows in self.gemm_flops_s if rows <= num_rows]
         return self.gemm_flops_s[max(below) if below else min(self.gemm_flops_s)]
 

@@ -35,14 +35,14 @@ def available_bytes() -> int:
 
 
 def busy_s() -> float:
-    """Return the processor seconds that all processes have used, and those that other machines stole."""
+    """Return processor seconds: those of all processes, and those that other machines stole."""
     ticks = [int(n) for n in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     idle, iowait = ticks[3], ticks[4]
     return (sum(ticks) - idle - iowait) / TICKS_S
 
 
 def used_s(pid: int) -> float:
-    """Return the processor seconds of a process and its descendants, also of those that have ended."""
+    """Return processor seconds of a process and its descendants, including ended ones."""
     total = 0
     for each in _tree(pid):
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ class Setup:
 class Request:
     """A greedy request of full length: the end-of-text token does not end it.
 
-    It has either token ids, or an image with a text about it, which go into the model's chat template.
+    It has either token ids, or an image with a text, which go into the model's chat template.
     """
 
     max_tokens: int

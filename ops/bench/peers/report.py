@@ -1,4 +1,4 @@
-"""Tables of a run's rows: Pagemill against the best peer, each peer alone, and differing answers."""
+"""Tables of a run: Pagemill against the best peer, each peer alone, and differing answers."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest

@@ -48,8 +48,8 @@ class Vllm:
 
 
 def _answer(output: Any, began_s: float) -> Answer:
-    # The times are those of the engine's process by the monotonic clock, which on Linux all processes
-    # share and which time.perf_counter reads.
+    # The engine's process takes times from the monotonic clock, which all processes of a Linux
+    # machine share and which time.perf_counter reads.
     times = output.metrics
     return Answer(
         list(output.outputs[0].token_ids),

@@ -56,7 +56,7 @@ class Times:
     last_s: float
 
 
-class Road(Protocol):
+class Transport(Protocol):
     async def __call__(self, asked: Prepared) -> Times:
         """Send one request; raise RuntimeError for an answer that is not as requested."""
 
