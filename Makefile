@@ -7,7 +7,7 @@ JOBS ?= 3
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
-.PHONY: lock demo test tests check coverage bench bench-door bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: lock demo test tests check coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 # Exact versions from requirements.lock, and this package. Bytecode of what is imported comes with
 # its first import; of all packages it would cost half a minute here.
@@ -55,8 +55,8 @@ bench: .venv/installed  ## engine against transformers, hand-over latency, KV wa
 	$(BIN)/python -m ops.bench.engine
 	$(BIN)/python -m ops.bench.handover
 
-bench-door: .venv/installed  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
-	$(BIN)/python -m ops.bench.door --peers $(PEERS)
+bench-gateway: .venv/installed  ## HTTP against NATS and vLLM's server, where PEERS has it; 12 minutes
+	$(BIN)/python -m ops.bench.gateway --peers $(PEERS)
 
 bench-gpu: .venv/installed  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu

@@ -1,4 +1,4 @@
-"""LoRA adapters as peft writes them, with random weights; and models into which they are merged."""
+"""LoRA adapters in peft's format with random weights, and models with merged adapters."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ def write_adapter(
     spread: float = 0.5,
     **config: Any,
 ) -> Path:
-    """For all of the model's layers whose names end in one of `targets`."""
+    """Write an adapter for all layers of the model whose names end in one of `targets`."""
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def write_adapter(
 
 
 def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A copy of the model with W + scale * B A for W; of adapters without patterns."""
+    """Return a copy of the model with W + scale * B A for W; adapters have no rank patterns."""
     config = json.loads((folder / "adapter_config.json").read_text())
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,4 +1,4 @@
-"""Stand-ins for what needs a model; they check what they are given as they go."""
+"""Fakes of the drafter and the model runner, which check their input at every step."""
 
 import hashlib
 import random
@@ -15,25 +15,25 @@ from workers.engine.core.sequence import (
 
 
 class ShakyDrafter:
-    """Foretells, but each token rightly only so often; and anything at all where it cannot."""
+    """Drafter that predicts each token correctly with probability `share`, otherwise at random."""
 
     def __init__(
         self,
-        foretell: Callable[[list[int]], int | None],
+        predict: Callable[[list[int]], int | None],
         rng: random.Random,
         vocab_size: int,
         share: float = 0.7,
     ) -> None:
-        self._foretell = foretell
+        self._predict = predict
         self._rng = rng
         self._vocab_size = vocab_size
         self._share = share
-        self.learnt: list[tuple[int, int]] = []
+        self.recorded: list[tuple[int, int]] = []
 
     def propose(self, token_ids: list[int], max_drafts: int) -> list[int]:
         drafts: list[int] = []
         for _ in range(self._rng.randint(0, 6)):
-            token_id = self._foretell(token_ids + drafts)
+            token_id = self._predict(token_ids + drafts)
             if token_id is None or self._rng.random() > self._share:
                 token_id = self._rng.randrange(self._vocab_size)
             drafts.append(token_id)
@@ -41,14 +41,14 @@ class ShakyDrafter:
 
     def record_result(self, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts
-        self.learnt.append((num_drafts, num_accepted))
+        self.recorded.append((num_drafts, num_accepted))
 
 
 class FakeRunner:
-    """Tokens from a hash of what came before, and a KV store of such hashes.
+    """Runner whose tokens are hashes of the preceding tokens, with a KV store of such hashes.
 
-    Like keys and values, what a slot holds is made of the token, of what the slots before it hold,
-    and of the picture that fills it. Before every sample, all of them are verified.
+    Like keys and values, the content of a slot depends on the token, on the slots before it and on
+    the image at its position. All slots of a sequence are verified before every sample.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class FakeRunner:
         self._fails_to_run = set(fails_to_run)
         self._slots: dict[tuple[int, int], bytes] = {}
         self._prepared: dict[str, set[int]] = {}
-        """Items that have embeddings, by request."""
+        """Indexes of the items that have embeddings, by request."""
         self.encoded_items = 0
         self.mm_cache_queries = self.mm_cache_hits = 0
         self.zeroed: list[int] = []
         self.copied: list[tuple[int, int]] = []
         self.batches: list[int] = []
-        """Tokens of each batch."""
+        """Number of tokens of each batch."""
 
     @property
-    def holds_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._prepared
 
     def prepare(self, request: EngineRequest) -> None:
         assert request.request_id not in self._prepared, "prepared twice"
         if request.request_id in self._fails_to_encode:
-            raise InvalidMedia("a poisoned picture")
+            raise InvalidMedia("a poisoned image")
         self._prepared[request.request_id] = set()
 
     def encode(self, request: EngineRequest, item_indexes: list[int]) -> None:
@@ -125,8 +125,8 @@ class FakeRunner:
                 break
         return [SampledToken(token_id) for token_id in sampled]
 
-    def next_token(self, sequence: Sequence, behind: Iterable[int] = ()) -> int:
-        seen = repr((sequence.seed, sequence.choice, [*sequence.token_ids, *behind])).encode()
+    def next_token(self, sequence: Sequence, appended: Iterable[int] = ()) -> int:
+        seen = repr((sequence.seed, sequence.choice, [*sequence.token_ids, *appended])).encode()
         return int.from_bytes(hashlib.sha256(seen).digest()[:8], "big") % self._vocab_size
 
     def _write(self, s: ScheduledSequence) -> None:
@@ -165,9 +165,9 @@ def _root(request: EngineRequest) -> bytes:
 
 def _content(s: ScheduledSequence, position: int, before: bytes) -> bytes:
     request = s.sequence.request
-    num_tokens, known = s.sequence.num_tokens, s.sequence.token_ids
+    num_tokens, token_ids = s.sequence.num_tokens, s.sequence.token_ids
     drafts = s.draft_token_ids
-    token_id = known[position] if position < num_tokens else drafts[position - num_tokens]
+    token_id = token_ids[position] if position < num_tokens else drafts[position - num_tokens]
     items = [request.items[i] for i in request.items_within(position, position + 1)]
     filled = [(item.mm_hash, position - item.placeholder.offset) for item in items]
     return hashlib.sha256(before + repr((token_id, filled)).encode()).digest()

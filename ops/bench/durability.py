@@ -1,20 +1,20 @@
-"""What durability costs a stream of tokens: the same engine, prompts and lengths, four roads.
+"""Measure what durability costs a stream of tokens: one engine, one set of prompts, four modes.
 
 - direct: the engine's core, called in this process
 - engine: tasks published to the engine's queue, answers read from the token log
 - request: requests through coordinator and renderer to the engine, answers from the token log
 
-The last two with the token log on disk, where every record is synced before it is acknowledged, and
-in memory. All run in turn, again and again, so that a slow minute of the machine is everybody's.
-Time to first token counts from publishing to the first token in the client's hands.
+The last two run with the token log on disk, where every record is synced before it is acknowledged,
+and in memory. All modes take turns, so that a slow minute of the machine affects all of them. Time
+to first token counts from publishing to the first token at the client.
 
 On one machine the other processes take processor time that the engine would have elsewhere; the
 table shows how much each has used for a thousand tokens.
 
     python -m ops.bench.durability [--model random-135m]
 
-The demo model's step takes a millisecond and is all Python, so what the log costs beside it stands
-out; `random-135m` has the shape of a small real model, and random weights.
+The demo model's step takes a millisecond and is all Python, so the cost of the log stands out;
+`random-135m` has the shape of a small real model, and random weights.
 """
 
 import argparse
@@ -67,18 +67,18 @@ TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Run:
-    """One burst of requests; of every mode there are several."""
+    """One burst of requests; each mode has several."""
 
     ttft_ms: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_records: int = 0
     took_s: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict)
-    """By process, during the burst."""
+    """Processor seconds during the burst, by process."""
 
 
 class Prompts:
-    """Fresh ones for every request, so that no prefix is cached; all of one length."""
+    """Return new prompts of one length for every request, so that no prefix is cached."""
 
     def __init__(self, config: Config, max_tokens: int) -> None:
         self.sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -93,7 +93,7 @@ class Prompts:
         return self._processor.render(self.messages(), []).prompt_token_ids
 
 
-# -- the roads -------------------------------------------------------------------------------------
+# -- the modes ------------------------------------------------------------------------------------
 
 
 def run_direct(core: EngineCore, prompts: Prompts, load: int) -> Run:
@@ -133,9 +133,9 @@ async def through_engine(site: "Site", prompts: Prompts) -> AsyncIterator[LogRec
 async def publish_task(
     bus: Bus, request_id: str, token_ids: list[int], sampling: SamplingParams
 ) -> None:
-    """To the engine, as a renderer would."""
+    """Publish a task to the engine as a renderer does."""
     now_ms = bus.now_ms()
-    # There is no request in a queue to be acknowledged at the end.
+    # No request is queued that would be acknowledged at the end.
     ticket = RequestTicket(now_ms, now_ms + 1000 * TIMEOUT_S, 1, f"bench.receipt.{request_id}")
     header = TaskHeader(request_id, MODEL, "interactive", ticket, sampling)
     task = Task(header, EngineBody(token_ids, []))
@@ -151,19 +151,19 @@ async def through_all(site: "Site", prompts: Prompts) -> AsyncIterator[LogRecord
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A running cluster, and the connection of a client to it."""
+    """Run a cluster; yield a client's connection to it."""
 
     bus: Bus
     pids: dict[str, int]
 
 
-async def run_road(road: Road, site: Site, prompts: Prompts, load: int) -> Run:
+async def run_road(transport: Road, site: Site, prompts: Prompts, load: int) -> Run:
     run = Run()
 
     async def follow_one() -> None:
         began_s = time.perf_counter()
         first = True
-        async for record in road(site, prompts):
+        async for record in transport(site, prompts):
             match record:
                 case TokenChunk():
                     if first:
@@ -196,7 +196,7 @@ def _cpu_s(pids: dict[str, int]) -> dict[str, float]:
 
 def _cpu_of_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    # utime and stime, fields 14 and 15 of proc(5), of which the first two are cut off here.
+    # These are utime and stime, fields 14 and 15 of proc(5); the first two are cut off here.
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -207,7 +207,7 @@ def _cpu_of_s(pid: int) -> float:
 async def cluster(config: Config, config_file: Path, storage: str) -> AsyncIterator[Site]:
     # The workers read the configuration for themselves.
     os.environ["PAGEMILL_DELIVERY__TOKEN_LOG_STORAGE"] = storage
-    # What the server lends to streams in memory does not hold logs as large as those on disk.
+    # The server's limit for streams in memory is smaller than that for streams on disk.
     os.environ["PAGEMILL_DELIVERY__MAX_TOKEN_LOG_MIB"] = "128"
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
         nats = msgspec.structs.replace(config.nats, port=0, store_dir=folder)
@@ -254,9 +254,9 @@ async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
         modes: dict[str, Callable[[int], Awaitable[Run]]] = {
             "direct": lambda load: asyncio.to_thread(run_direct, core, prompts, load)
         }
-        for name, road in (("engine", through_engine), ("request", through_all)):
+        for name, transport in (("engine", through_engine), ("request", through_all)):
             for storage, site in sites.items():
-                modes[f"{name}, log in {storage}"] = _mode(road, site, prompts)
+                modes[f"{name}, log in {storage}"] = _mode(transport, site, prompts)
         # The first round compiles and fills caches.
         for number in range(-1, rounds):
             for load in LOADS:
@@ -270,13 +270,13 @@ async def compare(config_file: Path, max_tokens: int, rounds: int) -> None:
         console.print(_table(title, {name: runs[load, name] for name in modes}))
 
 
-def _mode(road: Road, site: Site, prompts: Prompts) -> Callable[[int], Awaitable[Run]]:
-    return lambda load: run_road(road, site, prompts, load)
+def _mode(transport: Road, site: Site, prompts: Prompts) -> Callable[[int], Awaitable[Run]]:
+    return lambda load: run_road(transport, site, prompts, load)
 
 
 def _table(title: str, modes: dict[str, list[Run]]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for name in ("tokens/s", "of direct", "TTFT ms", "more", "tokens/record"):
         table.add_column(name, justify="right")
     table.add_column("CPU ms for 1000 tokens: engine, broker, client, others")
@@ -297,7 +297,7 @@ def _table(title: str, modes: dict[str, list[Run]]) -> Table:
 
 
 def _cpu_shares(runs: list[Run]) -> list[float]:
-    """Seconds of engine, broker, client and the rest; a direct call is all engine."""
+    """Return the seconds of engine, broker, client and the rest; a direct call is all engine."""
     total = {name: sum(run.cpu_s[name] for run in runs) for name in runs[0].cpu_s}
     if "engine" not in total:
         return [total["client"]]

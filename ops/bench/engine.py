@@ -1,9 +1,9 @@
-"""Compares the engine with transformers' `generate`, on the same machine and in the same run.
+"""Compare the engine with transformers' `generate`, on the same machine and in the same run.
 
 The engine is loaded as its worker loads it; each table says whether it ran on the C++ kernels or on
-torch. For each model, with one stream and with sixteen at once: tokens a second in prefill and in
-decode, as a ratio of the two; then how much of the KV memory in use holds no token, against a
-reservation of the model's full length for each sequence, as a cache without pages has to make.
+torch. For each model, with one stream and with sixteen at once: tokens per second in prefill and in
+decode, as a ratio of the two; then the share of the KV memory in use that holds no token, against a
+reservation of the model's full length for each sequence, as a cache without pages requires.
 
     python -m ops.bench.engine
 """
@@ -35,7 +35,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 NUM_REPEATS = 3
 PROMPT_LEN = 128
 NUM_DECODED = 64
-# Each run has fresh prompts: what is measured is their computation.
+# Each run has new prompts, because their computation is measured.
 ENGINE = EngineConfig(max_num_seqs=16, prefix_caching=False)
 
 
@@ -46,7 +46,7 @@ class Subject:
     reference: Any
     max_model_len: int
     num_text_ids: int
-    """Ids below those of the special tokens, which stand at the end of the vocabulary."""
+    """Return ids below those of the special tokens, which are at the end of the vocabulary."""
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "Subject":
@@ -59,14 +59,14 @@ class Subject:
 
     @property
     def path(self) -> str:
-        """What the engine's steps run on."""
+        """Name of the kernels on which the engine's steps run."""
         native = isinstance(self.core._runner._model, NativeModel)  # type: ignore[attr-defined]
         return "C++ kernels" if native else "torch"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """In tokens a second, all streams together."""
+    """Tokens per second, of all streams together."""
 
     prefill: float
     decode: float
@@ -74,7 +74,7 @@ class Rates:
 
 @dataclass
 class Seconds:
-    """One entry for each repeat."""
+    """Measurements, one for each repeat."""
 
     prefill: list[float]
     decode: list[float]
@@ -88,14 +88,14 @@ class Seconds:
 
 @dataclass
 class Occupancy:
-    """Shares of the slots in use that hold no token, one entry for each step."""
+    """Shares of the slots in use that hold no token, one for each step."""
 
     paged: list[float]
     reserved: list[float]
 
 
 def watch(subject: Subject) -> Occupancy:
-    """From now on count, at each step, tokens held and slots taken by the sequences that run."""
+    """Count, at each step from now on, the tokens and the slots of the running sequences."""
     occupancy = Occupancy([], [])
     runner, block_size = subject.core._runner, subject.core._pool.block_size
     run = runner.run
@@ -116,7 +116,7 @@ def watch(subject: Subject) -> Occupancy:
 
 
 def serve(core: EngineCore, requests: list[EngineRequest]) -> float:
-    """Seconds from the first request to the last token."""
+    """Return the seconds from the first request to the last token."""
     start_s = time.perf_counter()
     for request in requests:
         core.add(request)
@@ -140,9 +140,9 @@ def generate(model: Any, prompts: list[list[int]], num_tokens: int) -> float:
 
 
 def compare(subject: Subject, num_streams: int) -> tuple[Rates, Rates]:
-    """The engine and transformers, in turns; each run has fresh prompts.
+    """Measure the engine and transformers in turns; each run has new prompts.
 
-    A run with one token is the prefill; what more tokens take beyond it is the decode.
+    A run with one token is the prefill; the time of further tokens is the decode.
     """
     rng = random.Random(0)
 
@@ -170,7 +170,7 @@ def compare(subject: Subject, num_streams: int) -> tuple[Rates, Rates]:
 
 
 def measure_waste(subject: Subject) -> tuple[float, float]:
-    """Mean share of slots without a token, over a mix of lengths: paged, and reserved in full."""
+    """Return the mean share of slots without a token over a mix of lengths: paged, and reserved."""
     rng = random.Random(1)
     occupancy = watch(subject)
     longest = min(subject.max_model_len // 2, 256)
@@ -191,7 +191,7 @@ def make_request(rng: random.Random, prompt: list[int], num_tokens: int) -> Engi
 
 
 def write_random(folder: Path) -> None:
-    """About 30 million parameters, large enough for arithmetic to outweigh Python."""
+    """Write a model of about 30 million parameters, whose arithmetic outweighs Python's."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     text = {
         "vocab_size": 8192,

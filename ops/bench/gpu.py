@@ -1,11 +1,11 @@
-"""Measures what the engine does on a GPU: kernels, whole models, and what the steps cost beside.
+"""Measure the engine on a GPU: kernels, whole models, and the overhead between steps.
 
     python -m ops.bench.gpu              # needs a CUDA device; about ten minutes on an H200
     python -m ops.bench.gpu --dry-run    # anywhere: tiny shapes in Triton's interpreter, no goals
 
-Kernels are compared with torch's, and with what a copy within the device's memory reaches in the
+Kernels are compared with torch's, and with the speed of a copy within the device's memory in the
 same run; models with transformers' continuous batching, on the same random weights. Figures of a
-dry run mean nothing: it shows that all of it works.
+dry run mean nothing: it shows that everything runs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny shapes")
     dry = parser.parse_args().dry_run
     if dry:
-        # Before anything imports Triton.
+        # This comes before anything imports Triton.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
@@ -55,7 +55,7 @@ def _device_name(dry: bool) -> str:
 
 
 def spans(dry: bool) -> list["Span"]:
-    """Decodes, then chunks of prefills."""
+    """Return the shapes: decodes, then chunks of prefills."""
     from ops.bench.gpu_kernels import Span
 
     if dry:
@@ -70,7 +70,7 @@ def spans(dry: bool) -> list["Span"]:
 
 
 def workloads(dry: bool) -> list[tuple["Shape", "Load", "Load"]]:
-    """A model with one stream and with many."""
+    """Measure a model with one stream and with many."""
     from ops.bench.gpu_serving import SHAPES, TINY, Load
 
     if dry:
@@ -82,7 +82,7 @@ def workloads(dry: bool) -> list[tuple["Shape", "Load", "Load"]]:
 
 
 def report_kernels(console: Console, dry: bool) -> float:
-    """Bandwidth of a copy, in bytes a second."""
+    """Return the bandwidth of a copy, in bytes per second."""
     import torch
 
     from ops.bench.gpu_kernels import Heads, copy_bandwidth, measure_attention, measure_elementwise
@@ -141,7 +141,7 @@ def report_model(
     device = torch.device("cpu" if dry else "cuda")
     model: Any = build(shape, torch.float32 if dry else torch.bfloat16, device)
     limit = bandwidth / step_bytes(model)
-    # Twice each: the first run of anybody compiles and takes its workspaces.
+    # Each runs twice, because a first run compiles and allocates workspaces.
     theirs = [[measure_transformers(model, load) for _ in range(2)][-1] for load in (one, many)]
     del model
     ours, idle = [], []
@@ -175,7 +175,7 @@ def report_model(
 
 
 def _give_back() -> None:
-    """The last model's memory, before the next takes its own."""
+    """Free the last model's memory before the next one is loaded."""
     import torch
 
     gc.collect()

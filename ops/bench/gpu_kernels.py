@@ -1,4 +1,4 @@
-"""Our kernels, torch's, and the memory's own speed, on the same data."""
+"""Measures the engine's kernels, torch's, and the memory's own speed, on the same data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from workers.engine.cuda.kernels.norm import add_rms_norm
 from workers.engine.cuda.kernels.plan import count_queries, plan_for_kernels
 
 BLOCK_SIZE = 16
-# What torch's paged attention takes on every chip.
+# Torch's paged attention supports this size on every chip.
 PAGE_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of a model."""
+    """The attention shape of a model."""
 
     name: str
     num_heads: int
@@ -31,7 +31,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of ours and of others; a text in place of a number that could not be had."""
+    """Seconds of our kernel and of others; a text replaces a number that could not be measured."""
 
     name: str
     ours_s: float
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Span:
-    """Sequences of a step: so many, of so many cached tokens, with so many new ones each."""
+    """Sequences of a step: their number, and the cached and the new tokens of each."""
 
     num_seqs: int
     past: int
@@ -50,7 +50,7 @@ class Span:
 
 
 def copy_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy within the device's memory."""
+    """Return the bytes per second, read and written, of a copy within the device's memory."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / time_call(lambda: target.copy_(source), device)
@@ -118,7 +118,7 @@ def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[
             block_table=table.view(span.num_seqs, num_pages),
         )
 
-    # Without pages, and for a decode or a prompt only: its mask begins at the first key.
+    # This has no pages, and serves a decode or a prompt only: its mask begins at the first key.
     keys, values = (
         torch.randn(span.num_seqs, seq_len, *row, device=device).to(dtype).transpose(1, 2)
         for _ in range(2)
@@ -137,7 +137,7 @@ def _peers(query: Tensor, heads: Heads, span: Span, dtype: torch.dtype) -> dict[
 
 
 def _try(call: Callable[[], object], device: torch.device) -> float | str:
-    """Not every build of torch has every kernel for every chip."""
+    """Time a call, which a build of torch may not support on every chip."""
     try:
         return time_call(call, device)
     except (RuntimeError, NotImplementedError, ValueError) as error:

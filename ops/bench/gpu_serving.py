@@ -1,4 +1,4 @@
-"""The engine and transformers' continuous batching, on one model, by the times of their tokens."""
+"""Measures the engine and transformers' continuous batching on one model, by token times."""
 
 import random
 import time
@@ -23,7 +23,7 @@ MAX_NUM_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """The language model of a Qwen2-VL."""
+    """Shape of the language model of a Qwen2-VL."""
 
     name: str
     hidden_size: int
@@ -44,7 +44,7 @@ TINY = Shape("tiny", 64, 96, 2, 4, 2, 199, True)
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts of one length, all there at the start, and as many new tokens for each."""
+    """Prompts of one length, all present at the start, and the number of new tokens for each."""
 
     num_streams: int
     prompt_len: int
@@ -64,14 +64,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Rates:
-    """In tokens a second, all streams together."""
+    """Tokens per second, of all streams together."""
 
     prefill: float
     decode: float
 
 
 def rates_of(load: Load, began_s: float, times: list[list[float]]) -> Rates:
-    """`times` of every token of each stream. Decoding counts while all streams do nothing else."""
+    """Compute rates from the times of every stream's tokens.
+
+    Decoding counts while all streams do nothing else.
+    """
     first_s, last_s = max(each[0] for each in times), min(each[-1] for each in times)
     decoded = sum(first_s < at <= last_s for each in times for at in each)
     decode_s = last_s - first_s
@@ -103,7 +106,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCau
 
 
 def step_bytes(model: Any) -> int:
-    """Weights that a decode of one stream reads; of the embeddings it reads one row."""
+    """Return the bytes of weights that a decode of one stream reads, with one row of embeddings."""
     embeddings = model.get_input_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     tied = model.get_output_embeddings().weight is embeddings
@@ -115,11 +118,11 @@ def _decode_nothing(token_ids: list[int], /, *, skip_special_tokens: bool = True
 
 
 class Engine:
-    """A core over a model that it changes: measure others on the model before."""
+    """An engine core over a model, which it changes: measure others on the model first."""
 
     def __init__(self, model: Qwen2ForCausalLM, load: Load) -> None:
         self._load = load
-        # A block more than the tokens take: the core allocates ahead.
+        # The core allocates ahead, so this is one block more than the tokens need.
         num_blocks = load.num_streams * (-(-load.max_len // BLOCK_SIZE) + 1)
         served = GpuModel(adapt(model), max_num_seqs=load.num_streams, max_model_len=load.max_len)
         self.vocab_size = served.vocab_size
@@ -153,7 +156,7 @@ class Engine:
         return rates_of(self._load, began_s, list(times.values()))
 
     def prefill(self) -> None:
-        """Until all streams decode and do nothing else."""
+        """Run until all streams decode and do nothing else."""
         self.add()
         begun: set[str] = set()
         while len(begun) < self._load.num_streams:
@@ -174,7 +177,7 @@ def measure_transformers(model: Any, load: Load) -> Rates:
             max_batch_tokens=MAX_NUM_BATCHED_TOKENS,
             max_requests_per_batch=load.num_streams,
             allow_block_sharing=False,
-            # On a CPU it is not known how much memory there is.
+            # On a CPU, the amount of memory is unknown.
             num_blocks=None if model.device.type == "cuda" else 64,
         ),
         record_timestamps=True,

@@ -1,4 +1,4 @@
-"""How long something takes on a device, and how much of the time the device does nothing."""
+"""Measures the time of a call on a device, and the share of time in which the device is idle."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ import torch
 from torch.profiler import DeviceType
 
 NUM_WARM_UPS = 3
-# Calls in one recorded graph: what a launch takes does not count as what a kernel takes.
+# Calls in one recorded graph, so that the time of a launch does not count as a kernel's.
 NUM_CALLS = 10
 NUM_REPEATS = 15
 
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call; on CUDA within a graph, between events."""
+    """Return the median seconds of a call; on CUDA within a graph, between events."""
     if device.type != "cuda":
         return _time_on_cpu(call)
     for _ in range(NUM_WARM_UPS):
@@ -43,7 +43,7 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
 
 
 def idle_share(busy: Sequence[tuple[float, float]]) -> float:
-    """Of the time from the first beginning to the last end, what no interval covers."""
+    """Return the share of the time from the first start to the last end that no interval covers."""
     if not busy:
         return 1.0
     ordered = sorted(busy)
@@ -56,7 +56,7 @@ def idle_share(busy: Sequence[tuple[float, float]]) -> float:
 
 
 def watch_device(run: Callable[[], object]) -> float:
-    """Idle share of the GPU while something runs, from the profiler's record of its kernels."""
+    """Return the idle share of the GPU during a call, from the profiler's record of its kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()

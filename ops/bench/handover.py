@@ -1,7 +1,7 @@
-"""Hand-over latency of each stage, against one bare publish-and-deliver through the same broker.
+"""Measure the latency between stages, against one bare publish and delivery by the same broker.
 
-A hand-over is the time from the moment a worker has finished its part to the moment the next one
-has the message in hand: encode, publish, the broker's sync to disk, delivery.
+It is the time from the moment a worker has finished its part to the moment the next one has the
+message: encoding, publishing, the broker's sync to disk, delivery.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from workers.roles import default_workers
 
 
 async def measure_floor(bus: Bus, count: int) -> list[float]:
-    """Milliseconds from publish to delivery of a small message on a work queue."""
+    """Return the milliseconds from publish to delivery of small messages on a work queue."""
     consumer = await bus.consume(
         subjects.STAGES_STREAM,
         "bench",
@@ -53,7 +53,7 @@ async def measure_floor(bus: Bus, count: int) -> list[float]:
 
 
 async def measure_path(bus: Bus, request: GenerateRequest, count: int) -> dict[str, list[float]]:
-    """Milliseconds of each hand-over, one request at a time, by the stages between which it is."""
+    """Return the milliseconds between stages, one request at a time, by pair of stages."""
     found: dict[str, list[float]] = {}
     for _ in range(count):
         sent_ms = time.time() * 1000

@@ -1,10 +1,10 @@
-"""Jobs a second of a stage that does nothing: our queue, and those of others, on one broker.
+"""Measure jobs per second of a stage without work: our queue and others, on one broker.
 
-A client keeps a fixed number of jobs in flight; a worker in another process takes each, does
-nothing, tells the client so over core NATS, and acknowledges it. Every system has the same server,
-with the settings that we ship, the same job and the same window; the rounds alternate between them.
+A client keeps a fixed number of jobs in flight; a worker in another process receives each, reports
+it to the client over core NATS, and acknowledges it. Every system has the same server, with the
+settings that we ship, the same job and the same window; rounds alternate between them.
 
-The others are measured when they are installed in a folder of their own:
+The others are measured if they are installed in a folder of their own:
 
     pip install --target FOLDER taskiq-nats 'faststream[nats]'
     python -m ops.bench.jobs --peers FOLDER
@@ -43,8 +43,8 @@ from shared.telemetry import logs
 PAYLOAD_LEN = 200
 NUMBER_LEN = 8
 WINDOW = 64
-# Peers wait until a batch is full or its time is over: a quarter of the window is soon full, and
-# while the window is, no batch waits for its time.
+# Peers wait until a batch is full or its time is over. A quarter of the window is soon full, so no
+# batch waits for its time while the window is full.
 FETCH_SHARE = 4
 FETCH_TIMEOUT_S = 60.0
 DONE = "bench.done"
@@ -54,16 +54,16 @@ JOB_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 120.0
 
 Submit = Callable[[str], Awaitable[object]]
-"""Returns when the job is accepted; the payload begins with the job's number."""
+"""Submits a job and returns when it is accepted; the payload begins with the job's number."""
 Report = Callable[[str], Awaitable[object]]
 Submitting = Callable[[str], contextlib.AbstractAsyncContextManager[Submit]]
 Worker = Callable[["Site"], Awaitable[None]]
-"""Takes jobs until its process is killed."""
+"""Receives jobs until its process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a worker works, and whom it tells what."""
+    """A worker's place: the server, and how to report to the client."""
 
     url: str
     window: int
@@ -82,7 +82,7 @@ class System:
     submitting: Submitting
     work: Worker
     replies: bool = False
-    """Whether `submit` returns when the job is done."""
+    """Whether `submit` returns only when the job is done."""
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ SYSTEMS = OURS | PEERS
 class Result(msgspec.Struct):
     jobs_s: float
     latencies_ms: list[float]
-    """From submission to the client's knowledge that the job is done."""
+    """Seconds from submission to the report that the job is done."""
 
 
 class Jobs:
-    """Submits jobs and learns of their ends."""
+    """The client: submits jobs and receives the reports of their ends."""
 
     def __init__(self, submit: Submit, replies: bool) -> None:
         self._submit = submit
@@ -285,7 +285,7 @@ class Jobs:
         await nc.flush()
 
     async def run(self, count: int, window: int) -> Result:
-        """`count` jobs in the middle of a steady flow of them, `window` at a time."""
+        """Measure `count` jobs in the middle of a steady flow, `window` at a time."""
         runners = [asyncio.create_task(self._run_on()) for _ in range(window)]
         await self._finished(2 * window)
         self.latencies_ms.clear()
@@ -303,7 +303,7 @@ class Jobs:
         await self._milestone
 
     async def _run_on(self) -> None:
-        # `asyncio.wait_for` loses a cancellation that comes together with what it waits for.
+        # `asyncio.wait_for` may lose a cancellation that arrives together with its result.
         while not self._over:
             began_s = time.perf_counter()
             await self._run_one()
@@ -338,7 +338,7 @@ async def run_worker(system: System, url: str, window: int) -> None:
 
 
 async def run_client(system: System, url: str, count: int, window: int) -> None:
-    """Writes the result to stdout."""
+    """Write the result to stdout."""
     nc = await nats.connect(url)
     async with system.submitting(url) as submit:
         jobs = Jobs(submit, system.replies)
@@ -371,7 +371,7 @@ def measure(name: str, url: str, count: int, window: int, peers: Path | None) ->
 
 
 class RelaxedBroker(EmbeddedServer):
-    """A server that acknowledges messages before it syncs them."""
+    """Run a server that acknowledges messages before it syncs them."""
 
     def __init__(self, store_dir: Path) -> None:
         store_dir.mkdir(parents=True)

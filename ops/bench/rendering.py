@@ -1,6 +1,6 @@
-"""Rendering: the first request after a start against the steady state, and requests a second.
+"""Measure rendering: the first request after a start, later requests, and requests per second.
 
-Real renderer processes behind a real broker; in the engine's place is a sink.
+Real renderer processes run behind a real broker; a sink replaces the engine.
 """
 
 import argparse
@@ -52,7 +52,7 @@ Ask = Callable[[list[Message]], Awaitable[None]]
 
 
 def question(seed: int) -> list[Message]:
-    """About a picture that no other seed has."""
+    """Return a request about an image that no other seed has."""
     rng = np.random.default_rng(seed)
     corners = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
     image = Image.fromarray(corners).resize(SIZE, Image.Resampling.BILINEAR)
@@ -67,7 +67,7 @@ def questions() -> Iterator[list[Message]]:
 
 
 class Sink:
-    """Renders by the main path, and takes the result."""
+    """Render by the main path, and receive the result."""
 
     def __init__(self, bus: Bus, inbox: Consumer) -> None:
         self._bus = bus
@@ -87,7 +87,7 @@ class Sink:
     async def send(self, messages: list[Message]) -> None:
         now_ms = self._bus.now_ms()
         request_id = client.new_request_id()
-        # Of a request that nobody keeps: there is no coordinator to ask for it.
+        # No coordinator asked for this task, so that no request is stored for it.
         ticket = RequestTicket(now_ms, now_ms + 600_000, 1, "$JS.ACK.none")
         header = TaskHeader(request_id, MODEL, subjects.LANES[0], ticket)
         data = envelope.encode(Task(header, RenderBody(Prompt(messages))), [])
@@ -107,7 +107,7 @@ async def preview(bus: Bus, messages: list[Message]) -> None:
 
 @contextlib.asynccontextmanager
 async def renderers(config: Config, url: str, count: int, log_file: Path) -> AsyncIterator[None]:
-    """Fresh processes, which are ready."""
+    """Start new processes; yield when they are ready."""
     specs = [WorkerSpec("renderer")] * count
     cluster = LocalCluster(config, None, specs, url, log_file)
     try:
@@ -118,7 +118,7 @@ async def renderers(config: Config, url: str, count: int, log_file: Path) -> Asy
 
 
 async def measure_first(ask: Ask, count: int) -> tuple[float, float]:
-    """Milliseconds of the first request, and of the median of `count` later ones."""
+    """Return the milliseconds of the first request, and the median of `count` later ones."""
     took_ms = []
     for messages in itertools.islice(questions(), 1 + count):
         began = time.perf_counter()
@@ -128,7 +128,7 @@ async def measure_first(ask: Ask, count: int) -> tuple[float, float]:
 
 
 async def measure_rate(sink: Sink, asked: list[list[Message]]) -> float:
-    """Requests a second, all of them asked at once."""
+    """Return the requests per second, all of them sent at once."""
     began = time.perf_counter()
     sending = asyncio.gather(*(sink.send(messages) for messages in asked))
     for _ in asked:
@@ -151,7 +151,7 @@ async def table_of_firsts(
     bus = await Bus.connect(url, "bench")
     sink = await Sink.open(bus)
     paths: dict[str, Ask] = {"main": sink.ask, "readonly": lambda asked: preview(bus, asked)}
-    # This process has a first time of everything, too.
+    # This process has first-time costs as well.
     async with renderers(config, url, 1, log_file):
         for ask in paths.values():
             await measure_first(ask, 5)

@@ -1,9 +1,8 @@
-"""What drafts gain: the same engine with and without them, taking turns at every repetition.
+"""Measure the gain of draft tokens: one engine with and without them, taking turns.
 
-Two kinds of answers, so many at once: those that quote their prompt, which is asked to be repeated,
-and those that do not. Tokens a second as a ratio of the two, each at its best, for whatever else
-the machine does only takes time; the share of drafts that were accepted, and how many tokens of an
-answer a step brought.
+Answers are of two kinds: those that quote their prompt, as it requests, and those that do not. The
+table has tokens per second as a ratio of the two, each at its best, because disturbances only add
+time; the share of drafts that were accepted; and the tokens of an answer per step.
 
     python -m ops.bench.models smollm2 FOLDER
     python -m ops.bench.speculation FOLDER
@@ -29,7 +28,7 @@ from workers.engine.main import build_core
 
 NUM_STREAMS = (1, 2, 4, 8)
 NUM_REPEATS = 5
-# As many as the passages have.
+# The passages are about this long.
 NUM_TOKENS = 64
 PASSAGES = (
     "The harbour of the old town lies behind two walls of grey stone. In the morning the boats"
@@ -59,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Of several runs together."""
+    """Measurements of several runs together."""
 
     num_drafts: int
     num_accepted: int
@@ -72,7 +71,7 @@ class Drafts:
 
 
 def serve(core: EngineCore, prompts: list[list[int]]) -> Run:
-    """Greedy answers; prompts that have been there before are found in the prefix cache."""
+    """Answer greedily; prompts of earlier runs are found in the prefix cache."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         core.add(EngineRequest(str(i), prompt, [], params))
@@ -110,8 +109,11 @@ def compare(without: EngineCore, drafting: EngineCore, prompts: list[list[int]])
 
 
 def tokenize(model: Path, questions: list[str]) -> list[list[int]]:
-    """By the model's chat template. The tokenizer's own file and not its class splits the words,
-    for what is converted from GGUF may name another class."""
+    """Tokenize by the model's chat template.
+
+    The tokenizer's own file splits the words, not its class, because files converted from GGUF may
+    name another class.
+    """
     chat, tokenizer = (
         AutoTokenizer.from_pretrained(model),
         Tokenizer.from_file(str(model / "tokenizer.json")),

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for a model that is made, with Qwen2-VL's control tokens and template.
+"""Builds a byte-level BPE tokenizer for random models, with Qwen2-VL's control tokens and template.
 
 It learns from the standard library of the running Python, which every machine has.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-# In Qwen2-VL's order, behind all learnt tokens.
+# These are in Qwen2-VL's order, after all learnt tokens.
 CONTROL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",

@@ -173,7 +173,7 @@ CLEAN: dict[str, RecordedRun] = {
     "a payload of whose key nobody knows any more": with_workers(
         with_final(make_run(), beats=[PINNED]), WorkerEvent(1.0, "borrowed", "engine-1:aa", at=99)
     ),
-    "a road to another worker": with_final(
+    "a connection to another worker": with_final(
         make_run(),
         beats=[BEAT, edit(BEAT, worker="renderer-1", role="renderer", blobs=ARENA)],
         after=[edit(SNAPSHOT, peers=["pagemill-1"], mappings=2)],
@@ -304,7 +304,7 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
             WorkerEvent(1.0, "borrowed", "engine-1:aa", at=BEAT.pid),
         ),
     ),
-    "a road to somebody dead": (
+    "a connection to a dead worker": (
         "I7",
         with_final(make_run(), after=[edit(SNAPSHOT, peers=["pagemill-1"])]),
     ),

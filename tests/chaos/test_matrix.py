@@ -1,6 +1,6 @@
 """The table of the fault matrix is whole: every cell runs, or says why it does not."""
 
-from ops.chaos.matrix.deployment import DEPLOYMENTS
+from ops.chaos.matrix.deployments import DEPLOYMENTS
 from ops.chaos.matrix.table import CELLS
 
 

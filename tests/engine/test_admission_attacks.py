@@ -17,7 +17,7 @@ from shared.models.media import DecodedImage
 from shared.models.tower_adapter import Fields
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
-from tests.road import pack, run, unpack
+from tests.request_path import pack, run, unpack
 from tests.shared.codec.test_envelope import envelope, packed
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
@@ -256,9 +256,11 @@ def test_invalid_token_ids_are_rejected_before_decoding(
     processor: Processor, token_ids: Any
 ) -> None:
     task = msgspec.to_builtins(msgspec.msgpack.decode(_head(message(processor))))
-    assert unpack(envelope(packed([], task | {"items": []}))).prompt_token_ids
+    body = task["body"] | {"items": []}
+    assert unpack(envelope(packed([], task | {"body": body}))).prompt_token_ids
+    body["prompt_token_ids"] = token_ids
     with pytest.raises(DecodeError, match="prompt_token_ids"):
-        unpack(envelope(packed([], task | {"items": [], "prompt_token_ids": token_ids})))
+        unpack(envelope(packed([], task | {"body": body})))
 
 
 def _head(data: bytes) -> bytes:

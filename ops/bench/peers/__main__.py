@@ -1,17 +1,17 @@
-"""Compares us with the engines of others that are installed, on the same models and in one run.
+"""Compare Pagemill with other engines that are installed, on the same models and in one run.
 
     python -m ops.bench.peers --peers FOLDER [--out FILE]
 
-`install.sh FOLDER` beside this file makes the peers' environments and the models. All have bfloat16
-weights, as many threads as the machine has cores, 32 sequences at most, a KV cache of 1 GiB and
-prefix caching; answers are greedy and of full length.
+`install.sh FOLDER` beside this file creates the peers' environments and the models. All have
+bfloat16 weights, as many threads as the machine has cores, 32 sequences at most, a KV cache of
+1 GiB and prefix caching; answers are greedy and of full length.
 
 - single     one request, 32 tokens in, 128 out
 - batch32    32 at once, 64 to 256 in, 64 out
-- prefix16   16 at once that begin with the same 512 tokens, 32 of their own, 32 out
-- mm16       16 at once, a picture of 448 x 448 each, 32 out
+- prefix16   16 at once with the same first 512 tokens, 32 of their own, 32 out
+- mm16       16 at once, an image of 448 x 448 each, 32 out
 
-The first repetition is a warm-up. Every repetition has prompts and pictures that are new to all.
+The first repetition is a warm-up. Every repetition has new prompts and images.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The process of a peer: loads it once, then runs what it is sent until its stdin ends."""
+"""The process of a peer: loads the peer once, then runs requests until its stdin ends."""
 
 import json
 import os
@@ -13,20 +13,23 @@ from ops.bench.peers.protocol import Answer, Failed, Request, Result, Setup
 
 class Peer(Protocol):
     def load(self, setup: Setup) -> None:
-        """To where the first request meets nothing that is still to be loaded or compiled."""
+        """Load and compile everything that the first request needs."""
 
     def prepare(self, requests: list[Request]) -> Any:
-        """What `run` takes. This is off the clock: pictures are read from their files."""
+        """Return the input of `run`; this is not timed, and reads images from their files."""
 
     def run(self, work: Any, began_s: float) -> list[Answer]:
-        """All at once, one answer for each in their order; `began_s` is of time.perf_counter."""
+        """Run all requests at once, and return their answers in order.
+
+        `began_s` is a time of time.perf_counter.
+        """
 
     def phases(self) -> dict[str, float]:
-        """Of the last run, if its setup asked for them."""
+        """Return seconds by phase of the last run, if the setup requires them."""
 
 
 def serve(peer: Peer) -> None:
-    # Libraries print what they like to stdout; the benchmark's end of it is ours alone.
+    # Libraries may print to stdout, so the protocol uses a duplicate of it.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -1,8 +1,8 @@
 """The least time that this machine can take for a workload: arithmetic only.
 
-The floor counts matrix products and the reading of weights. What attention, sampling and everything
-else takes is left out, so that nobody can be below it, except where somebody's products of few rows
-are faster than those of torch that were measured.
+The floor counts matrix products and the reading of weights. Attention, sampling and all other work
+are left out, so that no engine can be below it, unless its products of few rows are faster than
+torch's, which were measured.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ WEIGHT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the machine, measured in the run that they are used for."""
+    """Limits of the machine, measured in the same run."""
 
     read_bytes_s: float
     gemm_flops_s: dict[int, float]
-    """Of bfloat16 products, by number of rows."""
+    """Operations per second of bfloat16 products, by number of rows."""
 
     def flops_s(self, num_rows: float) -> float:
-        """At the largest measured number of rows that is not above; at the smallest, if all are."""
+        """Return the rate at the largest measured number of rows up to `num_rows`, or the first."""
         below = [rows for rows in self.gemm_flops_s if rows <= num_rows]
         return self.gemm_flops_s[max(below) if below else min(self.gemm_flops_s)]
 
@@ -30,7 +30,7 @@ class Limits:
         return max(self.gemm_flops_s.values())
 
     def best(self, other: "Limits") -> "Limits":
-        """Of two measurements: what disturbs one can only make it lower."""
+        """Return the better of two measurements, because a disturbance can only make one worse."""
         rates = {
             rows: max(rate, other.gemm_flops_s[rows]) for rows, rate in self.gemm_flops_s.items()
         }
@@ -42,17 +42,17 @@ class Shape:
     """Parameters of a model, as far as they are in matrices that tokens are multiplied with."""
 
     layers: int
-    """All layers of the language model."""
+    """Parameters in all layers of the language model."""
     head: int
-    """Only for tokens that are sampled from."""
+    """Parameters that are used only for sampled tokens."""
     vision_patch: int = 0
-    """What a patch of a picture is multiplied with, on its way through the tower."""
+    """Parameters that a patch of an image is multiplied with in the vision tower."""
     patch_side: int = 0
-    """In pixels; 0 for a model that does not see."""
+    """Side of a patch in pixels; 0 for a model without vision."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Shape":
-        """From a config.json: a decoder of Llama's layout, or a Qwen2-VL."""
+        """Read a config.json: a decoder of Llama's layout, or a Qwen2-VL."""
         text = config.get("text_config", config)
         hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
         head_dim = text.get("head_dim") or hidden // num_heads
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step of decoding has to read."""
+        """Return the bytes that a step of decoding has to read."""
         return WEIGHT_BYTES * (self.layers + self.head)
 
 
@@ -75,7 +75,7 @@ def _vision_patch(vision: Mapping[str, Any]) -> int:
     width = vision["embed_dim"]
     block = 4 * width**2 + 2 * int(vision["mlp_ratio"] * width) * width
     pixels = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    # The merger takes a square of patches at a time.
+    # The merger combines a square of patches.
     merged = vision["spatial_merge_size"] ** 2
     merger = (merged * width) ** 2 + merged * width * vision["hidden_size"]
     return int(vision["depth"] * block + pixels * width + merger // merged)
@@ -83,7 +83,7 @@ def _vision_patch(vision: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a workload has to compute at least, every prompt's first tokens found if they may be."""
+    """The least work of a workload; first tokens of prompts count as cached where they may be."""
 
     num_requests: int
     max_tokens: int
@@ -96,7 +96,7 @@ class Phase:
     flops: float
     read_bytes: float
     num_rows: float
-    """Of its products."""
+    """Number of rows of the products."""
 
     def floor_s(self, limits: Limits) -> float:
         return max(
@@ -112,7 +112,7 @@ def prefill(shape: Shape, work: Work) -> Phase:
 
 
 def decode(shape: Shape, work: Work) -> Phase:
-    """All steps after the first token: one token of each request at a time."""
+    """Return the seconds of all steps after the first token, with one token of each request."""
     num_steps = work.max_tokens - 1
     flops = 2.0 * (shape.layers + shape.head) * work.num_requests * num_steps
     return Phase(flops, float(shape.weight_bytes * num_steps), work.num_requests)

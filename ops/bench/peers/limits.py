@@ -1,4 +1,4 @@
-"""What the machine can do at this moment, in a process of its own: prints Limits as JSON.
+"""Measure what the machine can do at this moment, in a process of its own; print Limits as JSON.
 
 python -m ops.bench.peers.limits THREADS
 """
@@ -12,15 +12,15 @@ import torch
 from ops.bench.peers import protocol
 from ops.bench.peers.floors import Limits
 
-# Far beyond any cache.
+# This is far larger than any cache.
 READ_BYTES = 2 * 2**30
-# Weights that a core's cache holds: the rates are of arithmetic alone. The shapes of small models'
-# matrices, and one that is large.
+# The weights fit into a core's cache, so the rates are those of arithmetic alone. The shapes are
+# those of small models' matrices, and a large one.
 MATRICES = ((576, 1536), (896, 4864), (2048, 2048))
 ROWS = (16, 32, 256, 2048)
 NUM_TRIES = 5
 TRY_FLOPS = 4e9
-"""Enough products in a try for the call's own cost not to count."""
+"""Operations in a try, with which the overhead of a call is negligible."""
 
 
 def measure() -> Limits:
@@ -52,7 +52,7 @@ def _product_flops_s(num_rows: int, width_in: int, width_out: int) -> float:
 
 def _best_s(call: Callable[[], object]) -> float:
     took_s = []
-    for _ in range(NUM_TRIES + 1):  # The first fills caches.
+    for _ in range(NUM_TRIES + 1):  # The first call fills caches.
         began_s = time.perf_counter()
         call()
         took_s.append(time.perf_counter() - began_s)

@@ -1,4 +1,4 @@
-"""What /proc tells of this machine and of a process with all that it has started. Linux."""
+"""Reads from /proc the resources of this machine, and of a process with its descendants. Linux."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ TICKS_S = os.sysconf("SC_CLK_TCK")
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Raises SystemExit while another benchmark of this kind runs."""
+    """Hold a lock for the benchmark. Raises SystemExit while another one runs."""
     with (Path(tempfile.gettempdir()) / "pagemill-bench-peers.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,24 +35,24 @@ def available_bytes() -> int:
 
 
 def busy_s() -> float:
-    """Processor seconds that all processes have used, and what other machines have stolen."""
+    """Return processor seconds: those of all processes, and those that other machines stole."""
     ticks = [int(n) for n in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     idle, iowait = ticks[3], ticks[4]
     return (sum(ticks) - idle - iowait) / TICKS_S
 
 
 def used_s(pid: int) -> float:
-    """Processor seconds of a process, of all below it, and of those that have ended."""
+    """Return processor seconds of a process and its descendants, including ended ones."""
     total = 0
     for each in _tree(pid):
         with contextlib.suppress(OSError):
-            # utime, stime and both of the children that were waited for: 14 to 17 of proc(5).
+            # These are utime, stime and both of the waited-for children: 14 to 17 of proc(5).
             total += sum(int(n) for n in _stat(each)[11:15])
     return total / TICKS_S
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that each has had resident, added up over a process and all below it."""
+    """Return the sum of the peak resident memory of a process and its descendants."""
     total = 0
     for each in _tree(pid):
         with contextlib.suppress(OSError):
@@ -73,12 +73,12 @@ def _tree(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """From field 3 on, behind the name, which may hold anything."""
+    """Return the fields from the third on, after the name, which may contain any character."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 def _kib(file: Path, key: str) -> int:
-    """In bytes; 0 where it is not told, as of a process that has ended."""
+    """Return bytes; 0 if the field is absent, as for a process that has ended."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{key}:"):
             return 1024 * int(line.split()[1])

@@ -1,7 +1,7 @@
-"""The order of a run: all peers of a model beside one another, and turn by turn at each repetition.
+"""The order of a run: all peers of a model run beside one another, in turns at each repetition.
 
-So a slow minute of the machine is everybody's. Where they do not fit into the memory together, each
-has all its repetitions by itself.
+A slow minute of the machine then affects all of them. If they do not fit into the memory together,
+each runs all its repetitions by itself.
 """
 
 import json
@@ -23,14 +23,14 @@ from ops.bench.peers.roster import Spec
 from ops.bench.peers.workloads import Workload
 
 NUM_COMPARED, NUM_COMPARED_TOKENS = 2, 8
-# Of a warm-up, for a peer that compiles nothing.
+# Requests of a warm-up, for a peer that compiles nothing.
 NUM_WARM = 2
-# One for the warm-up, with prompts of its own.
+# Number of the repetition that is the warm-up, with prompts of its own.
 WARM_UP = 0
-# The weights, a copy in a layout of one's own, and what loading takes at its height.
+# Memory in multiples of the weights: these, a copy in the peer's own layout, the peak of loading.
 COPIES = 3
 PICTURE_PLACE = 28
-"""Pixels a side of what becomes one token of a Qwen2-VL."""
+"""Side in pixels of the area that becomes one token of a Qwen2-VL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Plan:
     workloads: Sequence[Workload]
     repetitions: int
     setup: Setup
-    """Of which each takes its own model's folder."""
+    """Settings, in which each peer gets its own model's folder."""
     logs: Path
     apart: bool
     tell: Callable[[str], None]
 
 
 def limits(threads: int) -> Limits:
-    """Of the machine as it is now, from a process that leaves its memory."""
+    """Measure the machine as it is now, in a process that then frees its memory."""
     command = [sys.executable, "-m", "ops.bench.peers.limits", str(threads)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return msgspec.json.decode(output, type=Limits)
@@ -69,7 +69,7 @@ def _fits(plan: Plan, model: str) -> bool:
 
 
 class _Session:
-    """Some peers with one model; one that fails takes no further part."""
+    """Some peers with one model; a peer that fails is left out from then on."""
 
     def __init__(self, plan: Plan, model: str, specs: Sequence[Spec]) -> None:
         self._plan = plan
@@ -78,7 +78,7 @@ class _Session:
         self._shape = Shape.of(config)
         self._vocab_size: int = config.get("text_config", config)["vocab_size"]
         self._specs = list(specs)
-        # By the model's folder too: a peer may need another one for pictures.
+        # The key has the model's folder, because a peer may need another one for images.
         self._processes: dict[tuple[Spec, Path], PeerProcess] = {}
 
     def measure(self) -> list[Row]:
@@ -167,11 +167,11 @@ class _Session:
 
 
 def _work(workload: Workload, asked: list[list[Request]], runs: Iterable[Measured]) -> Work:
-    """Of a repetition; prompts of tokens have their mean length over all."""
+    """Return the shape of a repetition; prompts of tokens have their mean length over all."""
     requests = asked[-1]
     num_tokens = sum(len(r.token_ids) for each in asked for r in each) // len(asked)
     if workload.picture_side:
-        # Only who has put a picture into the template knows how long the prompt is.
+        # Only the peer that applied the template knows the length of a prompt with an image.
         told = [a.num_prompt_tokens or 0 for run in runs for a in run.result.answers]
         of_pictures = (workload.picture_side // PICTURE_PLACE) ** 2
         num_tokens = len(requests) * max(told, default=of_pictures)

@@ -60,7 +60,7 @@ class OpenVino:
         if picture is None:
             prompt = openvino.Tensor(np.array([request.token_ids], dtype=np.int64))
             return self._pipeline.add_request(number, prompt, config)
-        # It templates and encodes in here, before any step.
+        # The template and the encoding are applied here, before any step.
         pictures = [openvino.Tensor(picture)]
         return self._pipeline.add_request(number, request.text, pictures, config)
 

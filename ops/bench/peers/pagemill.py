@@ -1,4 +1,4 @@
-"""Our engine, called in its process."""
+"""Pagemill's engine, called in its process."""
 
 import time
 from pathlib import Path
@@ -65,12 +65,12 @@ class Pagemill:
     def _render(self, request: Request, picture: DecodedImage | None) -> Rendered:
         if picture is None:
             return Rendered(request.token_ids, [], [])
-        # The picture is at hand; what its URL says is of no matter.
+        # The image is loaded already, so its URL does not matter.
         return self._processor.render([message(request, "data:")], [picture])
 
 
 class Tally:
-    """The tokens of a request as they come."""
+    """The tokens of a request, with their times."""
 
     def __init__(self, num_prompt_tokens: int | None = None) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -108,7 +108,7 @@ def message(request: Request, url: str) -> Message:
 
 
 def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
-    """From outside, for the engine has no clock of its own; a phase's name is that of a method."""
+    """Time the phases of steps from outside; a phase has the name of its method."""
     inside: Any = core
     for owner, name, phase in (
         (inside, "step", "rest of the step"),

@@ -1,7 +1,7 @@
-"""Our engine as it is deployed: client → NATS → engine worker → token log → client.
+"""Pagemill's engine as it is deployed: client → NATS → engine worker → token log → client.
 
-Token ids go to the engine's queue, as a renderer would send them. What has a picture goes the whole
-way, through coordinator and renderer: it is the PNG file that the client sends.
+Token ids go to the engine's queue, as a renderer would send them. Requests with images go through
+coordinator and renderer, as the PNG file that a client sends.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PagemillBus:
-    """Lives in a thread beside the loop, which goes on between the runs, for heartbeats."""
+    """A peer in a thread beside the event loop, which continues between runs for heartbeats."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,11 +1,11 @@
-"""A run as rooflines: how fast each phase went, against what the machine could do at best.
+"""Plot a run as rooflines: the speed of each phase, against the limits of the machine.
 
     python -m ops.bench.peers.plot FILE [PLOT.svg]
 
 A point is a phase of a workload by one peer: its operations for each byte of weights that has to be
-read, and its operations a second. Under the slope reading is the limit, under the level arithmetic.
-The prefill is what comes before the last first token, the decoding what comes after; operations are
-those of the floor, so a peer that computes more than it has to is shown as the slower for it.
+read, and its operations per second. Under the slope reading is the limit, under the level
+arithmetic. The prefill lasts until the last first token, the decoding follows; operations are those
+of the floor, so a peer that computes more than necessary appears slower.
 """
 
 import sys
@@ -24,7 +24,7 @@ from ops.bench.peers.records import Machine, Repetition, Row
 DEFAULT = Path(__file__).parents[3] / "docs" / "roofline.svg"
 MARKERS = {"single": "o", "batch32": "s", "prefix16": "^", "mm16": "D"}
 INTENSITIES = (0.5, 8000.0)
-# A phase that is shorter is mostly something else.
+# A shorter phase consists mostly of other work.
 MIN_DECODED = 0.05
 
 
@@ -32,7 +32,7 @@ MIN_DECODED = 0.05
 class Point:
     phase: str
     intensity: float
-    """Operations for each byte read."""
+    """Return the operations for each byte read."""
     flops_s: float
 
 
@@ -41,7 +41,7 @@ def points(row: Row) -> Iterator[Point]:
     border_s = max(last.first_s)
     prefill, decode = floors.prefill(row.shape, row.work), floors.decode(row.shape, row.work)
     after = share_after(last, border_s)
-    # Some decode while others wait for their first token.
+    # Some requests decode while others wait for their first token.
     flops = prefill.flops + (1 - after) * decode.flops
     yield Point("prefill", flops / prefill.read_bytes, flops / border_s)
     if after > MIN_DECODED:
@@ -50,7 +50,7 @@ def points(row: Row) -> Iterator[Point]:
 
 
 def share_after(repetition: Repetition, border_s: float) -> float:
-    """Of all tokens behind the first ones, how many came after; each request's evenly spread."""
+    """Return the share of tokens that came after `border_s`; each request's are spread evenly."""
     after = total = 0.0
     for first_s, last_s, count in zip(
         repetition.first_s, repetition.last_s, repetition.num_tokens, strict=True
@@ -65,7 +65,7 @@ def plot(machine: Machine, rows: list[Row], file: Path) -> None:
     models = list(dict.fromkeys(row.model for row in rows))
     peers = list(dict.fromkeys(row.peer for row in rows))
     colours = {peer: f"C{number}" for number, peer in enumerate(peers)}
-    # Text as text, and the same file for the same figures.
+    # Text stays text, and the same input gives the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "pagemill"}
     figure, axes = pyplot.subplots(
         1, len(models), figsize=(6 * len(models), 5), sharey=True, squeeze=False

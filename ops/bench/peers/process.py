@@ -1,4 +1,4 @@
-"""A peer's process, as the benchmark holds it."""
+"""The benchmark's handle of a peer's process."""
 
 import contextlib
 import os
@@ -14,25 +14,25 @@ from ops.bench.peers import machine, protocol
 from ops.bench.peers.protocol import Request, Result, Setup
 from ops.bench.peers.roster import Spec, environment
 
-# A start compiles, on a machine that may be busy.
+# A start compiles, and the machine may be busy.
 PATIENCE_S = 900.0
 END_S = 30.0
 
 
 class PeerFailed(Exception):
-    """Has the peer's own traceback, or the name of the file that it wrote to."""
+    """A peer failed; the message has its traceback, or the name of its log file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     result: Result
     other_cpu: float
-    """Share of the machine that processes beside this peer's used meanwhile."""
+    """Share of the machine that other processes used meanwhile."""
 
 
 class PeerProcess:
     def __init__(self, spec: Spec, python: Path, setup: Setup, logs: Path) -> None:
-        """Raises PeerFailed when it does not come to be ready."""
+        """Start the peer. Raises PeerFailed if it does not become ready."""
         self.spec = spec
         self._log = logs / f"{spec.name}.log"
         began_s = time.perf_counter()
@@ -54,7 +54,7 @@ class PeerProcess:
         return machine.peak_bytes(self._process.pid)
 
     def run(self, requests: list[Request]) -> Measured:
-        """Raises PeerFailed."""
+        """Run requests. Raises PeerFailed."""
         pid = self._process.pid
         began_s, busy_s, own_s = time.perf_counter(), machine.busy_s(), machine.used_s(pid)
         result = protocol.read_result(self._ask(protocol.write(requests)))
@@ -64,7 +64,7 @@ class PeerProcess:
         return Measured(result, share)
 
     def stop(self) -> None:
-        # It ends at the end of its stdin.
+        # The process ends at the end of its stdin.
         with contextlib.suppress(BrokenPipeError), self._process:
             timer = threading.Timer(END_S, self._kill)
             timer.start()
@@ -81,7 +81,7 @@ class PeerProcess:
         raise PeerFailed(failed.message if failed else f"it ended; see {self._log}")
 
     def _exchange(self, line: str) -> str:
-        """Empty if the process has ended."""
+        """Return a line, or an empty one if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

@@ -1,9 +1,9 @@
-"""What the benchmark and a peer's process say to one another: JSON lines on its stdin and stdout.
+"""The protocol of the benchmark with a peer's process: JSON lines on its stdin and stdout.
 
-The benchmark sends a Setup and is answered with an empty object; then it sends lists of requests,
-each of which is answered with a Result. A Failed may come instead, and is the last line. Times are
-seconds since the requests were submitted, all at once. Peers bring their own interpreters, so this
-needs nothing but the standard library.
+The benchmark sends a Setup and gets an empty object; then it sends lists of requests, each of which
+is answered with a Result. A Failed may come instead, and is the last line. Times are seconds since
+the requests were submitted, all at once. Peers have their own interpreters, so this module needs
+only the standard library.
 """
 
 import dataclasses
@@ -14,28 +14,30 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The same for every peer, as far as it has such settings."""
+    """Settings that are the same for every peer, as far as it has them."""
 
     model: str
-    """Its folder."""
+    """Folder of the model."""
     threads: int
     max_model_len: int = 2048
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     kv_cache_gib: int = 1
     profile: bool = False
-    """Have `Result.phases` filled, by who can."""
+    """Whether `Result.phases` is filled, by peers that can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Greedy, and to the full length: the end-of-text token ends nothing. Either token ids, or a
-    picture with a text about it, put into the model's chat template."""
+    """A greedy request of full length: the end-of-text token does not end it.
+
+    It has either token ids, or an image with a text, which go into the model's chat template.
+    """
 
     max_tokens: int
     token_ids: list[int] = field(default_factory=list)
     picture: str | None = None
-    """A PNG file."""
+    """Path of a PNG file."""
     text: str = ""
 
     @property
@@ -50,7 +52,7 @@ class Answer:
     first_s: float
     last_s: float
     num_prompt_tokens: int | None = None
-    """None where the peer does not tell."""
+    """Length of the prompt; None where the peer does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ class Result:
     wall_s: float
     answers: list[Answer]
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase of a step; all of it is within `wall_s`."""
+    """Seconds by phase of a step; all of them are within `wall_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The peer could not; its process has ended."""
+    """An error of the peer, whose process has ended."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""What a run has found, as it stands in its file: a line for the machine, then one for each row."""
+"""The results of a run as lines of its file: one for the machine, then one for each row."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,11 @@ from ops.bench.peers.protocol import Result
 class Repetition:
     wall_s: float
     first_s: list[float]
-    """By request, like the next two."""
+    """Seconds by request, as in the next two."""
     last_s: list[float]
     num_tokens: list[int]
     other_cpu: float
-    """Share of the machine that was used by others meanwhile."""
+    """Share of the machine that others used meanwhile."""
     phases: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -35,7 +35,7 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A peer at a workload on a model."""
+    """Results of a peer at a workload on a model."""
 
     model: str
     workload: str
@@ -45,9 +45,9 @@ class Row:
     repetitions: list[Repetition]
     start_s: float
     peak_bytes: int
-    """Since its start."""
+    """Peak memory since the start of the peer."""
     first_tokens: list[list[int]]
-    """Of the last repetition's first requests."""
+    """Token ids of the last repetition's first requests."""
 
     @property
     def wall_s(self) -> float:
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens put out in a second, from submission to the last."""
+        """Return tokens per second, from submission to the last token."""
         return self.work.num_requests * self.work.max_tokens / self.wall_s
 
     @property
@@ -74,7 +74,7 @@ class Row:
         return floor_s(self.shape, self.work, limits) / self.wall_s
 
     def speed_against(self, other: "Row") -> float:
-        """How many times as fast as `other`, which ran beside it at each repetition."""
+        """Return the ratio of speed to `other`, which ran beside this peer at each repetition."""
         pairs = zip(self.repetitions, other.repetitions, strict=True)
         return median(theirs.wall_s / ours.wall_s for ours, theirs in pairs)
 

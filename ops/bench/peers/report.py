@@ -1,4 +1,4 @@
-"""A run's rows as tables: ours against the best peer, everybody by himself, and what differs."""
+"""Tables of a run: Pagemill against the best peer, each peer alone, and differing answers."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -30,7 +30,7 @@ def describe(machine: Machine) -> str:
 
 
 def differences(rows: Sequence[Row]) -> list[str]:
-    """Where peers' first tokens part from ours; in bfloat16 two tokens may be a tie."""
+    """Compare where peers' first tokens differ from ours; in bfloat16 two tokens may tie."""
     lines = []
     for (model, workload), found in by_workload(rows):
         first, *others = found
@@ -44,7 +44,7 @@ def differences(rows: Sequence[Row]) -> list[str]:
 
 
 def by_workload(rows: Sequence[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
-    """In the order of the run, ours first in each."""
+    """Return the rows in the order of the run, with ours first in each group."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.model, row.workload), []).append(row)
@@ -54,7 +54,7 @@ def by_workload(rows: Sequence[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
 def _partings(
     ours: list[list[int]], theirs: list[list[int]]
 ) -> Iterator[tuple[int, int, int | None, int | None]]:
-    """For each request that differs: its number, the first place, and both tokens there."""
+    """Return, for each request that differs, its number, the first place, and both tokens there."""
     for number, pair in enumerate(zip(ours, theirs, strict=True)):
         for place, (a, b) in enumerate(zip_longest(*pair)):
             if a != b:
@@ -116,7 +116,7 @@ def _everybody(rows: Sequence[Row], limits: Limits) -> Table:
 
 
 def _phases(rows: Sequence[Row]) -> Table:
-    """Of the last repetition; what is left of its time is outside the steps."""
+    """Table the phases of the last repetition; the rest of its time is outside the steps."""
     table = _table("where our time goes", ("model", "workload", "phase"), ("ms", "share"))
     for row in rows:
         last = row.repetitions[-1]

@@ -1,7 +1,7 @@
-"""Who is compared: where each has its interpreter, its model and its settings.
+"""The peers: the interpreter, the model and the settings of each.
 
-A peer's environment is a folder of its name among the peers; where there is none it is not run.
-`install.sh` makes them. transformers is in our own environment, and so always there.
+A peer's environment is a folder with its name among the peers; a peer without one is skipped.
+`install.sh` creates them. transformers is in our own environment, and so always present.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 GIB = 2**30
 TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 OURS, BUS = "pagemill", "pagemill-bus"
-# What has no text without pictures is given the language model alone.
+# Peers that need images for such models get the language model alone.
 TEXT_ALONE = {"mid-qwen2vl": "mid-qwen2"}
 
 
@@ -20,27 +20,27 @@ TEXT_ALONE = {"mid-qwen2vl": "mid-qwen2"}
 class Spec:
     name: str
     module: tuple[str, ...]
-    """In this package, with arguments."""
+    """Module in this package, with arguments."""
     home: str | None = None
-    """Its environment among the peers; None for our own."""
+    """Name of its environment among the peers; None for our own."""
     sees: bool = True
-    """It can be given pictures."""
+    """Whether the peer supports images."""
     exported: bool = False
-    """It has the models in a format of its own."""
+    """Whether the peer has the models in a format of its own."""
     compiles: bool = True
-    """A whole repetition is its warm-up; of the others' one, two requests do."""
+    """Whether its warm-up is a complete repetition; for the others, two requests suffice."""
     extra_bytes: int = GIB
-    """About what it takes beyond three times the weights."""
+    """Memory beyond three times the weights, approximately."""
 
     def python(self, peers: Path) -> Path | None:
-        """None if it is not installed."""
+        """Return the interpreter, or None if the peer is not installed."""
         if self.home is None:
             return Path(sys.executable)
         found = peers / self.home / "bin" / "python"
         return found if found.exists() else None
 
     def folder(self, models: Path, model: str, *, pictures: bool) -> Path | None:
-        """Of the model as this peer takes it; None if it cannot, or if it is not there."""
+        """Return the model's folder for this peer; None if unsupported or absent."""
         if pictures and not self.sees:
             return None
         if self.exported:
@@ -64,7 +64,7 @@ def environment(spec: Spec, python: Path, threads: int, kv_cache_gib: int) -> di
     root = Path(__file__).parents[3]
     variables = {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if spec.name == OURS:
-        # As `pagemill worker` has it.
+        # `pagemill worker` sets this too.
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if spec.name == "vllm":
         variables |= {
@@ -73,7 +73,7 @@ def environment(spec: Spec, python: Path, threads: int, kv_cache_gib: int) -> di
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         }
-        # Its own advice for CPUs.
+        # OpenVINO's documentation advises this for CPUs.
         libraries = [TCMALLOC, str(python.parents[1] / "lib" / "libiomp5.so")]
         if all(Path(library).exists() for library in libraries):
             variables["LD_PRELOAD"] = ":".join(libraries)

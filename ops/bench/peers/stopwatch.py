@@ -1,5 +1,6 @@
-"""Where the time of a step goes: methods are wrapped from outside, and each is charged with what it
-takes beyond the wrapped ones that it calls. Two looks at the clock a call, far below a microsecond.
+"""Times the phases of a step: wrapped methods are charged with their time beyond nested ones.
+
+Each call reads the clock twice, which takes far less than a microsecond.
 """
 
 import time
@@ -12,11 +13,11 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._inner_s: list[float] = []
-        """Of each call that is under way, what calls in it have taken so far."""
+        """Time that nested calls have taken so far, for each call in progress."""
         self.total_s: dict[str, float] = {}
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
-        """Charge calls of `owner.name` to `phase`; the owner looks it up anew at each call."""
+        """Charge calls of `owner.name` to `phase`; the owner must look the name up at each call."""
         setattr(owner, name, self.timed(getattr(owner, name), phase))
 
     def timed(self, call: Callable[..., Any], phase: str) -> Callable[..., Any]:

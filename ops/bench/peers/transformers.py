@@ -1,4 +1,4 @@
-"""transformers itself: `generate` on a padded batch, or its continuous batching.
+"""transformers as a peer: `generate` on a padded batch, or its continuous batching.
 
 python -m ops.bench.peers.transformers padded|continuous
 """
@@ -74,7 +74,7 @@ class Padded:
     def _prompts(self, work: list[tuple[Request, Any]]) -> tuple[list[list[int]], dict[str, Any]]:
         if work[0][1] is None:
             return [request.token_ids for request, _ in work], {}
-        # Its processor of text and pictures together wants torchvision, for videos.
+        # Its processor of text and images together needs torchvision, for videos.
         pictures = self._pictures([picture for _, picture in work], return_tensors="pt")
         merged = self._pictures.merge_size**2
         token = self.model.config.image_token_id
@@ -141,7 +141,7 @@ def load_model(setup: Setup) -> Any:
     sees = getattr(config, "vision_config", None) is not None
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model: Any = auto.from_pretrained(setup.model, dtype=torch.bfloat16).eval()
-    # Nothing ends an answer but its length.
+    # Only the length ends an answer.
     model.generation_config.eos_token_id = None
     return model
 

@@ -1,4 +1,4 @@
-"""vLLM's offline class: the engine without its HTTP server."""
+"""vLLM's offline class as a peer: the engine without its HTTP server."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Vllm:
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
-            # Without statistics its answers have no times.
+            # Without statistics, vLLM's answers have no times.
             disable_log_stats=False,
         )
 
@@ -48,8 +48,8 @@ class Vllm:
 
 
 def _answer(output: Any, began_s: float) -> Answer:
-    # Of the engine's process, by the monotonic clock, which on Linux all processes share and which
-    # is that of time.perf_counter.
+    # The engine's process takes times from the monotonic clock, which all processes of a Linux
+    # machine share and which time.perf_counter reads.
     times = output.metrics
     return Answer(
         list(output.outputs[0].token_ids),

@@ -1,4 +1,4 @@
-"""What is asked of every peer: four workloads, anew at each repetition: no cache is warm."""
+"""The four workloads of all peers; every repetition has new prompts, so that no cache is warm."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from PIL import Image
 
 from ops.bench.peers.protocol import Request
 
-# Below them stand control tokens in some vocabularies, and above the last ones in others.
+# Control tokens are below these in some vocabularies, and above the last ones in others.
 FIRST_ID, NUM_LAST_IDS = 300, 200
 PICTURE_SIDE = 448
 PICTURE_WORDS = 16
@@ -20,19 +20,19 @@ PREFIX_LEN = 512
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Of one repetition's requests."""
+    """A generator of one repetition's requests."""
 
     rng: random.Random
     vocab_size: int
     folder: Path
-    """For pictures."""
+    """Folder for the files of images."""
 
     def token_ids(self, length: int) -> list[int]:
         last = self.vocab_size - NUM_LAST_IDS
         return [self.rng.randrange(FIRST_ID, last) for _ in range(length)]
 
     def picture(self, side: int = PICTURE_SIDE) -> str:
-        """Smooth, for a picture of noise alone would be the worst case of PNG."""
+        """Make a smooth image, because noise would be the worst case of PNG."""
         seed = self.rng.randrange(2**31)
         pixels = np.random.default_rng(seed).integers(0, 255, (28, 28, 3), dtype=np.uint8)
         image = Image.fromarray(pixels).resize((side,) * 2, Image.Resampling.BICUBIC)
@@ -49,7 +49,7 @@ class Workload:
     name: str
     make: Callable[[Maker], list[Request]]
     shared_prefix_len: int = 0
-    """Tokens that all prompts begin with, and that need be computed only once."""
+    """Tokens that all prompts begin with, and that are computed only once."""
     picture_side: int = 0
 
     def requests(self, repetition: int, vocab_size: int, folder: Path) -> list[Request]:

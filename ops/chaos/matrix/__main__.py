@@ -17,8 +17,10 @@ from cyclopts import App, Parameter
 from msgspec import Struct
 
 from ops.chaos.history import now
-from ops.chaos.matrix.deployment import Deployment, new_deployment
-from ops.chaos.matrix.table import CELLS, Cell
+from ops.chaos.matrix.cell import Cell
+from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.matrix.deployments import new_deployment
+from ops.chaos.matrix.table import CELLS
 from ops.chaos.plan import Settings
 from ops.chaos.processes import network
 from shared.telemetry import logs

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from ops.chaos.broker_contents import Store, arena_sockets, shm_entries
 from ops.chaos.checks.checker import Verdict, check
@@ -36,11 +34,10 @@ from ops.chaos.history import (
     now,
     read_events,
 )
-from ops.chaos.plan import MODEL, Mix, Settings, make_requests
-from ops.chaos.processes import network
-from ops.chaos.processes.cluster import SIZE, Cluster
+from ops.chaos.matrix.servers import SingleServer, ThreeServers
+from ops.chaos.plan import MODEL, Settings, make_requests
 from ops.chaos.processes.gateways import Gateways, key_by_plan_id, plan_ids
-from ops.chaos.processes.pool import LOAD, OneBroker, Pool, Slot, worker_command
+from ops.chaos.processes.pool import LOAD, Pool, Slot, worker_command
 from ops.chaos.processes.proxy import Proxy
 from ops.chaos.scenario import (
     bounds_of,
@@ -60,104 +57,11 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from workers.cli import settings as product_settings
 
-# Requests take seconds, so that there are always some in flight.
-BASE = Settings(
-    requests=60,
-    rate=10.0,
-    coordinators=2,
-    renderers=2,
-    engines=2,
-    renderer="fake",
-    max_tokens=(8, 120),
-    step_ms=8.0,
-    mix=Mix(cancel=0.06, resubmit_during=0.05, resubmit_after=0.04, follow=0.05, deadline=0.04),
-)
 # A cell hangs if it takes this much longer than its load.
 SPARE_S = 90.0
 NUM_WARM_UPS = 16
-MEMBER_DISK_MIB = 256
 CANCEL_S = 5.0
 PROBE_PATIENCE_S = 2.0
-
-
-class SingleServer(OneBroker):
-    """One nats-server, which the pool restarts unless `held` keeps it down."""
-
-    def __init__(self, folder: Path, disk_mib: int = 0) -> None:
-        """With `disk_mib` the store is on a file system of that size."""
-        self.disk = folder / "nats"
-        self._disk_mib = disk_mib
-        super().__init__(self.disk)
-        self.held = False
-
-    def start(self) -> None:
-        if self._disk_mib:
-            mount_disk(self.disk, self._disk_mib)
-        super().start()
-
-    def stop(self) -> None:
-        super().stop()
-        if self._disk_mib:
-            unmount(self.disk)
-
-    def revive(self) -> list[int]:
-        return [] if self.held else super().revive()
-
-    def pid(self) -> int:
-        return int(self._broker.pid_file.read_text())
-
-    def settle(self) -> None:
-        """Return at once, because a single server needs no election."""
-
-
-class ThreeServers:
-    """A cluster of three nats-servers, each on a small disk, as the pool's brokers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cluster = Cluster(folder)
-        self.url = self.cluster.url
-        self.held = False
-
-    def start(self) -> None:
-        for member in self.cluster.members:
-            mount_disk(member.store_dir, MEMBER_DISK_MIB)
-        for number in range(SIZE):
-            self.cluster.start_member(number)
-        asyncio.run(self.cluster.wait_current())
-
-    def stop(self) -> None:
-        for number in range(SIZE):
-            self.cluster.resume(number)
-        for number, member in enumerate(self.cluster.members):
-            member.stop()
-            unmount(member.store_dir)
-            network.remove_group(self.cluster.group(number))
-
-    def pick_victim(self, pick: int) -> int | None:
-        member = self.cluster.members[pick % SIZE]
-        return None if member.has_exited else self.cluster.pid(pick % SIZE)
-
-    def revive(self) -> list[int]:
-        ended = [n for n, member in enumerate(self.cluster.members) if member.has_exited]
-        if self.held:
-            return []
-        for number in ended:
-            self.cluster.start_member(number)
-        return [self.cluster.pid(number) for number in ended]
-
-    def settle(self) -> None:
-        asyncio.run(self.cluster.wait_current())
-
-
-def mount_disk(folder: Path, mib: int) -> None:
-    """Mount a file system of `mib` at `folder`, which can be filled without harm."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", str(folder)]
-    subprocess.run(mount, check=True)
-
-
-def unmount(folder: Path) -> None:
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @dataclass(slots=True)
@@ -174,7 +78,7 @@ class Deployment:
 
     def __init__(
         self,
-        settings: Settings = BASE,
+        settings: Settings,
         *,
         servers: Callable[[Path], SingleServer | ThreeServers] = SingleServer,
         delivery: dict[str, int] | None = None,
@@ -439,42 +343,6 @@ class Deployment:
 
 
 Disturb = Callable[[Deployment], Coroutine[Any, Any, None]]
-
-
-def new_deployment(name: str) -> Deployment:
-    return DEPLOYMENTS[name]()
-
-
-DISK_MIB = 24
-DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
-    "single": Deployment,
-    "cluster": lambda: Deployment(replace(BASE, brokers=3), servers=ThreeServers),
-    # Two deaths make a request count as poison. On other deployments, faults kill workers.
-    "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
-    # All limits are low.
-    "tight": lambda: Deployment(
-        replace(BASE, max_queued=60, num_blocks=136),
-        delivery={"max_request_mib": 2, "max_stage_mib": 8},
-    ),
-    # Most requests have images, and payloads come by any transport.
-    "payloads": lambda: Deployment(replace(BASE, mix=replace(BASE.mix, images=0.7), listen=True)),
-    # Engines have no vision tower; most requests have images.
-    "encoders": lambda: Deployment(
-        replace(
-            BASE,
-            engine="demo",
-            renderer="real",
-            encoders=2,
-            rate=4.0,
-            renderers=1,
-            max_tokens=(8, 48),
-            mix=replace(BASE.mix, images=0.7),
-        )
-    ),
-    # Most requests go through gateways.
-    "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
-    "disk": lambda: Deployment(servers=lambda folder: SingleServer(folder, DISK_MIB)),
-}
 
 
 def _since(file: Path, began: float) -> list[AnyEvent]:

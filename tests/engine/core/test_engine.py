@@ -154,7 +154,7 @@ def test_other_requests_do_not_change_an_output(
             cancelled.add(request.request_id)
     outputs += finish_all(core)
     assert max(runner.batches, default=0) <= budget
-    assert runner.holds_nothing
+    assert runner.is_empty
     for request in wanted:
         if request.request_id not in cancelled:
             assert answers_of(outputs, request) == answers_of(run_alone(request), request)
@@ -240,7 +240,7 @@ def test_a_failing_run_fails_only_its_request_and_leaves_clean_blocks() -> None:
     for request in good:
         assert answers_of(outputs, request) == answers_of(run_alone(request), request)
     assert runner.zeroed
-    assert runner.holds_nothing
+    assert runner.is_empty
 
 
 def test_unverified_blocks_are_overwritten_before_reuse() -> None:
@@ -406,7 +406,7 @@ def test_choices_share_the_prompt_that_the_first_has_computed() -> None:
     assert cached_tokens(core, request) == 0
     assert runner.batches[:2] == [len(LONG), 1 + 2], "two choices compute their last token alone"
     assert core.stats().encoded_items == 1
-    assert runner.holds_nothing
+    assert runner.is_empty
 
 
 def test_an_image_is_encoded_if_a_cached_prefix_ends_within_it() -> None:

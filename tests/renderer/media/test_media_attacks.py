@@ -18,7 +18,7 @@ from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
-from tests.road import pack, run, unpack
+from tests.request_path import pack, run, unpack
 from workers.cli.settings import DEMO_MODEL
 from workers.engine.core.engine import EngineCore
 from workers.engine.loader import load

@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 from ops.chaos.matrix.cells.common import LEADER_S, PARTITION_S, dropping, fill, wait_for_load
-from ops.chaos.matrix.deployment import Deployment, Disturb, ThreeServers
+from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.servers import ThreeServers
 from shared.protocol import subjects
 
 

@@ -18,7 +18,8 @@ from ops.chaos.matrix.cells.common import (
     wait_for_load,
 )
 from ops.chaos.matrix.cells.memory import starve
-from ops.chaos.matrix.deployment import Deployment, Disturb, SingleServer
+from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.servers import SingleServer
 from ops.chaos.processes import network
 from shared.errors import Overloaded, PagemillError
 from shared.protocol import subjects

@@ -6,7 +6,8 @@ from pathlib import Path
 from ops.chaos.alterations import environment, sleep_by_select
 from ops.chaos.history import now
 from ops.chaos.matrix.cells.common import WORKER_S, altered, fill, new_id, one_of_each
-from ops.chaos.matrix.deployment import Deployment, Disturb, mount_disk, unmount
+from ops.chaos.matrix.deployment import Deployment, Disturb
+from ops.chaos.matrix.servers import mount_disk, unmount
 from ops.chaos.plan import ROOT
 from shared.bus.bus import Bus
 from shared.protocol.records import Failure

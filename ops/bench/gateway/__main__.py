@@ -1,17 +1,14 @@
-"""What the HTTP door costs: the same requests over NATS, through our gateway, and through vLLM's
-server, on the same model and in one run.
+"""Measure what HTTP costs: the same requests over NATS, through the gateway, and through vLLM.
 
-    python -m ops.bench.door [--peers FOLDER]
+    python -m ops.bench.gateway [--peers FOLDER]
 
-FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` makes both. Where it has
-not, the demo model is asked, or vLLM left out. Text goes as token ids to /v1/completions, pictures
-to /v1/chat/completions; all answers are streamed, greedy and of full length, and no prompt comes
-twice.
+FOLDER has models, and vLLM as `vllm`; `ops/bench/peers/install.sh FOLDER` creates both. Without
+them the demo model is used, or vLLM left out. Text goes as token ids to /v1/completions, images to
+/v1/chat/completions; all answers are streamed, greedy and of full length. No prompt is repeated.
 
-First one request at a time, with a short answer, on an engine that is idle otherwise: the
-difference to the same over NATS is that of each pair. Then bursts of 1, 8 and 32. NATS and
-gateway take turns at every repetition, each time the other one first; then vLLM, which is left
-to come to rest.
+First one request at a time, with a short answer, on an idle engine: the difference to NATS is that
+of each pair. Then bursts of 1, 8 and 32. NATS and gateway take turns at every repetition, each time
+in the other order; then vLLM, which is left to come to rest.
 """
 
 import argparse
@@ -30,9 +27,9 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from ops.bench.door import report
-from ops.bench.door.report import Burst
-from ops.bench.door.roads import OverHttp, OverNats, Prepared, Road
+from ops.bench.gateway import report
+from ops.bench.gateway.report import Burst
+from ops.bench.gateway.transports import OverHttp, OverNats, Prepared, Transport
 from ops.bench.peers import machine
 from ops.bench.peers.protocol import Request
 from ops.bench.peers.workloads import Maker
@@ -47,9 +44,9 @@ LOADS = (1, 8, 32)
 OURS = ("nats", "gateway")
 BLOCK = 10
 SHORT = 4
-# What a request leaves to be acknowledged after its answer.
+# Acknowledgements of a request may follow its answer within this time.
 PAUSE_S = 0.02
-# For a second after its last answer, processes of vLLM look for the next request without a pause.
+# Processes of vLLM spin for a second after their last answer.
 CALM_S = 2.0
 MAX_MODEL_LEN = 2048
 PICTURE_SIDE = 224
@@ -110,7 +107,7 @@ def _maybe(binary: Path | None, folder: Path, model: Path) -> Iterator[str | Non
 
 
 Singles = dict[str, list[float]]
-"""Seconds to the first token, by road."""
+"""Seconds to the first token, by transport."""
 Bursts = dict[int, dict[str, list[Burst]]]
 
 
@@ -122,52 +119,57 @@ async def _compare(
         assert cluster.gateway_url is not None
         pids = {role: cluster.pids(role)[0] for role in ("gateway", "engine")}
         pids["broker"] = int((folder / "nats" / "nats-server.pid").read_text())
-        roads: dict[str, Road] = {"nats": OverNats(bus), "gateway": OverHttp(cluster.gateway_url)}
+        transports: dict[str, Transport] = {
+            "nats": OverNats(bus),
+            "gateway": OverHttp(cluster.gateway_url),
+        }
         if theirs is not None:
-            roads["vllm"] = OverHttp(theirs)
-        # The first of each shape compiles, connects and fills caches.
+            transports["vllm"] = OverHttp(theirs)
+        # The first request of each shape compiles, connects and fills caches.
         for load in LOADS:
-            for road in roads.values():
-                await _burst(road, requests.make(load, SHORT), pids)
-        return await _singles(work, roads, requests), await _bursts(work, roads, requests, pids)
+            for transport in transports.values():
+                await _burst(transport, requests.make(load, SHORT), pids)
+        return await _singles(work, transports, requests), await _bursts(
+            work, transports, requests, pids
+        )
 
 
-async def _singles(work: Work, roads: dict[str, Road], requests: "_Requests") -> Singles:
-    singles: Singles = {name: [] for name in roads}
+async def _singles(work: Work, transports: dict[str, Transport], requests: "_Requests") -> Singles:
+    singles: Singles = {name: [] for name in transports}
     for _ in range(work.singles // BLOCK):
         for number in range(BLOCK):
             for name in _turn(OURS, number):
-                await _single(roads[name], requests, singles[name])
-        for name in roads.keys() - set(OURS):
+                await _single(transports[name], requests, singles[name])
+        for name in transports.keys() - set(OURS):
             for _ in range(BLOCK):
-                await _single(roads[name], requests, singles[name])
+                await _single(transports[name], requests, singles[name])
             await asyncio.sleep(CALM_S)
     return singles
 
 
-async def _single(road: Road, requests: "_Requests", first_s: list[float]) -> None:
+async def _single(transport: Transport, requests: "_Requests", first_s: list[float]) -> None:
     (asked,) = requests.make(1, SHORT)
-    first_s.append((await road(asked)).first_s)
+    first_s.append((await transport(asked)).first_s)
     await asyncio.sleep(PAUSE_S)
 
 
 async def _bursts(
-    work: Work, roads: dict[str, Road], requests: "_Requests", pids: dict[str, int]
+    work: Work, transports: dict[str, Transport], requests: "_Requests", pids: dict[str, int]
 ) -> Bursts:
-    bursts: Bursts = {load: {name: [] for name in roads} for load in LOADS}
+    bursts: Bursts = {load: {name: [] for name in transports} for load in LOADS}
     for number in range(work.bursts):
         for load in LOADS:
-            for name in [*_turn(OURS, number), *(roads.keys() - set(OURS))]:
+            for name in [*_turn(OURS, number), *(transports.keys() - set(OURS))]:
                 asked = requests.make(load, work.max_tokens)
-                bursts[load][name].append(await _burst(roads[name], asked, pids))
+                bursts[load][name].append(await _burst(transports[name], asked, pids))
                 await asyncio.sleep(PAUSE_S if name in OURS else CALM_S)
     return bursts
 
 
-async def _burst(road: Road, requests: list[Prepared], pids: dict[str, int]) -> Burst:
+async def _burst(transport: Transport, requests: list[Prepared], pids: dict[str, int]) -> Burst:
     used_s = {name: machine.used_s(pid) for name, pid in pids.items()}
     client_s, began_s = time.process_time(), time.perf_counter()
-    times = await asyncio.gather(*(road(asked) for asked in requests))
+    times = await asyncio.gather(*(transport(asked) for asked in requests))
     took_s = time.perf_counter() - began_s
     cpu_s = {name: machine.used_s(pid) - used_s[name] for name, pid in pids.items()}
     cpu_s["client"] = time.process_time() - client_s
@@ -180,7 +182,7 @@ def _turn(names: Sequence[str], number: int) -> Sequence[str]:
 
 
 class _Requests:
-    """Fresh ones, no two of which begin alike."""
+    """Return new requests, no two of which have a common prefix."""
 
     def __init__(self, work: Work, model: Path, folder: Path) -> None:
         config = msgspec.json.decode((model / "config.json").read_bytes())

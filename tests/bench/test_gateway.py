@@ -1,8 +1,8 @@
-"""What the benchmark of the door makes of its times, and of the load client's results."""
+"""The benchmark of the gateway: statistics of its times, and results of the load client."""
 
 from rich.table import Table
 
-from ops.bench.door.report import Burst, interval_of_median, of_bursts, of_singles, p99
+from ops.bench.gateway.report import Burst, interval_of_median, of_bursts, of_singles, p99
 from ops.interop.load import Result, Run
 
 

@@ -1,6 +1,6 @@
-"""Three ways for one request: over NATS, through our door, through vLLM's.
+"""Three transports for one request: NATS, our gateway, and vLLM's server.
 
-The client of HTTP is as lean as can be, and keeps its connections: what is measured is the server.
+The HTTP client is as lean as possible and reuses its connections, because the server is measured.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from shared.protocol.requests import (
     TextPart,
 )
 
-# A line of a stream may be a picture's worth of log probabilities; ours are not.
+# The limit of a line is large enough for log probabilities, which are not used here.
 MAX_LINE = 2**20
 DATA = b"data: "
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request with what its picture's file says."""
+    """A request with the URL of its image."""
 
     request: Request
     url: str | None
@@ -50,13 +50,13 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class Times:
     first_s: float
-    """To the first token in the client's hands."""
+    """Seconds to the first token at the client."""
     last_s: float
 
 
-class Road(Protocol):
+class Transport(Protocol):
     async def __call__(self, asked: Prepared) -> Times:
-        """Raises RuntimeError for an answer that is not what was asked for."""
+        """Send one request; raise RuntimeError for an answer that is not as requested."""
 
 
 class OverNats:
@@ -78,7 +78,7 @@ class OverNats:
 
 
 class OverHttp:
-    """A streamed completion, or chat completion where there is a picture."""
+    """A streamed completion, or a chat completion for an image."""
 
     def __init__(self, url: str) -> None:
         self._host, _, port = url.removeprefix("http://").partition(":")
@@ -99,7 +99,7 @@ class OverHttp:
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
             reader, writer = self._idle.pop()
-            # Servers close what has been idle for long.
+            # Servers close connections that have been idle for long.
             if not reader.at_eof():
                 return reader, writer
             writer.close()
@@ -120,7 +120,7 @@ class OverHttp:
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Of a chunked body."""
+    """Read the lines of a chunked body."""
     rest = b""
     while size := int(await reader.readline(), 16):
         chunk = await reader.readexactly(size + 2)

@@ -1,4 +1,4 @@
-"""What the door costs, as tables. Pure."""
+"""Tables of what HTTP costs, computed from the measurements. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ BASE = "nats"
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Several requests sent at once, by one road."""
+    """Several requests sent at once, by one transport."""
 
     first_s: list[float]
     num_tokens: int
     took_s: float
     cpu_s: dict[str, float]
-    """By process, while it lasted."""
+    """Processor seconds during the burst, by process."""
 
     @property
     def tokens_s(self) -> float:
@@ -27,14 +27,14 @@ class Burst:
 
 def of_singles(title: str, singles: dict[str, list[float]]) -> Table:
     table = Table(title=f"{title}, {len(singles[BASE])} times", title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "median of pairs (95 %)"):
         table.add_column(name, justify="right")
     base = singles[BASE]
-    for road, times in singles.items():
+    for transport, times in singles.items():
         pairs = [mine - of_base for mine, of_base in zip(times, base, strict=True)]
         table.add_row(
-            road,
+            transport,
             _ms(median(times)),
             _ms(p99(times)),
             f"{1000 * (median(times) - median(base)):+.2f}",
@@ -45,18 +45,18 @@ def of_singles(title: str, singles: dict[str, list[float]]) -> Table:
 
 def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
     table = Table(title=f"{title}, {len(bursts[BASE])} times", title_justify="left")
-    table.add_column("road")
+    table.add_column("transport")
     for name in ("TTFT p50 ms", "p99", "beyond NATS, p50", "tokens/s", "of NATS: median (range)"):
         table.add_column(name, justify="right")
     table.add_column("CPU ms for 1000 tokens")
     base = bursts[BASE]
     base_first_s = median(_first_s(base))
-    for road, runs in bursts.items():
+    for transport, runs in bursts.items():
         first_s = _first_s(runs)
         pairs = zip(runs, base, strict=True)
         shares = [mine.tokens_s / of_base.tokens_s for mine, of_base in pairs]
         table.add_row(
-            road,
+            transport,
             _ms(median(first_s)),
             _ms(p99(first_s)),
             f"{1000 * (median(first_s) - base_first_s):+.1f}",
@@ -68,15 +68,17 @@ def of_bursts(title: str, bursts: dict[str, list[Burst]]) -> Table:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """That has the median of what the values are samples of, in 95 of 100 cases: the values whose
-    ranks are 1.96 standard deviations of a binomial distribution from the middle."""
+    """Return an interval that contains the median of the distribution in 95 of 100 cases.
+
+    Its ends are 1.96 standard deviations of a binomial distribution from the middle, in ranks.
+    """
     ordered = sorted(values)
     rank = max(1, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
     return ordered[rank - 1], ordered[-rank]
 
 
 def p99(times_s: list[float]) -> float:
-    """Between the two nearest, where it is none of them."""
+    """Return the 99th percentile, interpolated between the two nearest values."""
     return quantiles(times_s, n=100, method="inclusive")[-1] if len(times_s) > 1 else times_s[0]
 
 

@@ -1,4 +1,4 @@
-"""Renderer and engine in one process: through the envelope, and without a broker."""
+"""Path of a request from the renderer to the engine, in one process and without a broker."""
 
 from collections.abc import Iterable
 
@@ -16,13 +16,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 def pack(rendered: Rendered, request_id: str = "r", sampling: SamplingParams = GREEDY) -> bytes:
-    """The message that the renderer would publish, every tensor in it."""
+    """Encode the task that a renderer publishes, with every tensor inline."""
     task = engine_task(request_id, rendered.prompt_token_ids, rendered.items, sampling)
     return encode(task, rendered.tensors)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
-    """What the engine makes of it; the tensors are views of `data`."""
+    """Decode a task into an engine's request; the tensors are views of `data`."""
     task, tensors = decode(data, Task[EngineBody])
     items = [
         Item(
@@ -41,7 +41,7 @@ def unpack(data: bytes | bytearray | memoryview) -> EngineRequest:
 def run(
     core: EngineCore, requests: Iterable[EngineRequest]
 ) -> tuple[dict[str, list[int]], dict[str, PagemillError]]:
-    """All of them at once, to their ends: tokens, and errors, by request."""
+    """Run all requests together to their ends; return the tokens and the errors by request."""
     answers: dict[str, list[int]] = {}
     errors: dict[str, PagemillError] = {}
     for request in requests:

@@ -1,0 +1,58 @@
+"""The kinds of deployments that cells need, by name."""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from ops.chaos.matrix.deployment import Deployment
+from ops.chaos.matrix.servers import SingleServer, ThreeServers
+from ops.chaos.plan import Mix, Settings
+
+DISK_MIB = 24
+# Requests take seconds, so that there are always some in flight.
+BASE = Settings(
+    requests=60,
+    rate=10.0,
+    coordinators=2,
+    renderers=2,
+    engines=2,
+    renderer="fake",
+    max_tokens=(8, 120),
+    step_ms=8.0,
+    mix=Mix(cancel=0.06, resubmit_during=0.05, resubmit_after=0.04, follow=0.05, deadline=0.04),
+)
+
+
+DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
+    "single": lambda: Deployment(BASE),
+    "cluster": lambda: Deployment(replace(BASE, brokers=3), servers=ThreeServers),
+    # Two deaths make a request count as poison. On other deployments, faults kill workers.
+    "poison": lambda: Deployment(replace(BASE, max_deaths=2, max_deliver=5)),
+    # All limits are low.
+    "tight": lambda: Deployment(
+        replace(BASE, max_queued=60, num_blocks=136),
+        delivery={"max_request_mib": 2, "max_stage_mib": 8},
+    ),
+    # Most requests have images, and payloads come by any transport.
+    "payloads": lambda: Deployment(replace(BASE, mix=replace(BASE.mix, images=0.7), listen=True)),
+    # Engines have no vision tower; most requests have images.
+    "encoders": lambda: Deployment(
+        replace(
+            BASE,
+            engine="demo",
+            renderer="real",
+            encoders=2,
+            rate=4.0,
+            renderers=1,
+            max_tokens=(8, 48),
+            mix=replace(BASE.mix, images=0.7),
+        )
+    ),
+    # Most requests go through gateways.
+    "gateways": lambda: Deployment(replace(BASE, gateways=2, mix=replace(BASE.mix, http=0.7))),
+    "disk": lambda: Deployment(BASE, servers=lambda folder: SingleServer(folder, DISK_MIB)),
+}
+
+
+def new_deployment(name: str) -> Deployment:
+    return DEPLOYMENTS[name]()
