@@ -85,13 +85,13 @@ def admit(
         )
     if request.model not in models:
         raise UnknownModel(
-            f"no model {request.model!r}; there is: {', '.join(sorted(models))}", field="model"
+            f"no model {request.model!r}; available: {', '.join(sorted(models))}", field="model"
         )
     model = models[request.model]
     if request.adapter is not None and request.adapter not in model.adapters:
         there_is = ", ".join(sorted(model.adapters)) or "none"
         raise UnknownAdapter(
-            f"{request.model} has no adapter {request.adapter!r}; there is: {there_is}",
+            f"{request.model} has no adapter {request.adapter!r}; available: {there_is}",
             field="adapter",
         )
     pipeline = pipelines[request.model]
@@ -116,7 +116,7 @@ def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:
         if name not in pipeline.outputs:
             there_are = ", ".join(pipeline.outputs)
             raise InvalidRequest(
-                f"{request.model} has no output {name!r}; there is: {there_are}",
+                f"{request.model} has no output {name!r}; available: {there_are}",
                 field=f"outputs[{number}]",
             )
     part = pipeline.restricted_to(request.outputs or pipeline.default_outputs)
