@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --quiet
 TORCH := 2.13.0
-JOBS ?= 3
+JOBS ?= 2
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
@@ -34,9 +34,11 @@ demo: .venv/installed  ## three pictures and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
 test: .venv/installed  ## style, types, import contracts, tests, coverage of the pure packages
-	$(MAKE) --jobs 3 check tests coverage
+	$(MAKE) check
+	$(MAKE) tests
+	$(MAKE) coverage
 
-# Much of the tests' time is waiting, so there are more processes than cores. A file stays in one
+# A process a core: tests that start clusters time out when more of them run at once. A file stays in one
 # process, which shares its clusters and models; tests/conftest.py puts the longest files first.
 tests: .venv/installed
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
