@@ -38,8 +38,8 @@ test: .venv/installed  ## style, types, import contracts, tests, coverage of the
 	$(MAKE) tests
 	$(MAKE) coverage
 
-# A process a core: tests that start clusters time out when more of them run at once. A file stays in one
-# process, which shares its clusters and models; tests/conftest.py puts the longest files first.
+# A process a core: tests that start clusters time out when more of them run at once. A file stays
+# in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
 tests: .venv/installed
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
 		$(PURE_TESTS:%=--ignore=%)
