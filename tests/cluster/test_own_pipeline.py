@@ -18,7 +18,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from ops.token_logs import read_log
@@ -28,7 +27,6 @@ from shared.client import ask, follow_output
 from shared.codec.envelope import TensorData
 from shared.errors import ConfigError
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import content_hash
 from shared.protocol.records import (
     Finish,
@@ -208,7 +206,7 @@ def running(folder: Path, url: str) -> Iterator[Processes]:
 async def until_ready(bus: Bus) -> None:
     async with asyncio.timeout(60):
         while True:
-            beats = [msgspec.json.decode(b, type=Heartbeat) for b in await bus.read_heartbeats()]
+            beats = await bus.read_heartbeats()
             if {beat.stage or beat.role for beat in beats} >= set(STAGES.values()):
                 return
             await asyncio.sleep(0.1)
