@@ -97,9 +97,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     """None only beside `tool_calls`."""
     tool_calls: list[ToolCall] = []
-    """Of the assistant."""
+    """Tool calls made by the assistant."""
     tool_call_id: str | None = None
-    """Of a tool: the call that this is the result of."""
+    """The call whose result a tool's message holds."""
     name: str | None = None
 
 

@@ -41,7 +41,7 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """What every stage's task says of its request, or of the item that it is about."""
 
     request_id: str
-    """Of an item task, the item's name; see `shared.protocol.subjects.item_task`."""
+    """The request's id; for an item task its name, see `shared.protocol.subjects.item_task`."""
     model: str
     lane: str
     ticket: RequestTicket | None = None

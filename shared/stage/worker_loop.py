@@ -69,7 +69,7 @@ class WorkerLoop:
 
     def __init__(self, context: Context) -> None:
         self.consumers: dict[tuple[str, str], Consumer] = {}
-        """Of a stage's queues, by model and lane."""
+        """Consumers of the stage's queues, by model and lane."""
         self._context = context
         self._stage = context.stage
         self._serving: list[tuple[Consumer, Callable[[Delivery], Awaitable[None]]]] = []
