@@ -23,8 +23,8 @@ class StageSpan(Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Of one token under the model's own distribution, before any sampling parameter has changed
-    it: natural logarithms to six decimals, -9999 for none."""
+    """Log probability of one token under the model's own distribution, before any sampling
+    parameter changes it: natural logarithms to six decimals, -9999 for none."""
 
     logprob: float
     rank: int
@@ -64,7 +64,7 @@ class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Of the prompt's: those that did not have to be computed, for an earlier request had been."""
+    """Prompt tokens that were found in the prefix cache and not computed."""
 
 
 class OutputSummary(Struct, frozen=True, omit_defaults=True):

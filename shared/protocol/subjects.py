@@ -39,7 +39,7 @@ TOKENS_FILTER = "pm.tokens.>"
 
 # Where every worker tells its metrics to whoever asks; core NATS.
 METRICS = "pm.metrics"
-# Of each engine's KV events.
+# Batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
@@ -144,7 +144,7 @@ def card(model: str) -> str:
     return f"pm.card.{model}"
 
 
-# Of those who answer on these.
+# Queue group of the renderers that answer on these subjects.
 RENDERERS_GROUP = "renderers"
 
 REQUESTS_CONSUMER = "coordinator"
