@@ -25,6 +25,8 @@ class RoleSpec:
     """Whether stages of a pipeline may name this role."""
     one_model: bool = True
     """Whether a worker serves one model, not all."""
+    uses_torch: bool = True
+    """Whether a worker computes with torch; otherwise it starts without it."""
 
 
 _ROLES: dict[str, RoleSpec] = {}
@@ -60,6 +62,7 @@ for _spec in (
         "admits the request and plans its stages",
         serves_stages=False,
         one_model=False,
+        uses_torch=False,
     ),
     RoleSpec(
         "renderer",
@@ -67,6 +70,7 @@ for _spec in (
         "Renderer",
         "turns text and images into tokens",
         one_model=False,
+        uses_torch=False,
     ),
     RoleSpec("encoder", "workers.encoder.worker", "Encoder", "turns images into embeddings"),
     RoleSpec("engine", "workers.engine.main", "Engine", "writes the answer"),
@@ -77,6 +81,7 @@ for _spec in (
         "speaks HTTP",
         serves_stages=False,
         one_model=False,
+        uses_torch=False,
     ),
 ):
     register(_spec)

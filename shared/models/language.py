@@ -4,16 +4,20 @@ An adapter wraps a transformers model as it is. It knows neither the KV cache no
 make the embeddings of items; here the items are only checked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.errors import UnsupportedContent
 from shared.models.tower_adapter import TowerAdapter, refuse
 from shared.protocol.multimodal import PlaceholderRange
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MediaItem(Protocol):

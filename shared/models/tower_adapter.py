@@ -5,16 +5,23 @@ language model in an engine, or in an encoder. An engine checks its items with t
 cases.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
 from transformers import PreTrainedConfig
 
 from shared.errors import InvalidRequest
+from shared.models.lazy_module import LazyModule
 
-Fields = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+Fields = Mapping[str, "Tensor"]
 
 
 class TowerAdapter:
@@ -78,7 +85,7 @@ def get_field(fields: Fields, name: str, dtype: torch.dtype, shape: tuple[int, .
     Raises InvalidRequest for a missing field, or one of another type or shape.
     """
     tensor = fields.get(name)
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, torch.Tensor):
         refuse(f"{name} is missing")
     actual = tuple(tensor.shape)
     fits = len(actual) == len(shape) and all(

@@ -16,6 +16,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
 from tests.cluster.conftest import PAGEMILL, ROOT
 from workers.cli.ask import print_error
+from workers.roles import all_roles
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +70,16 @@ def test_the_command_is_installed(tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "pagemill"
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == version("pagemill")
+
+
+@pytest.mark.parametrize("role", [spec.name for spec in all_roles() if not spec.uses_torch])
+def test_a_worker_that_computes_nothing_loads_no_torch(role: str) -> None:
+    script = (
+        f"import sys; from workers.cli.commands.serve import load_main; load_main({role!r}); "
+        "assert sys.modules.get('torch') is None; "
+        f"assert ('transformers' in sys.modules) == ({role!r} == 'renderer')"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
 def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from ops.chaos.history import Fault, Journal, now
 from ops.chaos.processes.cluster import Cluster
 from shared.protocol.subjects import REQUESTS_STREAM, STAGES_STREAM, TOKENS_STREAM
 
-# A renderer needs 3 to 4 s of a core to start. If renderers died as often as engines do, their
-# starts would be most of the machine's load. The clients' process is killed as well.
+# A renderer needs 2 s of a core to start. If renderers died as often as engines do, their starts
+# would be most of the machine's load. The clients' process is killed as well.
 KILLS = {
     "kill:engine": 4.0,
     "kill:coordinator": 2.0,

@@ -40,7 +40,7 @@ def make_engine_main(journal: Journal, step_ms: float) -> runtime.Main:
 
 
 def stand_in_processor() -> None:
-    """Replace the renderer's processor module, whose imports take 3 to 4 s, by the fake one."""
+    """Replace the renderer's processor module, whose imports take 2 s, by the fake one."""
     name = "workers.renderer.processing.processor"
     module = ModuleType(name)
     vars(module).update(

@@ -6,7 +6,6 @@ seeds random choices. The product's methods are wrapped; it has no switches for 
 """
 
 import asyncio
-import importlib
 import os
 import signal
 from pathlib import Path
@@ -26,7 +25,7 @@ from ops.chaos.worker.resources import take_snapshot
 from shared.stage import runtime
 from shared.stage.runtime import Context
 from workers.cli import settings
-from workers.roles import role_of
+from workers.cli.commands.serve import load_main
 
 app = App(name="chaos-worker")
 
@@ -87,6 +86,6 @@ def prepare(
     else:
         if fake and role == "renderer":
             fakes.stand_in_processor()
-        role_main = importlib.import_module(role_of(role).module).main
+        role_main = load_main(role)
     observer.watch(journal, crash)
     return role_main

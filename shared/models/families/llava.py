@@ -1,15 +1,15 @@
 """LLaVA 1.5: every image is one square for a CLIP tower, and a projector follows."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -19,11 +19,17 @@ from shared.codec.vllm_kwargs import BatchedField, WireField
 from shared.errors import ConfigError
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
+from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedMedia
 from shared.models.tower_adapter import Fields, TowerAdapter, check_table, get_field, look_up
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import IMAGE
-from shared.vision.layers import optimize_clip
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 
 class LlavaSettings(msgspec.Struct, frozen=True):
@@ -164,6 +170,8 @@ class LlavaTower(TowerAdapter):
         return list(model.get_image_features(pixel_values.to(model.device)).pooler_output)
 
     def optimize_layers(self, model: Any) -> None:
+        from shared.vision.layers import optimize_clip
+
         optimize_clip(model.model.vision_tower, model.model.multi_modal_projector)
 
     def sample(self) -> Fields:

@@ -1,14 +1,14 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size as patches in a grid, M-RoPE positions."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -19,6 +19,7 @@ from shared.errors import InvalidRequest
 from shared.models import layout, wire_pixels
 from shared.models.family import MediaInput, ModelFamily
 from shared.models.language import LanguageAdapter, MediaItem, MediaPrompt, PromptPositions
+from shared.models.lazy_module import LazyModule
 from shared.models.media import DecodedMedia
 from shared.models.tower_adapter import (
     Fields,
@@ -30,7 +31,12 @@ from shared.models.tower_adapter import (
 )
 from shared.models.wire_pixels import to_numpy
 from shared.protocol.multimodal import IMAGE
-from shared.vision.layers import optimize_qwen_vision
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 
 class QwenImageLayout:
@@ -149,6 +155,8 @@ class QwenTower(TowerAdapter):
         return self._embed(model, pixel_values.to(model.device), grids.to(model.device))
 
     def optimize_layers(self, model: Any) -> None:
+        from shared.vision.layers import optimize_qwen_vision
+
         optimize_qwen_vision(model.model.visual)
 
     def sample(self) -> Fields:

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 from typing import Annotated
 
 import uvloop
@@ -69,12 +70,19 @@ def worker(
 
 
 def load_main(role: str) -> runtime.Main:
-    """Import the module of a role and return its `main`."""
+    """Import the module of a role, in the process that is to run it, and return its `main`."""
+    spec = role_of(role)
+    if not spec.uses_torch:
+        # A renderer needs the tokenizers and image processors of transformers, which load torch
+        # wherever they find it: four seconds of processor time and 340 MiB. With this entry no
+        # search finds torch.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # An import of transformers makes millions of objects that stay: collections in the middle of it
     # free nothing and take a seventh of its time.
     gc.disable()
     try:
-        main: runtime.Main = importlib.import_module(role_of(role).module).main
+        main: runtime.Main = importlib.import_module(spec.module).main
     finally:
         gc.enable()
     return main
