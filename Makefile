@@ -63,7 +63,7 @@ bench-gateway: .venv/installed  ## HTTP against NATS and vLLM's server, where PE
 bench-gpu: .venv/installed  ## kernels and models on a GPU, ten minutes; without one it says so
 	$(BIN)/python -m ops.bench.gpu
 
-bench-payload: .venv/installed  ## a tensor by every road, on one host and between two
+bench-payload: .venv/installed  ## a tensor by every transport, on one host and between two
 	$(BIN)/python -m ops.bench.payload
 	$(BIN)/python -m ops.bench.payload --namespaces
 
