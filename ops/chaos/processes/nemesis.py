@@ -41,6 +41,10 @@ SIGNALS = {
 }
 # Stops may exceed the ack wait: tasks in flight are redelivered, and then their first worker thaws.
 STOP_S = (1.0, 6.0)
+# On a slow machine, faults at the pace of a fast one would find all processes starting: each start
+# takes time from the others and from the requests.
+MAX_STARTING = 2
+WAIT_S = 0.1
 # The other members notice the death of a leader only after a while.
 SETTLE_S = 2.0
 
@@ -75,6 +79,9 @@ def make_schedule(
 class Victims(Protocol):
     """The part of a pool that executes faults."""
 
+    @property
+    def num_starting(self) -> int: ...
+
     def send_signal(
         self, kind: str, role: str, number: signal.Signals, pick: int
     ) -> int | None: ...
@@ -83,7 +90,10 @@ class Victims(Protocol):
 
 
 async def carry_out(schedule: list[Step], victims: Victims) -> None:
-    """Execute a schedule; when cancelled, resume the processes that are stopped."""
+    """Execute a schedule; when cancelled, resume the processes that are stopped.
+
+    While `MAX_STARTING` processes are not ready yet, the rest of the schedule is put off.
+    """
     began = now()
     stopped: set[int] = set()
     loop = asyncio.get_running_loop()
@@ -95,6 +105,7 @@ async def carry_out(schedule: list[Step], victims: Victims) -> None:
     try:
         for step in schedule:
             await asyncio.sleep(began + step.at_s - now())
+            began += await _wait_for_starts(victims)
             pid = victims.send_signal(step.kind, step.role, SIGNALS[step.kind], step.pick)
             if pid is not None and step.kind == "stop":
                 stopped.add(pid)
@@ -102,6 +113,15 @@ async def carry_out(schedule: list[Step], victims: Victims) -> None:
     finally:
         for pid in stopped:
             victims.resume(pid)
+
+
+async def _wait_for_starts(victims: Victims) -> float:
+    """Wait until fewer than `MAX_STARTING` processes are starting; return the seconds waited."""
+    due = now()
+    while True:
+        if victims.num_starting < MAX_STARTING:
+            return now() - due
+        await asyncio.sleep(WAIT_S)
 
 
 async def kill_leaders(every_s: float, cluster: Cluster, journal: Journal) -> None:

@@ -179,6 +179,11 @@ class Pool:
             if task.done() and not task.cancelled():
                 task.result()
 
+    @property
+    def num_starting(self) -> int:
+        """Number of workers that run and are not ready yet."""
+        return sum(slot.is_alive and not slot.is_up for slot in self.slots)
+
     # -- faults -----------------------------------------------------------------------------
 
     def send_signal(self, kind: str, role: str, number: signal.Signals, pick: int) -> int | None:
