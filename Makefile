@@ -7,7 +7,7 @@ JOBS ?= 2
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
-.PHONY: lock demo test tests check coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: lock demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 # Exact versions from requirements.lock, and this package. Bytecode of what is imported comes with
 # its first import; of all packages it would cost half a minute here.
@@ -33,10 +33,13 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 demo: .venv/installed  ## three pictures and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
+# Style and the pure packages need no cluster: at the lowest priority they run in the time in which
+# other tests wait, and print at their end.
 test: .venv/installed  ## style, types, import contracts, tests, coverage of the pure packages
-	$(MAKE) check
-	$(MAKE) tests
-	$(MAKE) coverage
+	$(MAKE) --jobs tests quiet-check quiet-coverage
+
+quiet-check quiet-coverage: quiet-%: .venv/installed
+	@log=$$(mktemp); nice -n 19 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # A process a core: tests that start clusters time out when more of them run at once. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.

@@ -2,8 +2,8 @@
 
 A harness that has never found anything may be unable to.
 
-Each scenario runs the whole system for 15 to 30 s. These few are part of every test run, one for
-each kind of scenario; `python -m ops.chaos bugs` runs them all, with the scenarios without a bug.
+Each scenario runs the whole system for 15 to 60 s. Two are part of every test run; `make chaos-bugs`
+runs them all, and first each scenario without a bug.
 """
 
 import pytest
@@ -11,14 +11,7 @@ import pytest
 from ops.chaos.bugs import catalog
 from ops.chaos.scenario import run_scenario
 
-QUICK = (
-    "final_record_twice",
-    "resume_off_by_one",
-    "no_fencing",
-    "block_lost_on_cancel",
-    "payload_not_released",
-    "last_event_id_ignored",
-)
+QUICK = ("final_record_twice", "no_fencing")
 
 
 @pytest.mark.timeout(180)
@@ -27,13 +20,6 @@ async def test_a_planted_bug_is_found(name: str) -> None:
     verdict, folder = await run_scenario(catalog.settings_of(name))
     found = {violation.invariant for violation in verdict.violations}
     assert found & catalog.BUGS[name].invariants, f"{found or 'nothing'} found; see {folder}"
-
-
-@pytest.mark.timeout(180)
-async def test_a_scenario_without_a_bug_is_clean() -> None:
-    verdict, folder = await run_scenario(catalog.SCENARIOS["resumes"])
-    assert verdict.clean, f"{verdict.violations[:5]}; see {folder}"
-    assert verdict.figures["resumed"] > 0
 
 
 def test_every_bug_has_a_scenario_and_an_invariant() -> None:
