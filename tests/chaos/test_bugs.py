@@ -9,6 +9,8 @@ each kind of scenario; `python -m ops.chaos bugs` runs them all, with the scenar
 import pytest
 
 from ops.chaos.bugs import catalog
+from ops.chaos.bugs.registry import BUGS
+from ops.chaos.bugs.scenarios import SCENARIOS
 from ops.chaos.scenario import run_scenario
 
 QUICK = (
@@ -26,18 +28,18 @@ QUICK = (
 async def test_a_planted_bug_is_found(name: str) -> None:
     verdict, folder = await run_scenario(catalog.settings_of(name))
     found = {violation.invariant for violation in verdict.violations}
-    assert found & catalog.BUGS[name].invariants, f"{found or 'nothing'} found; see {folder}"
+    assert found & BUGS[name].invariants, f"{found or 'nothing'} found; see {folder}"
 
 
 @pytest.mark.timeout(180)
 async def test_a_scenario_without_a_bug_is_clean() -> None:
-    verdict, folder = await run_scenario(catalog.SCENARIOS["resumes"])
+    verdict, folder = await run_scenario(SCENARIOS["resumes"])
     assert verdict.clean, f"{verdict.violations[:5]}; see {folder}"
     assert verdict.figures["resumed"] > 0
 
 
 def test_every_bug_has_a_scenario_and_an_invariant() -> None:
-    assert len(catalog.BUGS) >= 12
-    for bug in catalog.BUGS.values():
-        assert bug.scenario in catalog.SCENARIOS
+    assert len(BUGS) >= 12
+    for bug in BUGS.values():
+        assert bug.scenario in SCENARIOS
         assert bug.invariants
