@@ -29,7 +29,8 @@ def write_adapter(
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * spread * shape[1] ** -0.5
+        scaled: torch.Tensor = torch.randn(*shape, generator=generator) * spread * shape[1] ** -0.5
+        return scaled
 
     tensors = {}
     for name, module in model.named_modules():

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ PREPROCESSOR = {
     "crop_size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
 }
 
+Strategy = Literal["default", "full"]
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """In Llama's manner: single characters, bytes for all others, a BOS, and `▁` before words."""
@@ -68,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_config(
-    *, layer: int | list[int] = -2, strategy: str = "default", **special: Any
+    *, layer: int | list[int] = -2, strategy: Strategy = "default", **special: Any
 ) -> LlavaConfig:
     """`special`: `image_token_id` and, of the text model, `vocab_size` and its special tokens."""
     image_token_id = special.pop("image_token_id")
@@ -96,7 +98,7 @@ def write_processor(
     folder: Path,
     *,
     layer: int | list[int] = -2,
-    strategy: str = "default",
+    strategy: Strategy = "default",
     template: str = CHAT_TEMPLATE,
     **preprocessor: Any,
 ) -> LlavaConfig:
@@ -128,10 +130,12 @@ def write_processor(
 def write_model(folder: Path, **settings: Any) -> LlavaForConditionalGeneration:
     """A model folder with random weights, and the model in it; `settings` of `write_processor`."""
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(write_processor(folder, **settings)).eval()
+    model = LlavaForConditionalGeneration(write_processor(folder, **settings))
+    model.eval()
     widen(model)
     model.save_pretrained(folder)
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    return model
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from shared.config import Config, ModelConfig, StageConfig
+from shared.config import Config, ModelConfig
+from shared.config_stages import StageConfig
 from workers.roles import WorkerSpec, default_workers
 
 

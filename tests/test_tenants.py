@@ -41,7 +41,7 @@ class Fetched:
 
 @pytest.fixture(scope="module")
 def processor() -> Processor:
-    return Processor(ModelConfig(DEMO_MODEL))
+    return Processor(ModelConfig(str(DEMO_MODEL)))
 
 
 def block_key(tenant: str, processor: Processor) -> object:

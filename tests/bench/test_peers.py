@@ -39,12 +39,12 @@ def row(peer: str, walls_s: list[float], first_tokens: list[list[int]]) -> Row:
     return Row("m", "single", peer, shape, work, repetitions, 1.0, 10**9, first_tokens)
 
 
-def test_the_matrices_of_a_model_are_all_its_parameters_but_norms():
+def test_the_matrices_of_a_model_are_all_its_parameters_but_norms() -> None:
     shape = Shape.of(SMOLLM2)
     assert shape.layers + shape.head == 134_515_008 - 61 * 576  # as transformers counts it
 
 
-def test_one_stream_is_limited_by_reading_and_a_long_prompt_by_arithmetic():
+def test_one_stream_is_limited_by_reading_and_a_long_prompt_by_arithmetic() -> None:
     shape, work = Shape.of(SMOLLM2), Work(1, 128, 32)
     assert decode(shape, work).floor_s(LIMITS) == 127 * shape.weight_bytes / 26e9
     long = prefill(shape, Work(1, 1, 4096))
@@ -55,11 +55,11 @@ def test_one_stream_is_limited_by_reading_and_a_long_prompt_by_arithmetic():
 @pytest.mark.parametrize(
     ("num_rows", "rate"), [(1, 8e11), (32, 8e11), (2047, 8e11), (4096, 2.5e12)]
 )
-def test_the_rate_is_that_of_the_rows_measured_below(num_rows: int, rate: float):
+def test_the_rate_is_that_of_the_rows_measured_below(num_rows: int, rate: float) -> None:
     assert LIMITS.flops_s(num_rows) == rate
 
 
-def test_of_two_measurements_the_better_holds():
+def test_of_two_measurements_the_better_holds() -> None:
     other = Limits(20e9, {32: 9e11, 2048: 1e12})
     assert LIMITS.best(other) == Limits(26e9, {32: 9e11, 2048: 2.5e12})
 
@@ -67,7 +67,7 @@ def test_of_two_measurements_the_better_holds():
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_a_repetition_has_prompts_of_its_own_and_always_the_same(
     workload: Workload, tmp_path: Path
-):
+) -> None:
     def prompts(repetition: int) -> list[tuple[list[int], str | None]]:
         requests = workload.requests(repetition, 4096, tmp_path)
         return [(request.token_ids, request.picture) for request in requests]
@@ -76,24 +76,24 @@ def test_a_repetition_has_prompts_of_its_own_and_always_the_same(
     assert not any(prompt in prompts(2) for prompt in prompts(1))
 
 
-def test_speed_is_compared_within_a_repetition():
+def test_speed_is_compared_within_a_repetition() -> None:
     ours, theirs = row("pagemill", [1.0, 3.0], [[1]]), row("vllm", [2.0, 6.0], [[1]])
     assert ours.speed_against(theirs) == 2.0
 
 
-def test_what_differs_is_told_with_its_place():
+def test_what_differs_is_told_with_its_place() -> None:
     rows = [row("vllm", [1.0], [[1, 2], [5, 6]]), row("pagemill", [1.0], [[1, 2], [5, 7]])]
     (line,) = report.differences(rows)
     assert line == "m single: vllm differs from pagemill in request 1 from token 1 on (6 for 7)"
 
 
-def test_a_run_can_be_read_again(tmp_path: Path):
+def test_a_run_can_be_read_again(tmp_path: Path) -> None:
     about, rows = Machine("cpu", 2, "2026-01-01", LIMITS), [row("pagemill", [1.0], [[1]])]
     records.write(tmp_path / "run.jsonl", about, rows)
     assert records.read(tmp_path / "run.jsonl") == (about, rows)
 
 
-def test_the_stopwatch_charges_each_with_what_is_his_own():
+def test_the_stopwatch_charges_each_with_what_is_his_own() -> None:
     times = iter([0.0, 1.0, 4.0, 10.0])
     stopwatch = Stopwatch(lambda: next(times))
 
@@ -111,7 +111,7 @@ def test_the_stopwatch_charges_each_with_what_is_his_own():
     assert stopwatch.total_s == {"forward": 3.0, "rest": 7.0}
 
 
-def test_two_runs_do_not_share_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_two_runs_do_not_share_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with machine.alone(), pytest.raises(SystemExit), machine.alone():
         pass
@@ -126,7 +126,7 @@ def _a_picture(maker: Maker) -> list[Request]:
 
 
 @pytest.mark.timeout(300)
-def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path):
+def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()
     (models / "demo").symlink_to(DEMO_MODEL)
@@ -148,7 +148,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path):
     assert all(0 < r.ttft_s <= r.wall_s and r.peak_bytes > 0 for r in rows)
 
 
-def test_a_peer_that_cannot_says_why(tmp_path: Path):
+def test_a_peer_that_cannot_says_why(tmp_path: Path) -> None:
     (spec, *_) = ROSTER
     python = spec.python(tmp_path)
     assert python is not None

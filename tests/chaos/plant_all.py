@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import cast
 
 from ops.chaos.alterations import ALTERATIONS
-from ops.chaos.bugs.catalog import BUGS
+
+# Importing the catalog registers all bugs.
+from ops.chaos.bugs import catalog  # noqa: F401
+from ops.chaos.bugs.registry import BUGS
 from ops.chaos.history import Journal
 from ops.chaos.worker.crash_points import CrashPoints
 from ops.chaos.worker.fakes import Role

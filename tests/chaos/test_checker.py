@@ -40,7 +40,7 @@ from shared.protocol.sampling import SamplingParams
 
 edit = msgspec.structs.replace
 ID = "c1-0"
-CHUNKS: list[LogRecord] = [
+CHUNKS: list[TokenChunk] = [
     TokenChunk(0, 1, [ChoiceDelta(0, 0, [11, 12], "ab")]),
     TokenChunk(1, 1, [ChoiceDelta(0, 2, [13], "c", "length")]),
 ]
@@ -196,7 +196,7 @@ ONE_COORDINATOR_LEFT = with_pool(
 )
 
 WRONG: dict[str, tuple[str, RecordedRun]] = {
-    "no end": ("I1", make_run(CHUNKS)),
+    "no end": ("I1", make_run([*CHUNKS])),
     "no client saw the end": ("I1", replace(make_run(), clients=make_run().clients[:-1])),
     "no log at all": ("I1", make_run([])),
     "ended late": (
@@ -259,7 +259,7 @@ WRONG: dict[str, tuple[str, RecordedRun]] = {
         "I3",
         make_run(
             [edit(CHUNKS[0], choices=[*CHUNKS[0].choices, ChoiceDelta(1, 0, [1], "")]), *LOG[1:]]
-        ),  # type: ignore[union-attr]
+        ),
     ),
     "an older attempt after a newer one": ("I4", make_run([CHUNKS[0], LATE_CHUNK, FINISH])),
     "a request is left in its queue": (

@@ -77,7 +77,7 @@ def test_a_client_that_went_on_elsewhere() -> None:
 
 def test_an_error_in_the_place_of_an_answer() -> None:
     log: list[LogRecord] = [failure("cancelled", 0)]
-    told = [(None, shown(log)[0][1])]
+    told: list[tuple[int | None, str]] = [(None, shown(log)[0][1])]
     run = seen(reading(told), [CancelSent(1.15, ID)], logs={ID: log})
     assert check(run).violations == []
 

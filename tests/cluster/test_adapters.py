@@ -17,6 +17,7 @@ from ops.demo import IMAGES
 from shared import client
 from shared.bus.bus import Bus
 from shared.protocol.records import Finish
+from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.requests import GenerateRequest
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
 from tests.cluster.conftest import (
@@ -78,7 +79,8 @@ def reference_answer(
     inputs: dict[str, Any] = {}
     if images:
         processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
-        inputs = dict(processor([Image.open(path) for path in images], return_tensors="pt"))
+        opened: list[Image.Image] = [Image.open(path) for path in images]
+        inputs = dict(processor(opened, return_tensors="pt"))
         inputs["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int()
     answer = model.generate(  # type: ignore[operator]
         input_ids=token_ids,
@@ -87,7 +89,8 @@ def reference_answer(
         do_sample=False,
         max_new_tokens=MAX_TOKENS,
     )
-    return answer[0, token_ids.shape[1] :].tolist()
+    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return told
 
 
 async def test_each_request_is_answered_by_its_own_adapter(tuned: Tuned, bus: Bus) -> None:
@@ -99,7 +102,9 @@ async def test_each_request_is_answered_by_its_own_adapter(tuned: Tuned, bus: Bu
         for (text, images, adapter), records in zip(asked, logs, strict=True):
             assert_gapless(records)
             assert isinstance(records[-1], Finish)
-            rendered, _ = await client.render(bus, ask(text, images, adapter))
+            reply = await client.render(bus, ask(text, images, adapter))
+            assert not isinstance(reply, ErrorReply)
+            rendered, _ = reply
             reference = tuned.references[adapter]
             answers.append(tokens_of(records))
             assert answers[-1] == reference_answer(reference, rendered.prompt_token_ids, images)

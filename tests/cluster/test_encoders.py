@@ -158,7 +158,7 @@ async def test_nobody_ends_an_encode_task_in_a_requests_name(
 ) -> None:
     """Whoever has a picture's file can tell what its task is called."""
     request = about_a_new_picture(tmp_path, (112, 112), "teal")
-    processor = Processor(ModelConfig(DEMO_MODEL))
+    processor = Processor(ModelConfig(str(DEMO_MODEL)))
     source = hash_source((tmp_path / "new.png").read_bytes())
     key = embedding_key("demo", processor.hash_media(IMAGE, source, ""))
     for name in (key, subjects.item_task(key)):

@@ -31,7 +31,10 @@ def picture(name: str) -> ImagePart:
 
 
 def question(*names: str) -> GenerateRequest:
-    parts = [*map(picture, names), TextPart("What color is this image? Answer in one word.")]
+    parts: list[TextPart | ImagePart] = [
+        *map(picture, names),
+        TextPart("What color is this image? Answer in one word."),
+    ]
     return GenerateRequest("demo", [Message("user", parts)], SAMPLING)
 
 

@@ -72,7 +72,9 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
         live = await listener.next(10)
         assert live is not None
         took_s = took_s or time.monotonic() - began
-        records.append(decode_record(live.data))
+        record = decode_record(live.data)
+        assert isinstance(record, TokenChunk | Finish | Failure)
+        records.append(record)
     await bus.unsubscribe(listener)
     return records, took_s
 
@@ -174,6 +176,7 @@ async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, A
     while isinstance(record := decode_record((await tokens.next_msg(20)).data), TokenChunk):
         pass
     await client.close()
+    assert isinstance(record, Finish | Failure)
     return record
 
 

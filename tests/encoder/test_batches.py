@@ -7,7 +7,7 @@ from workers.encoder.batches import BatchQueue
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(1, 100))
-def test_batches_are_runs_of_the_queue_within_the_limit(costs: list[int], max_cost: int):
+def test_batches_are_runs_of_the_queue_within_the_limit(costs: list[int], max_cost: int) -> None:
     queue: BatchQueue[int] = BatchQueue(max_cost)
     for number, cost in enumerate(costs):
         queue.add(number, cost)

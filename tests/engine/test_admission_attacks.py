@@ -14,6 +14,7 @@ from torch import Tensor
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
 from shared.models.media import DecodedImage
+from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
@@ -73,14 +74,23 @@ def table(value: float) -> Tensor:
     return spoilt
 
 
-FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
+Change = Callable[[Item], dict[str, Tensor | None]]
+
+
+def patches_of(dtype: torch.dtype) -> Change:
+    return lambda item: {"pixel_patches": item.fields["pixel_patches"].to(dtype)}
+
+
+def grid_of(grid: list[Any]) -> Change:
+    return lambda item: {"image_grid_thw": torch.tensor(grid)}
+
+
+FIELDS: dict[str, Change] = {
     "no patches": lambda item: {"pixel_patches": None},
     "no table": lambda item: {"pixel_table": None},
     "no grid": lambda item: {"image_grid_thw": None},
     **{
-        f"patches of {dtype}": lambda item, dtype=dtype: {
-            "pixel_patches": item.fields["pixel_patches"].to(dtype)
-        }
+        f"patches of {dtype}": patches_of(dtype)
         for dtype in (torch.int8, torch.bool, torch.int16, torch.float16, torch.float32)
     },
     "complex patches": lambda item: {
@@ -109,7 +119,7 @@ FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
     "a table of one channel": lambda item: {"pixel_table": item.fields["pixel_table"][:1]},
     "an empty table": lambda item: {"pixel_table": torch.zeros(0, 256)},
     **{
-        f"a grid of {grid}": lambda item, grid=grid: {"image_grid_thw": torch.tensor(grid)}
+        f"a grid of {grid}": grid_of(grid)
         for grid in (
             [1, 2**62, 4],
             [1, 2**32, 2**32],
@@ -135,7 +145,8 @@ FIELDS: dict[str, Callable[[Item], dict[str, Tensor | None]]] = {
 def tower_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many items the model was asked to look at."""
     runner: Any = core._runner
-    tower, calls = runner._tower, []
+    tower: Tower = runner._tower
+    calls: list[int] = []
 
     class Watched:
         def encode(self, batch: Sequence[Fields]) -> list[Tensor]:

@@ -54,7 +54,7 @@ async def start_worker(
     runner = StepwiseRunner()
     core = EngineCore(
         runner,
-        lambda token_ids: "x" * len(token_ids),
+        lambda token_ids, **_: "x" * len(token_ids),
         frozenset(),
         pool=BlockPool(256, 2),
         max_num_seqs=engine.max_num_seqs,

@@ -19,7 +19,7 @@ STEP_S = 0.25
 def make_core(runner: FakeRunner, num_blocks: int = 12, **limits: int) -> EngineCore:
     return EngineCore(
         runner,
-        lambda token_ids: "x" * len(token_ids),
+        lambda token_ids, **_: "x" * len(token_ids),
         frozenset(),
         pool=BlockPool(num_blocks, 4),
         max_num_seqs=limits.get("max_num_seqs", 8),

@@ -7,7 +7,7 @@ from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore, EngineStats
-from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
 from workers.engine.step_thread import StepThread
 
 
@@ -19,7 +19,7 @@ class SlowRunner(FakeRunner):
         self.begun = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
 
-    def run(self, batch):  # type: ignore[no-untyped-def]
+    def run(self, batch: Batch) -> list[list[SampledToken]]:
         self.begun.release()
         self.go_on.acquire()
         return super().run(batch)
@@ -29,7 +29,7 @@ def test_a_cancelled_request_holds_no_blocks_in_the_next_step() -> None:
     runner = SlowRunner()
     core = EngineCore(
         runner,
-        lambda token_ids: "x" * len(token_ids),
+        lambda token_ids, **_: "x" * len(token_ids),
         frozenset(),
         pool=BlockPool(64, 4),
         max_num_seqs=8,

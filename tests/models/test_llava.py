@@ -23,6 +23,7 @@ from tests.engine.model.test_parity import Case, RandomSchedule, Twins, run_core
 from tests.masks import pack_mask
 from tests.models.rig import make_case
 from workers.engine.loader import load
+from workers.engine.model.flat_model import FlatModel
 from workers.engine.runner import ModelRunner
 from workers.renderer.processing.processor import Processor
 
@@ -35,11 +36,12 @@ class Road:
     """A folder, as transformers takes it and as renderer and engine do."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.model = llava.write_model(folder, **settings)
+        self.model: Any = llava.write_model(folder, **settings)
         self.model.generation_config.eos_token_id = None  # for answers of the length asked for
-        self.own = LlavaProcessor.from_pretrained(folder, local_files_only=True)
+        self.own: Any = LlavaProcessor.from_pretrained(folder, local_files_only=True)
         self.processor = Processor(ModelConfig(str(folder)))
         loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
+        assert isinstance(loaded.model, FlatModel)
         self.twins = Twins(self.model, loaded.model, loaded.tower)
 
     def case(self, name: str, text: str, images: list[Image.Image], max_tokens: int) -> Case:
@@ -64,7 +66,8 @@ class Road:
             max_new_tokens=max_tokens,
             pad_token_id=0,
         )
-        return answer[0, inputs["input_ids"].shape[1] :].tolist()
+        told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
+        return told
 
     def cases(self) -> tuple[list[Case], dict[str, list[int]]]:
         """At most 64 tokens each, and what transformers answers."""
@@ -91,7 +94,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=list(SETTINGS))
 def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Road:
     return Road(tmp_path_factory.mktemp("llava"), **request.param)
 
@@ -102,33 +105,33 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Road:
 
 
 @pytest.mark.parametrize("budget", [7, 13, 512])
-def test_core_yields_the_tokens_of_generate(road: Road, budget: int):
+def test_core_yields_the_tokens_of_generate(road: Road, budget: int) -> None:
     cases, expected = road.cases()
     answers, runner = run_core(road.twins, cases, num_blocks=64, budget=budget, steps_between=3)
     assert answers == expected
     assert max(runner.batch_sizes) > 1
 
 
-def test_preempted_requests_yield_the_tokens_of_generate(road: Road):
+def test_preempted_requests_yield_the_tokens_of_generate(road: Road) -> None:
     cases, expected = road.cases()
     answers, runner = run_core(road.twins, cases, num_blocks=17, budget=64, steps_between=0)
     assert answers == expected
     assert max(runner.num_starts.values()) > 1
 
 
-def test_any_schedule_yields_the_tokens_of_generate(road: Road):
+def test_any_schedule_yields_the_tokens_of_generate(road: Road) -> None:
     cases, expected = road.cases()
     schedule = RandomSchedule(random.Random(1), 51, 5, max_chunk=13, preempt_share=0.05)
     assert run_schedule(road.twins, cases, schedule) == expected
     assert schedule.num_preemptions > 0
 
 
-def test_images_change_the_output(plain: Road):
+def test_images_change_the_output(plain: Road) -> None:
     first, second = (plain.expected("See?", [llava.picture(n, 90, 60)], 12) for n in (1, 9))
     assert first != second
 
 
-def test_images_that_touch_are_told_apart(tmp_path: Path):
+def test_images_that_touch_are_told_apart(tmp_path: Path) -> None:
     road = Road(tmp_path, template=TOUCHING)
     images = [llava.picture(4, 50, 50), llava.picture(5, 50, 50)]
     case = road.case("touching", "", images, 8)
@@ -161,7 +164,7 @@ def with_rows(case: Case, newline: int, width: int) -> Case:
 
 
 @pytest.mark.parametrize("budget", [5, 7, 512])
-def test_text_within_an_image_stays_text(plain: Road, budget: int):
+def test_text_within_an_image_stays_text(plain: Road, budget: int) -> None:
     """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
     images = [llava.picture(1, 90, 60), llava.picture(2, 42, 42)]
     case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
@@ -180,7 +183,7 @@ def test_text_within_an_image_stays_text(plain: Road, budget: int):
 
 
 @pytest.mark.parametrize("mask", [b"", b"\xff", b"\x00\x00", b"\xff\xff\xff", b"\xff\x1f"])
-def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: bytes):
+def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: bytes) -> None:
     case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
     (item,) = case.request.items
     spoilt = replace(item, placeholder=PlaceholderRange(item.placeholder.offset, 12, mask))
@@ -194,7 +197,7 @@ def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: byte
         )
 
 
-def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road):
+def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road) -> None:
     case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
     (item,) = case.request.items
     mask = pack_mask([True] * 9 + [False] * 3)
@@ -220,7 +223,7 @@ def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road):
         {"pixel_table": torch.full((3, 256), float("nan"))},
     ],
 )
-def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str, Any]):
+def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str, Any]) -> None:
     request = plain.case("spoilt", "See?", [llava.picture(1, 42, 42)], 4).request
     runner = ModelRunner(plain.twins.served, 4, 4, plain.twins.tower)
     runner.prepare(request)
@@ -230,7 +233,7 @@ def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str,
         runner.prepare(replace(request, items=[replace(item, fields=changed)]))
 
 
-def test_placeholders_must_be_where_the_item_says(plain: Road):
+def test_placeholders_must_be_where_the_item_says(plain: Road) -> None:
     request = plain.case("moved", "See?", [llava.picture(1, 42, 42)], 4).request
     (item,) = request.items
     offset, length = item.placeholder.offset, item.placeholder.length
@@ -243,7 +246,7 @@ def test_placeholders_must_be_where_the_item_says(plain: Road):
         family.check(replace(request, items=[replace(item, modality="video")]))
 
 
-def test_embeddings_of_an_encoder_take_the_images_place(plain: Road):
+def test_embeddings_of_an_encoder_take_the_images_place(plain: Road) -> None:
     """An item with the embeddings of another tower, without its pixels."""
     image = llava.picture(1, 90, 60)
     case = plain.case("encoded", "See?", [image], 12)
@@ -259,7 +262,7 @@ def test_embeddings_of_an_encoder_take_the_images_place(plain: Road):
 # -- loading --------------------------------------------------------------------------------------
 
 
-def test_the_parts_together_are_the_whole(plain: Road):
+def test_the_parts_together_are_the_whole(plain: Road) -> None:
     assert plain.twins.tower is not None
     whole = dict(plain.model.named_parameters())
     tower = dict(plain.twins.tower.model.named_parameters())
@@ -274,7 +277,7 @@ def load_from(folder: Path) -> None:
     load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
 
 
-def test_weights_by_the_names_of_published_folders(tmp_path: Path):
+def test_weights_by_the_names_of_published_folders(tmp_path: Path) -> None:
     llava.write_model(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -287,7 +290,7 @@ def test_weights_by_the_names_of_published_folders(tmp_path: Path):
     load_from(tmp_path)
 
 
-def test_a_missing_projector_is_named(tmp_path: Path):
+def test_a_missing_projector_is_named(tmp_path: Path) -> None:
     llava.write_model(tmp_path)
     file = tmp_path / "model.safetensors"
     kept = {name: w for name, w in load_file(file).items() if "multi_modal_projector" not in name}
@@ -297,13 +300,13 @@ def test_a_missing_projector_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layer", [-5, 4, [-2, 4]])
-def test_a_layer_that_the_tower_lacks_is_refused(plain: Road, layer: int | list[int]):
+def test_a_layer_that_the_tower_lacks_is_refused(plain: Road, layer: int | list[int]) -> None:
     config = llava.make_config(layer=layer, image_token_id=7)
     with pytest.raises(ConfigError, match="vision_feature_layer"):
         LlavaTower(config)
 
 
-def test_other_towers_are_refused(tmp_path: Path):
+def test_other_towers_are_refused(tmp_path: Path) -> None:
     llava.write_model(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

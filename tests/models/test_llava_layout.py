@@ -42,7 +42,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=list(SETTINGS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llava")
     llava.write_processor(path, **request.param)
@@ -72,7 +72,8 @@ def restored(folder: Path, image: DecodedImage) -> torch.Tensor:
 def expected(folder: Path, image: Image.Image) -> torch.Tensor:
     """transformers' own image processor, in its ordinary use; on bytes it leaves bytes."""
     own = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    return own(images=[image], return_tensors="pt")["pixel_values"][0].to(torch.float32)
+    pixels: torch.Tensor = own(images=[image], return_tensors="pt")["pixel_values"][0]
+    return pixels.to(torch.float32)
 
 
 def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -81,13 +82,13 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_processors_output_is_restored_bit_for_bit(folder: Path, size: tuple[int, int]):
+def test_the_processors_output_is_restored_bit_for_bit(folder: Path, size: tuple[int, int]) -> None:
     picture = llava.picture(sum(size), *size)
     assert_same_bits(restored(folder, DecodedImage(picture, "")), expected(folder, picture))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
-def test_images_of_every_mode_are_restored(plain: Path, mode: str):
+def test_images_of_every_mode_are_restored(plain: Path, mode: str) -> None:
     picture = llava.picture(7, 70, 50)
     if mode == "I;16":
         picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
@@ -100,7 +101,7 @@ def test_images_of_every_mode_are_restored(plain: Path, mode: str):
     assert_same_bits(restored(plain, loaded), expected(plain, loaded.image))
 
 
-def test_fields_have_the_promised_shapes(plain: Path):
+def test_fields_have_the_promised_shapes(plain: Path) -> None:
     picture = Processor(ModelConfig(str(plain))).process(
         DecodedImage(llava.picture(1, 90, 60), "source"), "field", ""
     )
@@ -130,9 +131,10 @@ CONVERSATIONS = {
 def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) -> list[int]:
     """Return LlavaProcessor's inputs for the same messages; it takes parts only."""
     left = iter(pictures)
-    conversation = []
+    conversation: list[Any] = []
     for message in messages:
         content = message.content
+        assert content is not None
         parts = [TextPart(content)] if isinstance(content, str) else content
         conversation.append(
             {
@@ -146,7 +148,7 @@ def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) 
             }
         )
     own = LlavaProcessor.from_pretrained(folder, local_files_only=True)
-    inputs = own.apply_chat_template(
+    inputs: Any = own.apply_chat_template(
         conversation, tokenize=True, add_generation_prompt=True, return_dict=True
     )
     return list(inputs["input_ids"][0])
@@ -164,11 +166,11 @@ def own_ids(folder: Path, messages: list[Message], pictures: list[Image.Image]) 
     ids=["as LLaVA's", "pictures touching", "with a BOS"],
 )
 def test_token_ids_are_those_of_transformers_own_processor(
-    tmp_path: Path, messages: list[Message], strategy: str, template: str
-):
+    tmp_path: Path, messages: list[Message], strategy: llava.Strategy, template: str
+) -> None:
     config = llava.write_processor(tmp_path, strategy=strategy, template=template)
     rng = random.Random(3)
-    num_pictures = sum(isinstance(part, ImagePart) for m in messages for part in m.content)
+    num_pictures = sum(isinstance(part, ImagePart) for m in messages for part in m.content or [])
     pictures = [
         llava.picture(i, rng.randint(20, 90), rng.randint(20, 90)) for i in range(num_pictures)
     ]
@@ -177,7 +179,7 @@ def test_token_ids_are_those_of_transformers_own_processor(
     ids = rendered.prompt_token_ids
     assert ids == own_ids(tmp_path, messages, pictures)
     assert ids.count(1) == 1, "a BOS, once"
-    covered = []
+    covered: list[int] = []
     for item in rendered.items:
         assert item.placeholder.length == (9 if strategy == "default" else 10)
         start = item.placeholder.offset
@@ -187,13 +189,13 @@ def test_token_ids_are_those_of_transformers_own_processor(
 
 @pytest.mark.parametrize("text", ["<image>", "<s>", "<s>Hi", "Hi</s>"])
 @pytest.mark.parametrize("role", ["system", "user"])
-def test_control_tokens_in_text_are_refused(plain: Path, role: Any, text: str):
+def test_control_tokens_in_text_are_refused(plain: Path, role: Any, text: str) -> None:
     """At the very beginning too, where a BOS of the template would stand."""
     with pytest.raises(InvalidRequest, match="control token"):
         Processor(ModelConfig(str(plain))).render([Message(role, text)], [])
 
 
-def test_a_template_in_its_older_file(plain: Path, tmp_path: Path):
+def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
     llava.write_processor(tmp_path)
     template = (tmp_path / "chat_template.jinja").read_text()
     (tmp_path / "chat_template.jinja").unlink()
@@ -210,7 +212,7 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])
-def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, int]):
+def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, int]) -> None:
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
         Processor(ModelConfig(str(plain))).process(
             DecodedImage(llava.picture(0, *size), ""), "f", ""
@@ -254,7 +256,7 @@ def changed(folder: Path, name: str, **values: Any) -> None:
 )
 def test_settings_that_contradict_the_model_are_refused(
     tmp_path: Path, file: str, values: dict[str, Any], complaint: str
-):
+) -> None:
     llava.write_processor(tmp_path)
     changed(tmp_path, file, **values)
     with pytest.raises(ConfigError, match=complaint) as caught:
@@ -263,16 +265,17 @@ def test_settings_that_contradict_the_model_are_refused(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_missing_processor_config_is_named(tmp_path: Path):
+def test_a_missing_processor_config_is_named(tmp_path: Path) -> None:
     llava.write_processor(tmp_path)
     (tmp_path / "processor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"processor_config\.json"):
         Processor(ModelConfig(str(tmp_path)))
 
 
-def test_images_of_other_settings_have_other_names(plain: Path, tmp_path: Path):
+def test_images_of_other_settings_have_other_names(plain: Path, tmp_path: Path) -> None:
     names = {Processor(ModelConfig(str(plain))).hash_media(IMAGE, "source", "")}
-    for number, settings in enumerate(({"resample": 2}, {"strategy": "full"})):
+    others: list[dict[str, Any]] = [{"resample": 2}, {"strategy": "full"}]
+    for number, settings in enumerate(others):
         folder = tmp_path / str(number)
         llava.write_processor(folder, **settings)
         names.add(Processor(ModelConfig(str(folder))).hash_media(IMAGE, "source", ""))

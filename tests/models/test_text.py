@@ -83,11 +83,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, **TEXT, **settings, tie_word_embeddings=False)
     # In SDPA transformers leaves soft caps out.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model.eval().requires_grad_(False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.eval().requires_grad_(False)
+    return model
 
 
-@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=list(SETTINGS))
 def twins(request: pytest.FixtureRequest) -> Twins:
     model = build(*request.param)
     widen(model, seed=8)
@@ -101,21 +102,21 @@ def twins(request: pytest.FixtureRequest) -> Twins:
 )
 def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int
-):
+) -> None:
     cases = [*make_cases(False), make_case("long", [], 60, 12)]
     rng = random.Random(max_chunk)
     schedule = RandomSchedule(rng, 320 // block_size, block_size, max_chunk, preempt_share)
     assert run_schedule(twins, cases, schedule) == answers_of(twins, cases)
 
 
-def test_core_yields_the_tokens_of_generate(twins: Twins):
+def test_core_yields_the_tokens_of_generate(twins: Twins) -> None:
     cases = make_cases(False)
     answers, runner = run_core(twins, cases, num_blocks=64, budget=13, steps_between=3)
     assert answers == answers_of(twins, cases)
     assert max(runner.batch_sizes) > 1
 
 
-def test_each_text_family_has_a_test():
+def test_each_text_family_has_a_test() -> None:
     tested = {model_type for model_type, _ in SETTINGS.values()} | {"llama", "qwen3"}
     assert sorted(tested) == list_text_model_types()
 
@@ -130,13 +131,13 @@ def test_each_text_family_has_a_test():
         ("gemma3_text", [6, None, 6]),
     ],
 )
-def test_each_layer_has_its_window(name: str, windows: list[int | None]):
+def test_each_layer_has_its_window(name: str, windows: list[int | None]) -> None:
     model_type, settings = SETTINGS[name]
     assert layer_windows(AutoConfig.for_model(model_type, **TEXT, **settings)) == windows
 
 
 @pytest.mark.parametrize("name", ["mistral with a window", "qwen2 of mixed layers", "gemma2"])
-def test_windows_and_caps_are_felt(name: str):
+def test_windows_and_caps_are_felt(name: str) -> None:
     """Without them the same weights answer otherwise, or the tests above would prove little."""
     model_type, settings = SETTINGS[name]
     without = {"sliding_window": 4096, "attn_logit_softcapping": None}
@@ -146,7 +147,8 @@ def test_windows_and_caps_are_felt(name: str):
         widen(model)
         token_ids = torch.arange(40)[None]
         answers.append(model(input_ids=token_ids).logits[0, -1])
-    assert not torch.allclose(*answers, atol=1e-2)
+    with_them, without_them = answers
+    assert not torch.allclose(with_them, without_them, atol=1e-2)
 
 
 # -- further levels of features (DeepStack) -------------------------------------------------------
@@ -164,7 +166,7 @@ def with_embeddings(case: Case, change: Any) -> Case:
 
 
 @pytest.mark.parametrize("max_chunk", [100, 5])
-def test_levels_are_felt_also_where_a_chunk_cuts_the_image(deep: Twins, max_chunk: int):
+def test_levels_are_felt_also_where_a_chunk_cuts_the_image(deep: Twins, max_chunk: int) -> None:
     assert deep.tower is not None
     case = from_afar(make_case("one", [(90, 60)], 9, 24), deep.tower)
     (item,) = case.request.items
@@ -202,7 +204,7 @@ def test_levels_are_felt_also_where_a_chunk_cuts_the_image(deep: Twins, max_chun
     ],
     ids=["no levels", "narrow", "short", "shape", "whole numbers", "nan in a level", "inf"],
 )
-def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, change: Any):
+def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, change: Any) -> None:
     assert deep.tower is not None
     case = from_afar(make_case("one", [(90, 60)], 4, 4), deep.tower)
     runner = ModelRunner(deep.served, num_blocks=4, block_size=4)
@@ -211,7 +213,7 @@ def test_embeddings_that_do_not_fit_are_the_requests_own_failure(deep: Twins, ch
         runner.prepare(with_embeddings(case, change).request)
 
 
-def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins):
+def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins) -> None:
     case = make_case("moved", [(56, 56)], 4, 4)
     runner = ModelRunner(deep.served, num_blocks=4, block_size=4, tower=deep.tower)
     (item,) = case.request.items
@@ -221,7 +223,7 @@ def test_placeholders_that_do_not_fit_are_the_requests_own_failure(deep: Twins):
             runner.prepare(replace(case.request, items=[replace(item, placeholder=place)]))
 
 
-def test_features_that_are_not_finite_stay_with_their_image(deep: Twins):
+def test_features_that_are_not_finite_stay_with_their_image(deep: Twins) -> None:
     """Each value of the table is finite, and what the tower makes of them is not."""
     assert deep.tower is not None
     good, bad = (make_case(name, [(90, 60)], 4, 4).request for name in ("good", "bad"))

@@ -31,7 +31,9 @@ def picture(num_patches: int = 64) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_tower_alone_sees_what_the_whole_model_sees(whole: Qwen2VLForConditionalGeneration):
+def test_a_tower_alone_sees_what_the_whole_model_sees(
+    whole: Qwen2VLForConditionalGeneration,
+) -> None:
     tower = load_tower(DEMO_MODEL, torch.float32, "cpu")
     pixel_values = tower.adapter.restore(picture())  # type: ignore[attr-defined]
     with torch.inference_mode():
@@ -41,7 +43,7 @@ def test_a_tower_alone_sees_what_the_whole_model_sees(whole: Qwen2VLForCondition
     assert embedding.shape == (tower.adapter.count(picture()), tower.adapter.width)
 
 
-def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGeneration):
+def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGeneration) -> None:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     adapter = find_tower(config)
     assert adapter is not None
@@ -60,7 +62,7 @@ def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGe
     assert adapter.language_modules == ("model.language_model", "lm_head")
 
 
-def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path):
+def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     (file,) = folder.glob("*.safetensors")
@@ -82,7 +84,7 @@ def test_a_tower_whose_weights_are_missing_is_refused(tmp_path: Path):
         (torch.full((16, 192), float("nan")), "finite"),
     ],
 )
-def test_embeddings_of_others_are_looked_at(embedding: torch.Tensor, complaint: str):
+def test_embeddings_of_others_are_looked_at(embedding: torch.Tensor, complaint: str) -> None:
     adapter = find_tower(AutoConfig.from_pretrained(DEMO_MODEL))
     assert adapter is not None
     metadata = {"image_grid_thw": torch.tensor([1, 8, 8])}

@@ -43,6 +43,7 @@ from tests import llava
 from tests.engine.model.test_parity import Case, Twins, run_core
 from tests.models.rig import make_case
 from workers.engine.loader import load
+from workers.engine.model.flat_model import FlatModel
 from workers.renderer.processing.processor import Processor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,10 +172,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(llava.PREPROCESSOR))
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    look_here_id: Any = tokenizer.convert_tokens_to_ids("<image>")
     config = ToyConfig(
         text_config=llava.TEXT | special | {"vocab_size": len(tokenizer)},
         vision_config=llava.VISION,
-        look_here_id=tokenizer.convert_tokens_to_ids("<image>"),
+        look_here_id=look_here_id,
         vision_feature_select_strategy="full",
     )
     torch.manual_seed(0)
@@ -194,6 +196,7 @@ def twins(folder: Path) -> Twins:
     reference = ToyForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     reference.generation_config.eos_token_id = None
     loaded = load(ModelConfig(str(folder)), EngineConfig(num_blocks=128, native=False))
+    assert isinstance(loaded.model, FlatModel)
     return Twins(reference.eval().requires_grad_(False), loaded.model, loaded.tower)
 
 
@@ -203,7 +206,7 @@ def messages(text: str, images: Sequence[Image.Image]) -> list[Message]:
 
 def generate(twins: Twins, folder: Path, text: str, images: list[Image.Image]) -> list[int]:
     """Return the answer of transformers, from its own tokenizer and image processor."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -213,16 +216,18 @@ def generate(twins: Twins, folder: Path, text: str, images: list[Image.Image]) -
     if images:
         own = AutoImageProcessor.from_pretrained(folder, backend="pil")
         inputs["pixel_values"] = own(images=images, return_tensors="pt")["pixel_values"]
-    answer = twins.reference.generate(
+    reference: Any = twins.reference
+    answer = reference.generate(
         **inputs, do_sample=False, min_new_tokens=16, max_new_tokens=16, pad_token_id=0
     )
-    return answer[0, inputs["input_ids"].shape[1] :].tolist()
+    told: list[int] = answer[0, inputs["input_ids"].shape[1] :].tolist()
+    return told
 
 
 @pytest.mark.parametrize("budget", [7, 512])
 def test_a_family_of_one_file_gives_the_tokens_of_generate(
     folder: Path, processor: Processor, twins: Twins, budget: int
-):
+) -> None:
     questions: dict[str, tuple[str, list[Image.Image]]] = {
         "text": ("Who?", []),
         "one": ("See?", [llava.picture(1, 90, 60)]),
@@ -239,7 +244,7 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
     assert all(len(set(answer)) > 5 for answer in expected.values()), "or it would prove little"
 
 
-def test_all_tokens_of_an_image_stand_at_one_position(processor: Processor, twins: Twins):
+def test_all_tokens_of_an_image_stand_at_one_position(processor: Processor, twins: Twins) -> None:
     images = [llava.picture(1, 90, 60)]
     rendered = processor.render(messages("See?", images), [DecodedImage(images[0], "one")])
     prompt = make_case("one", rendered, images, max_tokens=16).request
@@ -249,13 +254,13 @@ def test_all_tokens_of_an_image_stand_at_one_position(processor: Processor, twin
     assert len(positions.prompt[0].unique()) == len(prompt.prompt_token_ids) - (NUM_TOKENS - 1)
 
 
-def test_its_tower_loads_alone(folder: Path):
+def test_its_tower_loads_alone(folder: Path) -> None:
     tower = load_tower(folder, torch.float32, "cpu")
     (embedding,) = tower.encode([tower.adapter.sample()])
     assert embedding.shape == (NUM_TOKENS, tower.adapter.width)
 
 
-def test_its_items_pass_between_servers(processor: Processor):
+def test_its_items_pass_between_servers(processor: Processor) -> None:
     picture = processor.process(DecodedImage(llava.picture(1, 90, 60), "one"), "field", "")
     data, _ = processor.encode_item(picture)
     assert processor.decode_item(IMAGE, data, picture.mm_hash, "field") == picture
@@ -264,11 +269,11 @@ def test_its_items_pass_between_servers(processor: Processor):
         processor.decode_item(IMAGE, encode_item({"raster": wire["raster"]}), "hash", "field")
 
 
-def test_its_tool_format_stands_in_for_a_template_without_marks(processor: Processor):
+def test_its_tool_format_stands_in_for_a_template_without_marks(processor: Processor) -> None:
     card = processor.card("toy")
     assert (card.takes_tools, card.tool_parser) == (True, "hermes")
 
 
-def test_a_model_type_belongs_to_one_family():
+def test_a_model_type_belongs_to_one_family() -> None:
     with pytest.raises(ValueError, match="toy_vl belongs to another family"):
         register(ModelFamily("Another", frozenset({"toy_vl"})))

@@ -4,12 +4,12 @@ import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from shared.config import RendererConfig
-from workers.renderer.media import fetcher as fetch
 from workers.renderer.media.fetcher import Fetcher
 
 LOOPBACK = ["127.0.0.0/8"]
@@ -60,7 +60,10 @@ class Canary:
         self._server.server_close()
 
 
-def send(body: bytes, status: int = 200, **headers: str) -> Callable:
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+def send(body: bytes, status: int = 200, **headers: str) -> Answer:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in ({"Content-Length": str(len(body))} | headers).items():
@@ -85,12 +88,12 @@ def resolve_as(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str
     asked: list[str] = []
     really = socket.getaddrinfo
 
-    def getaddrinfo(host: str, port: int, *args: object, **options: object) -> list:
+    def getaddrinfo(host: str, port: int, *args: object, **options: object) -> list[Any]:
         if host.endswith(tuple("0123456789")):  # the dial itself
             return really(host, port, *args, **options)  # type: ignore[arg-type]
         asked.append(host)
         found = answers[min(len(asked), len(answers)) - 1]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
 
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     return asked

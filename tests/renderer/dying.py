@@ -20,6 +20,6 @@ async def die(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    Stage.forward = die  # type: ignore[method-assign]
+    Stage.forward = die  # type: ignore[assignment, method-assign]
     config = settings.load_config(Path(sys.argv[1]))
     sys.exit(runtime.run("renderer", worker.main, config, sys.argv[2]))

@@ -1,5 +1,6 @@
 import secrets
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import pytest
 
@@ -10,16 +11,23 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 
 CONFIG = BlobsConfig(arena_mib=64, listen="127.0.0.1")
+Told = Callable[[BlobAddress], BlobAddress]
+
+
+class StartBlobs(Protocol):
+    """Starts a worker's blobs and publishes the address that `told` makes of theirs."""
+
+    async def __call__(self, config: BlobsConfig = ..., told: Told = ...) -> Blobs: ...
 
 
 @pytest.fixture
-async def start(bus: Bus) -> AsyncIterator[Callable]:
+async def start(bus: Bus) -> AsyncIterator[StartBlobs]:
     """Start a worker's blobs, and tell of them as its heartbeat would."""
     started: list[Blobs] = []
 
     async def start(
         config: BlobsConfig = CONFIG,
-        told: Callable[[BlobAddress], BlobAddress] = lambda address: address,
+        told: Told = lambda address: address,
     ) -> Blobs:
         worker = f"test-{secrets.token_hex(4)}"
         blobs = Blobs(bus, "test", worker, config)

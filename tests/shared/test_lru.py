@@ -9,7 +9,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_the_cache_equals_a_list_in_order_of_use(operations: list) -> None:
+def test_the_cache_equals_a_list_in_order_of_use(operations: list[tuple[str, int | None]]) -> None:
     """Apply steps: `None` reads, and a number writes an entry of that many bytes."""
     cache: ByteLRU[str, int] = ByteLRU(10)
     model: list[tuple[str, int]] = []  # least recently used first

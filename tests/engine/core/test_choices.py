@@ -123,12 +123,14 @@ def say(answer: list[int], **params: Any) -> ChoiceDelta:
         ({"detokenize": False, "stop_token_ids": [5]}, "", 5),
     ],
 )
-def test_where_the_text_ends(params: dict[str, Any], text: str, stop_reason: str | int | None):
+def test_where_the_text_ends(
+    params: dict[str, Any], text: str, stop_reason: str | int | None
+) -> None:
     delta = say([2, 3, 4, 5] * 3, max_tokens=12, **params)
     assert (delta.text, delta.stop_reason) == (text, stop_reason)
 
 
-def test_special_tokens_are_written_on_demand():
+def test_special_tokens_are_written_on_demand() -> None:
     answer = [2, SPECIAL, 3, EOS]
     assert say(answer).text == "ab"
     shown = say(answer, skip_special_tokens=False, include_stop_str_in_output=True)
@@ -143,7 +145,7 @@ def test_special_tokens_are_written_on_demand():
 )
 def test_no_stop_string_counts_that_ends_within_the_first_tokens(
     text: str, stop: list[str], min_tokens: int
-):
+) -> None:
     detokenizer, pieces = Detokenizer(decode_bytes, stop), []
     ended = None
     for num_tokens, token_id in enumerate(text.encode(), 1):
@@ -175,7 +177,7 @@ def test_no_stop_string_counts_that_ends_within_the_first_tokens(
         {"logprobs": 0, "max_tokens": 6},
     ],
 )
-def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]):
+def test_tokens_behind_a_stop_event_are_dropped(stride: int, params: dict[str, Any]) -> None:
     answer = [2, 3, 4, 5, 6, 7, EOS, 8, 9]
     one = merge_deltas(
         [RequestOutput("r", finish(make_core(Script(answer)), make_request(**params)))]
@@ -223,7 +225,7 @@ def _first_allowed(mask: TokenMask, token_id: int) -> int:
     )
 
 
-def test_each_choice_has_a_mask_that_is_advanced_through_its_log():
+def test_each_choice_has_a_mask_that_is_advanced_through_its_log() -> None:
     made: list[EvenThenOdd] = []
 
     def new_mask() -> TokenMask:
@@ -243,7 +245,7 @@ def test_each_choice_has_a_mask_that_is_advanced_through_its_log():
     assert all(mask.token_ids == expected for mask in made)
 
 
-def test_a_failing_mask_fails_only_its_request():
+def test_a_failing_mask_fails_only_its_request() -> None:
     class Broken(EvenThenOdd):
         def allowed(self) -> NDArray[np.int32] | None:
             raise RuntimeError("a poisoned grammar")
@@ -261,7 +263,7 @@ def test_a_failing_mask_fails_only_its_request():
     assert token_ids == [2, 3, 4, EOS]
 
 
-def test_an_invalid_grammar_leaves_no_state():
+def test_an_invalid_grammar_leaves_no_state() -> None:
     def new_mask() -> TokenMask:
         raise InvalidRequest("no such grammar", field="sampling_params.structured_outputs")
 
@@ -286,7 +288,9 @@ def test_an_invalid_grammar_leaves_no_state():
         ({"bad_words": ["zzz"]}, "bad_words"),
     ],
 )
-def test_requests_that_the_model_does_not_support_are_rejected(params: dict[str, Any], field: str):
+def test_requests_that_the_model_does_not_support_are_rejected(
+    params: dict[str, Any], field: str
+) -> None:
     core = make_core(Script([EOS]), encode=lambda text: [LETTERS.find(c) for c in text if c != "z"])
     with pytest.raises(InvalidRequest) as raised:
         core.add(make_request(**params))
@@ -294,7 +298,9 @@ def test_requests_that_the_model_does_not_support_are_rejected(params: dict[str,
     assert not core.has_work
 
 
-def test_log_probabilities_of_a_prompt_have_to_fit_into_a_record(monkeypatch: pytest.MonkeyPatch):
+def test_log_probabilities_of_a_prompt_have_to_fit_into_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("workers.engine.core.validation.MAX_PROMPT_LOGPROBS", 7)
     core = make_core(Script([EOS]))
     core.add(replace(make_request(prompt_logprobs=2), request_id="fits"))
@@ -302,7 +308,7 @@ def test_log_probabilities_of_a_prompt_have_to_fit_into_a_record(monkeypatch: py
         core.add(make_request(prompt_logprobs=3))
 
 
-def test_bad_words_begin_a_text_or_follow_a_space():
+def test_bad_words_begin_a_text_or_follow_a_space() -> None:
     texts: list[str] = []
 
     def encode(text: str) -> list[int]:
@@ -316,7 +322,7 @@ def test_bad_words_begin_a_text_or_follow_a_space():
 # -- the prefix cache -----------------------------------------------------------------------------
 
 
-def test_requests_can_skip_the_prefix_cache():
+def test_requests_can_skip_the_prefix_cache() -> None:
     core = make_core(FakeRunner(BLOCK_SIZE, VOCAB_SIZE))
     request = replace(make_request(max_tokens=1, ignore_eos=True), prompt_token_ids=[3] * 9)
     skips = replace(
@@ -329,6 +335,7 @@ def test_requests_can_skip_the_prefix_cache():
     for asked in (request, skips, request):
         core.add(asked)
         (output,) = core.step()
+        assert output.usage is not None
         found.append(output.usage.cached_tokens)
     assert found == [0, 0, 8]
 
@@ -336,7 +343,9 @@ def test_requests_can_skip_the_prefix_cache():
 # -- records --------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_join_on_and_a_record_stays_small(monkeypatch: pytest.MonkeyPatch):
+def test_log_probabilities_join_on_and_a_record_stays_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outputs_module, "MAX_RECORD_VALUES", 12)
     one = TokenLogprobs(-1.0, 1, [5, 6], [-1.0, -2.0])
     outputs = [RequestOutput("r", [ChoiceDelta(0, i, [5], "a", logprobs=[one])]) for i in range(5)]

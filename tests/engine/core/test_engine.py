@@ -29,7 +29,7 @@ PIECES = ["", "a", "b", "ab", "ba", "é", "c", "aab"]
 VOCAB_SIZE = len(PIECES)
 
 
-def decode(token_ids: list[int]) -> str:
+def decode(token_ids: list[int], **_: object) -> str:
     return "".join(PIECES[t] for t in token_ids)
 
 

@@ -100,7 +100,7 @@ class Findable:
 def make_core(num_blocks: int, events: KVEvents | None, prefix_caching: bool = True) -> EngineCore:
     return EngineCore(
         FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"]),
-        lambda token_ids: "x" * len(token_ids),
+        lambda token_ids, **_: "x" * len(token_ids),
         frozenset([0]),
         pool=BlockPool(num_blocks, BLOCK_SIZE, events=events),
         max_num_seqs=8,
@@ -257,7 +257,8 @@ async def test_a_late_subscriber_replays_events_to_the_current_cache(bus: Bus) -
     context.shutdown.asked.set()
     await serving
     await context.close()
-    findable, numbers = Findable(), []
+    findable = Findable()
+    numbers: list[int] = []
     while findable.hashes != registered(core) or not numbers:
         findable, numbers = Findable(), []
         for number, payload in await replay(bus, engine):

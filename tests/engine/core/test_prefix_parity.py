@@ -77,7 +77,7 @@ class Engine:
         self._pool = BlockPool(num_blocks, BLOCK_SIZE, order)
         self._core = EngineCore(
             self.runner,
-            lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+            lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
             frozenset(),
             pool=self._pool,
             max_num_seqs=8,
@@ -174,7 +174,7 @@ def test_blocks_are_found_by_their_own_tenant_only(twins: Twins) -> None:
 
 
 def test_an_image_of_several_prompts_is_encoded_once_while_cached(twins: Twins) -> None:
-    prompts = [("wide", 1), (2, "wide"), (3, "wide", "wide")]
+    prompts: list[tuple[str | int, ...]] = [("wide", 1), (2, "wide"), (3, "wide", "wide")]
     for embedding_cache_bytes, encoded_items in ((2**20, 1), (0, 3)):
         engine = Engine(twins, embedding_cache_bytes=embedding_cache_bytes)
         for parts in prompts:

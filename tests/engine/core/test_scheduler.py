@@ -367,6 +367,7 @@ def test_drafts_share_the_remaining_budget() -> None:
     assert num_drafts(scheduler) == {first: 0, second: 0}, "prompts come first"
     assert num_drafts(scheduler) == {first: 3, second: 2}
     assert [len(s.block_table) for s in (first, second)] == [2, 2], "what was rejected holds none"
+    assert isinstance(first.drafter, Eager)
     assert first.drafter.learnt == [(3, 0)]
     assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (5, 0)
     scheduler.add(third)

@@ -40,7 +40,6 @@ from tests.engine.model.test_parity import (
     run_schedule,
     widen,
 )
-from workers.engine.cpu import decoder
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.loader import load
 from workers.engine.model.flat_model import DecoderModel, FlatModel
@@ -92,7 +91,7 @@ def make_model(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "windows"], scope="module"
 )
-def test_any_schedule_yields_the_tokens_of_generate(name: str):
+def test_any_schedule_yields_the_tokens_of_generate(name: str) -> None:
     model = make_model(name)
     whole = adapt(model)
     tower = None if whole.tower is None else Tower(whole.tower, model)
@@ -106,7 +105,7 @@ def test_any_schedule_yields_the_tokens_of_generate(name: str):
 
 
 @needs_kernels
-def test_the_loader_uses_the_kernels_where_possible():
+def test_the_loader_uses_the_kernels_where_possible() -> None:
     model = ModelConfig(path=str(DEMO_MODEL))
     assert isinstance(load(model, EngineConfig()).model, NativeModel)
     assert isinstance(load(model, EngineConfig(native=False)).model, FlatModel)
@@ -115,7 +114,7 @@ def test_the_loader_uses_the_kernels_where_possible():
 
 
 @needs_kernels
-def test_a_pool_uses_the_configured_memory(tmp_path: Path):
+def test_a_pool_uses_the_configured_memory(tmp_path: Path) -> None:
     """Values of 40 dimensions lie in rows of 64."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     config = LlamaConfig(**{**TEXT, "hidden_size": 160})
@@ -148,7 +147,8 @@ class Pair:
     def step(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """So many tokens of each of the four sequences; logits of all rows, both ways."""
         taking = [i for i, length in enumerate(lengths) if length]
-        starts, positions = [0], []
+        starts = [0]
+        positions: list[int] = []
         for i in taking:
             positions += range(self._lens[i], self._lens[i] + lengths[i])
             self._lens[i] += lengths[i]
@@ -183,7 +183,7 @@ SHAPES = [
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_shape(
     hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, num_threads: int
-):
+) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         **{
@@ -206,7 +206,7 @@ def test_every_shape(
 @needs_kernels
 @needs_bf16
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2_vl"])
-def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str):
+def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str) -> None:
     """Both round, at different places; neither may be further from the truth by much."""
     model = build(name).eval().requires_grad_(False)
     widen(model)
@@ -219,7 +219,7 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(name: str):
 
 
 @needs_kernels
-def test_a_long_context_and_then_a_short_one():
+def test_a_long_context_and_then_a_short_one() -> None:
     model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
     widen(model)
     pair = Pair(model, block_size=64)
@@ -228,7 +228,7 @@ def test_a_long_context_and_then_a_short_one():
 
 
 @needs_kernels
-def test_nan_stays_within_its_sequence():
+def test_nan_stays_within_its_sequence() -> None:
     """Sequences do not see each other; a NaN stays visible in its own sequence."""
     model = LlamaForCausalLM(LlamaConfig(**TEXT)).eval().requires_grad_(False)
     native = make_native(model)
@@ -244,7 +244,7 @@ def test_nan_stays_within_its_sequence():
 
 
 @needs_kernels
-def test_levels_are_added_after_the_first_layers():
+def test_levels_are_added_after_the_first_layers() -> None:
     """Qwen3-VL's decoder adds intermediate features of its tower (deepstack)."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=16)).eval().requires_grad_(False)
@@ -269,7 +269,7 @@ def test_levels_are_added_after_the_first_layers():
 
 @needs_kernels
 @needs_bf16
-def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The AMX code path, emulated in software, yields the results of the vector path."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
@@ -286,7 +286,8 @@ def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.Mo
     torch.manual_seed(0)
     shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
     config = LlamaConfig(**{**TEXT, **shape})
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
 
     def logits_of(num_tokens: int) -> Tensor:
         native = make_native(model)
@@ -329,7 +330,7 @@ time.sleep(0.5)
 
 
 @needs_kernels
-def test_a_process_can_exit_during_a_step():
+def test_a_process_can_exit_during_a_step() -> None:
     command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE]
     assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
 
@@ -359,12 +360,12 @@ def _with(**changes: Any) -> PreTrainedModel:
 )
 def test_unsupported_models_run_on_torch(
     make: Callable[[], PreTrainedModel], block_size: int, reason: str
-):
+) -> None:
     assert unsupported_reason(adapt(make()), block_size) == reason
 
 
-def test_without_kernels_models_run_on_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decoder.library, "load", lambda: None)
+def test_without_kernels_models_run_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)
     loaded = load(ModelConfig(path=str(DEMO_MODEL)), EngineConfig())
     assert isinstance(loaded.model, FlatModel)
 
@@ -380,7 +381,7 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_without_a_compiler_there_are_no_kernels(
     fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert library.load() is None
 
@@ -388,7 +389,7 @@ def test_without_a_compiler_there_are_no_kernels(
 @needs_kernels
 def test_a_cache_that_others_can_write_is_not_executed(
     fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+) -> None:
     library.load.cache_clear()
     folder = tmp_path / "pagemill"
     folder.mkdir()
@@ -411,7 +412,7 @@ def test_a_cache_that_others_can_write_is_not_executed(
 @needs_kernels
 def test_files_of_a_killed_compiler_are_removed(
     fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+) -> None:
     folder = tmp_path / "pagemill"
     folder.mkdir(mode=0o700)
     stale, of_another, no_build = (folder / name for name in ("build-old", "build-new", "other"))

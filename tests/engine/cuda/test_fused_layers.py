@@ -30,7 +30,7 @@ from workers.engine.cuda.model import GpuModel
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 12, 64
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -44,7 +44,7 @@ TEXT = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 VISION = {"depth": 1, "num_heads": 2, "patch_size": 14}
-IDS = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96}
+IDS: dict[str, Any] = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96}
 PROMPTS = [[5, 9, 3, 7, 11, 2, 40], [8], list(range(20, 44))]
 NUM_TOKENS = 4
 
@@ -78,7 +78,8 @@ def build(name: str) -> PreTrainedModel:
         "qwen3": lambda: Qwen3Config(**TEXT, head_dim=32),
         "gemma2": lambda: Gemma2Config(**TEXT, head_dim=32, sliding_window=9),
     }[name]()
-    return AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def sharpen(model: PreTrainedModel) -> None:
@@ -101,7 +102,8 @@ def reference_answer(model: Any, prompt: list[int], device: torch.device) -> lis
         min_new_tokens=NUM_TOKENS,
         max_new_tokens=NUM_TOKENS,
     )
-    return output[0, len(prompt) :].tolist()
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
 
 
 @dataclass
@@ -169,7 +171,7 @@ def serve(model: PreTrainedModel, device: torch.device, *, decodes: bool = True)
 @pytest.mark.parametrize(
     "name", ["llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "gemma2"]
 )
-def test_outputs_are_those_of_transformers(device: torch.device, name: str):
+def test_outputs_are_those_of_transformers(device: torch.device, name: str) -> None:
     model = build(name)
     sharpen(model)
     served = serve(model, device)
@@ -193,7 +195,7 @@ def logits_of(served: Served, positions: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def test_positions_in_three_axes_turn_as_in_transformers(device: torch.device):
+def test_positions_in_three_axes_turn_as_in_transformers(device: torch.device) -> None:
     model = build("qwen2_vl")
     sharpen(model)
     positions = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
@@ -210,9 +212,10 @@ def test_positions_in_three_axes_turn_as_in_transformers(device: torch.device):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.device):
+def test_concatenated_projections_share_one_copy_of_the_weights(device: torch.device) -> None:
     served = serve(build("llama"), device, decodes=False)
-    attention: Any = served.model.family.decoder.layers[0].self_attn
+    decoder: Any = served.model.family.decoder
+    attention = decoder.layers[0].self_attn
     weight, bias = attention.qkv
     assert attention.k_proj.weight.data_ptr() == weight[64:].data_ptr()
     assert bias[64:96].equal(attention.k_proj.bias)

@@ -110,7 +110,7 @@ def make_plan(
 
 @settings(deadline=None, max_examples=250)
 @given(cases)
-def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case):
+def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case) -> None:
     paged, dense = run_paged(case)
     torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-5)
 
@@ -141,19 +141,19 @@ def test_mixed_batch_over_scattered_blocks_equals_dense_attention(case: Case):
         "a short and a long decode",
     ],
 )
-def test_named_shapes_equal_dense_attention(spans: list[tuple[int, int]], window: Window):
+def test_named_shapes_equal_dense_attention(spans: list[tuple[int, int]], window: Window) -> None:
     paged, dense = run_paged(Case(spans, 16, num_kv_heads=2, group=3, seed=0, window=window))
     torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-5)
 
 
-def test_a_long_decode_does_not_pad_the_short_ones():
+def test_a_long_decode_does_not_pad_the_short_ones() -> None:
     tables = [list(range(100)), [100], [101]]
     plan = make_plan(tables, [0, 1, 2, 3], [1600, 9, 12], 16)
     decodes = plan.reads[None].decodes
     assert sorted((d.num_decodes, d.max_len) for d in decodes) == [(1, 1600), (2, 12)]
 
 
-def test_a_window_reads_its_own_blocks_only():
+def test_a_window_reads_its_own_blocks_only() -> None:
     """Of a decode the tokens [1580, 1600), of a chunk [36, 60); 16 tokens in a block."""
     plan = make_plan([list(range(100)), [100, 101, 102, 103]], [0, 1, 6], [1600, 60], 16, 20)
     (decode,), (chunk,) = plan.reads[20].decodes, plan.reads[20].chunks
@@ -163,7 +163,7 @@ def test_a_window_reads_its_own_blocks_only():
     assert alike.mask is None
 
 
-def test_layers_of_one_window_share_a_plan_and_those_of_others_have_their_own():
+def test_layers_of_one_window_share_a_plan_and_those_of_others_have_their_own() -> None:
     plan = plan_step(
         [[0, 1, 2]],
         [0, 1],
@@ -177,7 +177,7 @@ def test_layers_of_one_window_share_a_plan_and_those_of_others_have_their_own():
     assert [plan.reads[w].decodes[0].max_len for w in (None, 4)] == [12, 4]
 
 
-def test_blocks_allocated_ahead_are_not_read():
+def test_blocks_allocated_ahead_are_not_read() -> None:
     torch.manual_seed(0)
     key_cache, value_cache = torch.randn(2, 8, 4, 2, HEAD_DIM)
     query = torch.randn(4, 2, HEAD_DIM)
@@ -189,7 +189,7 @@ def test_blocks_allocated_ahead_are_not_read():
     )
 
 
-def test_a_write_touches_its_slots_only():
+def test_a_write_touches_its_slots_only() -> None:
     cache = torch.zeros(4, 2, 1, HEAD_DIM)
     plan = make_plan([[3, 0]], [0, 2], [3], 2)
     write_cache(cache, plan.slot_mapping, torch.ones(2, 1, HEAD_DIM))

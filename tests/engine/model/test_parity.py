@@ -68,7 +68,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DEMO_MODEL = Path(__file__).parents[3] / "ops" / "demo_model"
 IMAGE, VISION_START, VISION_END, VIDEO = 190, 191, 192, 193
 NUM_TEXT_IDS = 190
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -103,15 +103,15 @@ class Twins:
 
 
 def vision_config(family: str) -> Any:
-    special = {
+    special: dict[str, Any] = {
         "image_token_id": IMAGE,
         "video_token_id": VIDEO,
         "vision_start_token_id": VISION_START,
         "vision_end_token_id": VISION_END,
     }
-    text = {**TEXT, "rope_parameters": MROPE, "use_sliding_window": False}
+    text: dict[str, Any] = {**TEXT, "rope_parameters": MROPE, "use_sliding_window": False}
     if family == "qwen2_vl":
-        vision = {**VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        vision: dict[str, Any] = {**VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
         return Qwen2VLConfig(text_config=text, vision_config=vision, **special)
     vision = {**VISION, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
     if family.startswith("qwen3_vl"):
@@ -222,7 +222,8 @@ def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_t
     rng = np.random.default_rng(sum(name.encode()))
 
     def words() -> list[int]:
-        return rng.integers(0, NUM_TEXT_IDS, num_words).tolist()
+        drawn: list[int] = rng.integers(0, NUM_TEXT_IDS, num_words).tolist()
+        return drawn
 
     token_ids, items, images = words(), [], []
     for i, size in enumerate(sizes):
@@ -243,7 +244,7 @@ def make_cases(sees: bool) -> list[Case]:
     ]
 
 
-def reference_answer(model: PreTrainedModel, case: Case) -> list[int]:
+def reference_answer(model: Any, case: Case) -> list[int]:
     token_ids = torch.tensor([case.request.prompt_token_ids])
     inputs: dict[str, Any] = {}
     if case.images:
@@ -259,7 +260,8 @@ def reference_answer(model: PreTrainedModel, case: Case) -> list[int]:
         max_new_tokens=max_tokens,
         pad_token_id=0,
     )
-    return answer[0, token_ids.shape[1] :].tolist()
+    told: list[int] = answer[0, token_ids.shape[1] :].tolist()
+    return told
 
 
 # -- any schedule gives the same tokens -----------------------------------------------------------
@@ -357,7 +359,7 @@ def answers_of(twins: Twins, cases: list[Case]) -> dict[str, list[int]]:
 )
 def test_any_schedule_yields_the_tokens_of_generate(
     twins: Twins, max_chunk: int, preempt_share: float, block_size: int
-):
+) -> None:
     cases = make_cases(twins.sees)
     rng = random.Random(max_chunk)
     schedule = RandomSchedule(rng, 256 // block_size, block_size, max_chunk, preempt_share)
@@ -365,7 +367,7 @@ def test_any_schedule_yields_the_tokens_of_generate(
     assert (schedule.num_preemptions > 0) == (preempt_share > 0)
 
 
-def test_images_change_the_output(seeing: Twins):
+def test_images_change_the_output(seeing: Twins) -> None:
     """Other images with the same words change the output, also that of the reference."""
     case = make_case("seen", [(90, 60)], 9, 12)
     image = picture(999, 90, 60)
@@ -424,7 +426,7 @@ def run_core(
     order = random.Random(budget).sample(range(num_blocks), num_blocks)
     core = EngineCore(
         runner,
-        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
         eos_token_ids,
         pool=BlockPool(num_blocks, block_size, order),
         max_num_seqs=8,
@@ -449,7 +451,7 @@ def run_core(
 
 @pytest.mark.parametrize("steps_between", [0, 5], ids=["at once", "joining later"])
 @pytest.mark.parametrize("budget", [7, 13, 512])
-def test_core_yields_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int):
+def test_core_yields_the_tokens_of_generate(twins: Twins, budget: int, steps_between: int) -> None:
     cases = make_cases(twins.sees)
     answers, runner = run_core(
         twins, cases, num_blocks=64, budget=budget, steps_between=steps_between
@@ -475,7 +477,7 @@ class _Nothing(msgspec.Struct):
 
 
 @pytest.mark.parametrize("budget", [7, 512])
-def test_a_remote_tower_yields_the_tokens_of_generate(twins: Twins, budget: int):
+def test_a_remote_tower_yields_the_tokens_of_generate(twins: Twins, budget: int) -> None:
     if twins.tower is None:
         pytest.skip("a model that does not see")
     cases = make_cases(True)
@@ -486,7 +488,7 @@ def test_a_remote_tower_yields_the_tokens_of_generate(twins: Twins, budget: int)
     assert answers == answers_of(twins, cases)
 
 
-def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
+def test_an_item_without_embeddings_needs_a_tower(seeing: Twins) -> None:
     case = make_case("blind", [(56, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match="tower"):
@@ -499,7 +501,7 @@ def test_an_item_without_embeddings_needs_a_tower(seeing: Twins):
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: int):
+def test_preempted_requests_yield_the_tokens_of_generate(twins: Twins, budget: int) -> None:
     cases = make_cases(twins.sees)
     answers, runner = run_core(twins, cases, num_blocks=17, budget=budget, steps_between=0)
     assert answers == answers_of(twins, cases)
@@ -513,7 +515,7 @@ def run_sampled(
     runner = CountingRunner(twins, num_blocks, 4)
     core = EngineCore(
         runner,
-        lambda token_ids: "".join(f"{token_id} " for token_id in token_ids),
+        lambda token_ids, **_: "".join(f"{token_id} " for token_id in token_ids),
         frozenset(),
         pool=BlockPool(num_blocks, 4, random.Random(seed).sample(range(num_blocks), num_blocks)),
         max_num_seqs=8,
@@ -555,7 +557,7 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
     ]
 
 
-def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twins):
+def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twins) -> None:
     """n > 1, images, chunked prefill, preemption and a resume at any token, all combined."""
     num_recomputed = 0
     for seed in range(8):
@@ -581,7 +583,7 @@ def test_sampled_choices_with_images_resume_identically_at_any_token(seeing: Twi
     assert num_recomputed > 0
 
 
-def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seeing: Twins):
+def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seeing: Twins) -> None:
     """The mask alone does not help: 0 times a NaN in a reused block is a NaN."""
 
     class Spoilt(CountingRunner):
@@ -599,7 +601,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_clean_blocks(seei
     runner = Spoilt(seeing, 17, 4)
     core = EngineCore(
         runner,
-        str,
+        lambda token_ids, **_: str(token_ids),
         frozenset(),
         pool=BlockPool(17, 4),
         max_num_seqs=8,
@@ -646,8 +648,10 @@ def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
     return Case(EngineRequest(colour, token_ids, [item], params), [image])
 
 
-def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel):
-    reference = Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel) -> None:
+    reference: Any = Qwen2VLForConditionalGeneration.from_pretrained(
+        DEMO_MODEL, dtype=torch.float32
+    )
     processor = Qwen2VLImageProcessorPil.from_pretrained(DEMO_MODEL)
     cases, expected = [], {}
     for colour in ("red", "blue", "green"):
@@ -663,6 +667,7 @@ def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel):
         expected[colour] = answer
         cases.append(case)
     assert len({tuple(answer) for answer in expected.values()}) > 1
+    assert isinstance(demo.model, FlatModel)
     answers, _ = run_core(
         Twins(reference, demo.model, demo.tower),
         cases,
@@ -678,7 +683,7 @@ def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel):
 
 
 @pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
-def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]):
+def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]) -> None:
     image = picture(sum(size), *size)
     vision = seeing.served.family.tower
     assert isinstance(vision, QwenTower)
@@ -711,7 +716,7 @@ def spoilt(case: Case, **fields: Any) -> EngineRequest:
         {"image_grid_thw": torch.tensor([[1, 4, 4]])},
     ],
 )
-def test_malformed_fields_fail_only_their_request(seeing: Twins, fields: dict[str, Any]):
+def test_malformed_fields_fail_only_their_request(seeing: Twins, fields: dict[str, Any]) -> None:
     case = make_case("spoilt", [(56, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     runner.prepare(case.request)
@@ -719,7 +724,7 @@ def test_malformed_fields_fail_only_their_request(seeing: Twins, fields: dict[st
         runner.prepare(spoilt(case, **fields))
 
 
-def test_placeholders_must_be_where_the_item_says(seeing: Twins):
+def test_placeholders_must_be_where_the_item_says(seeing: Twins) -> None:
     case = make_case("moved", [(56, 56), (84, 56)], 4, 4)
     runner = ModelRunner(seeing.served, num_blocks=4, block_size=4, tower=seeing.tower)
     first, second = case.request.items
@@ -737,7 +742,7 @@ def test_placeholders_must_be_where_the_item_says(seeing: Twins):
         runner.prepare(replace(case.request, items=[first, first, second]))
 
 
-def test_a_text_model_rejects_images():
+def test_a_text_model_rejects_images() -> None:
     family = LanguageAdapter(build("llama"))
     with pytest.raises(UnsupportedContent):
         family.check(make_case("picture", [(56, 56)], 4, 4).request)
@@ -765,7 +770,7 @@ def changed_copy(folder: Path, tmp_path: Path, **config: Any) -> Path:
     return copied
 
 
-def test_a_loaded_model_has_the_properties_of_its_config(folder: Path):
+def test_a_loaded_model_has_the_properties_of_its_config(folder: Path) -> None:
     engine = EngineConfig(kv_cache_mib=1, native=False)
     loaded = load(ModelConfig(path=str(folder), max_model_len=100), engine)
     assert loaded.eos_token_ids == {7, 9}
@@ -775,19 +780,19 @@ def test_a_loaded_model_has_the_properties_of_its_config(folder: Path):
     assert loaded.decode([5, 6]).split("w") == ["", "5", "6"]
 
 
-def test_configured_dtype_and_blocks_hold(folder: Path):
+def test_configured_dtype_and_blocks_hold(folder: Path) -> None:
     loaded = load(ModelConfig(path=str(folder), dtype="bfloat16"), EngineConfig(num_blocks=128))
     assert loaded.model.dtype == torch.bfloat16
     assert loaded.num_blocks == 128
 
 
-def test_a_pool_below_one_sequence_is_refused(folder: Path):
+def test_a_pool_below_one_sequence_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_cache_mib"):
         load(ModelConfig(path=str(folder)), EngineConfig(num_blocks=127))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str):
+def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str) -> None:
     copied = changed_copy(folder, tmp_path)
     (copied / name).unlink()
     with pytest.raises(ConfigError, match=str(copied)):
@@ -805,12 +810,12 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path, name: str):
 )
 def test_models_that_would_compute_wrong_tokens_are_rejected(
     folder: Path, tmp_path: Path, config: dict[str, Any], message: str
-):
+) -> None:
     copied = changed_copy(folder, tmp_path, **config)
     with pytest.raises(ConfigError, match=message):
         load(ModelConfig(path=str(copied)), EngineConfig())
 
 
-def test_a_missing_folder_is_named(tmp_path: Path):
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load(ModelConfig(path=str(tmp_path / "nowhere")), EngineConfig())

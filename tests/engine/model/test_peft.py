@@ -61,7 +61,7 @@ def train(model: Any, folder: Path, config: dict[str, Any]) -> None:
         if "lora_" in name:
             spread = 0.5 * parameter.shape[1] ** -0.5
             parameter.data.normal_(0, spread, generator=generator)
-    tuned.save_pretrained(folder)
+    tuned.save_pretrained(str(folder))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])

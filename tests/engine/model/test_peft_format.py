@@ -76,7 +76,7 @@ def refusal(model: PreTrainedModel, adapter: Path) -> str:
 )
 def test_scales_follow_the_config(
     model: PreTrainedModel, adapter: Path, config: dict[str, Any], scale: float
-):
+) -> None:
     configure(adapter, **config)
     tensors = load_file(adapter / "adapter_model.safetensors")
     low_rank = read(model, adapter)[Q]
@@ -84,7 +84,7 @@ def test_scales_follow_the_config(
     torch.testing.assert_close(low_rank.b, tensors[f"{KEY}.lora_B.weight"] * scale)
 
 
-def test_ranks_of_single_layers(model: PreTrainedModel, adapter: Path):
+def test_ranks_of_single_layers(model: PreTrainedModel, adapter: Path) -> None:
     configure(adapter, rank_pattern={"layers.0.self_attn.q_proj": 2})
     change(
         adapter,
@@ -100,7 +100,7 @@ def test_ranks_of_single_layers(model: PreTrainedModel, adapter: Path):
 @pytest.mark.parametrize(
     "targets", [None, "all-linear", r".*language_model.*\.q_proj", ["q_proj", "v_proj"], [Q[:-1]]]
 )
-def test_targets(model: PreTrainedModel, adapter: Path, targets: Any):
+def test_targets(model: PreTrainedModel, adapter: Path, targets: Any) -> None:
     configure(adapter, target_modules=targets)
     if targets == [Q[:-1]]:
         assert "target_modules" in refusal(model, adapter)
@@ -108,7 +108,7 @@ def test_targets(model: PreTrainedModel, adapter: Path, targets: Any):
         assert len(read(model, adapter)) == 3
 
 
-def test_names_of_older_transformers(model: PreTrainedModel, adapter: Path):
+def test_names_of_older_transformers(model: PreTrainedModel, adapter: Path) -> None:
     """When the language model of Qwen2-VL lay a level higher."""
     now = read(model, adapter)
 
@@ -123,7 +123,7 @@ def test_names_of_older_transformers(model: PreTrainedModel, adapter: Path):
     assert all(torch.equal(before[name].b, now[name].b) for name in now)
 
 
-def test_a_model_in_another_dtype(adapter: Path):
+def test_a_model_in_another_dtype(adapter: Path) -> None:
     found = read(build("qwen2_vl").bfloat16(), adapter)
     assert {low_rank.b.dtype for low_rank in found.values()} == {torch.bfloat16}
 
@@ -157,7 +157,9 @@ def test_a_model_in_another_dtype(adapter: Path):
     ],
     ids=lambda value: "" if isinstance(value, list) else str(value),
 )
-def test_settings(model: PreTrainedModel, adapter: Path, config: dict[str, Any], named: list[str]):
+def test_settings(
+    model: PreTrainedModel, adapter: Path, config: dict[str, Any], named: list[str]
+) -> None:
     configure(adapter, **config)
     message = refusal(model, adapter)
     assert all(part in message for part in ["adapter", *named])
@@ -189,7 +191,7 @@ LOW_RANK = {"lora_A.weight": torch.zeros(4, 64), "lora_B.weight": torch.zeros(64
 )
 def test_weights(
     model: PreTrainedModel, adapter: Path, module: str, tensors: dict[str, Any], named: str
-):
+) -> None:
     def edit(saved: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             key = f"base_model.model.{module}.{name}"
@@ -205,20 +207,20 @@ def test_weights(
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_files_that_are_missing_or_broken(model: PreTrainedModel, adapter: Path, name: str):
+def test_files_that_are_missing_or_broken(model: PreTrainedModel, adapter: Path, name: str) -> None:
     for damage in (lambda f: f.write_bytes(f.read_bytes()[:-9]), lambda f: f.unlink()):
         damage(adapter / name)
         assert name in refusal(model, adapter)
 
 
-def test_an_adapter_without_weights(model: PreTrainedModel, adapter: Path):
+def test_an_adapter_without_weights(model: PreTrainedModel, adapter: Path) -> None:
     change(adapter, lambda tensors: tensors.clear())
     assert "empty" in refusal(model, adapter)
 
 
 def test_adapters_of_the_tower_are_rejected_where_encoders_run_it(
     model: PreTrainedModel, tmp_path: Path
-):
+) -> None:
     adapter = write_adapter(tmp_path, model, ["attn.qkv"], 2, 2, 1)
     with pytest.raises(ConfigError, match="tower"):
         load_adapters(adapt(model), {"mine": str(adapter)})
@@ -227,7 +229,7 @@ def test_adapters_of_the_tower_are_rejected_where_encoders_run_it(
 # -- through the loader ---------------------------------------------------------------------------
 
 
-def test_the_loader_lists_the_adapters(folder: Path, tmp_path: Path):
+def test_the_loader_lists_the_adapters(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path, build("qwen2"), ["q_proj"], 2, 2, 1)
     engine = EngineConfig(kv_cache_mib=2)
     loaded = load(ModelConfig(str(folder), adapters={"mine": str(adapter)}), engine)

@@ -37,8 +37,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(FOLDER), dtype=torch.float32)
+    model.eval()
+    return model
 
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
@@ -56,7 +57,7 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
-def test_outputs_are_those_of_transformers(reference: PreTrainedModel, native: bool):
+def test_outputs_are_those_of_transformers(reference: Any, native: bool) -> None:
     folder = Path(str(FOLDER))
     engine = EngineConfig(native=native, max_num_batched_tokens=48)
     model = ModelConfig(path=str(folder), dtype="float32", max_model_len=512)

@@ -61,19 +61,19 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
 )
 def test_unsupported_models_are_refused_with_the_reason(
     model_type: str, settings: dict[str, Any], reason: str
-):
+) -> None:
     assert reason in refuse(model_type, settings)
 
 
 @pytest.mark.parametrize("model_type", list_text_model_types())
-def test_text_families_are_supported(model_type: str):
+def test_text_families_are_supported(model_type: str) -> None:
     check_supported(AutoConfig.for_model(model_type), FOLDER)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"])
-def test_families_that_see_are_taken_as_they_come(model_type: str):
+def test_families_that_see_are_taken_as_they_come(model_type: str) -> None:
     check_supported(AutoConfig.for_model(model_type), FOLDER)
 
 
-def test_the_error_for_an_unknown_family_lists_the_known_ones():
+def test_the_error_for_an_unknown_family_lists_the_known_ones() -> None:
     assert "qwen3_moe" in refuse("gpt2", {})

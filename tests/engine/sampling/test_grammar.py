@@ -65,10 +65,8 @@ class Rig:
     def request(
         self, wanted: StructuredOutputs | None, name: str = "r", **params: Any
     ) -> EngineRequest:
-        sampling = SamplingParams(
-            **{"max_tokens": 200, "logit_bias": self.blanks if wanted else {}} | params,
-            structured_outputs=wanted,
-        )
+        values = {"max_tokens": 200, "logit_bias": self.blanks if wanted else {}, **params}
+        sampling = SamplingParams(**values, structured_outputs=wanted)
         prompt = self.loaded.encode("Tell me about Ada, please.")
         mask = None if wanted is None else self.grammar(wanted).new_mask
         return EngineRequest(name, prompt, [], sampling, new_token_mask=mask)

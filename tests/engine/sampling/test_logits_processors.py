@@ -36,14 +36,15 @@ def adjusted(logits: Tensor, *sequences: Sequence) -> Tensor:
 
 
 def processed(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> Tensor:
-    return processor(torch.tensor([sequence.token_ids]), logits[None].clone())[0]
+    scores: Tensor = processor(torch.tensor([sequence.token_ids]), logits[None].clone())
+    return scores[0]
 
 
 @settings(deadline=None, max_examples=100)
 @given(logit_rows, token_lists.filter(bool), token_lists, st.floats(0.5, 2.0))
 def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
     logits: Tensor, prompt: list[int], output: list[int], penalty: float
-):
+) -> None:
     sequence = sequence_of(SamplingParams(repetition_penalty=penalty), prompt, output)
     expected = processed(RepetitionPenaltyLogitsProcessor(penalty), logits, sequence)
     torch.testing.assert_close(adjusted(logits, sequence), expected)
@@ -53,7 +54,7 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_answer(
 @given(logit_rows, token_lists, token_lists, st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_penalties_count_output_tokens_only(
     logits: Tensor, prompt: list[int], output: list[int], presence: float, frequency: float
-):
+) -> None:
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, as OpenAI's reference has it."""
     params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
     counts = torch.tensor([output.count(token_id) for token_id in range(13)])
@@ -71,7 +72,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
 )
 def test_bad_words_are_those_of_transformers(
     logits: Tensor, output: list[int], words: list[list[int]]
-):
+) -> None:
     # The prompt's token is in no word: transformers looks for their beginnings there too.
     sequence = sequence_of(SamplingParams(bad_words=["x"]), (12,), output)
     sequence.bad_words = tuple(map(tuple, words))
@@ -83,7 +84,7 @@ def test_bad_words_are_those_of_transformers(
 @given(logit_rows, token_lists, st.integers(0, 8), st.lists(st.integers(0, 12), max_size=3))
 def test_min_tokens_is_transformers_min_new_tokens(
     logits: Tensor, output: list[int], min_tokens: int, ends: list[int]
-):
+) -> None:
     sequence = sequence_of(SamplingParams(min_tokens=min_tokens), (1, 2), output)
     sequence.end_token_ids = tuple(ends)
     processor = MinNewTokensLengthLogitsProcessor(2, min_tokens, ends or [13])
@@ -95,15 +96,17 @@ def test_min_tokens_is_transformers_min_new_tokens(
 @given(logit_rows, st.dictionaries(st.integers(0, 12), st.floats(-100, 100, width=32), min_size=1))
 def test_logit_bias_is_transformers_sequence_bias_of_single_tokens(
     logits: Tensor, bias: dict[int, float]
-):
+) -> None:
     sequence = sequence_of(SamplingParams(logit_bias=bias))
-    processor = SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()})
+    # The annotation of the parameter allows only lists.
+    sequences: Any = {(t,): b for t, b in bias.items()}
+    processor = SequenceBiasLogitsProcessor(sequences)
     torch.testing.assert_close(adjusted(logits, sequence), processed(processor, logits, sequence))
 
 
 @settings(deadline=None, max_examples=60)
 @given(logit_rows, st.lists(st.integers(0, 12), min_size=1))
-def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list[int]):
+def test_all_but_the_allowed_tokens_are_suppressed(logits: Tensor, allowed: list[int]) -> None:
     sequence = sequence_of(SamplingParams(allowed_token_ids=allowed))
     processor = SuppressTokensLogitsProcessor([t for t in range(13) if t not in allowed])
     torch.testing.assert_close(adjusted(logits, sequence), processed(processor, logits, sequence))
@@ -126,7 +129,7 @@ class Mask:
         raise AssertionError("nothing is sampled here that anybody keeps")
 
 
-def test_masks_hold_each_for_its_row():
+def test_masks_hold_each_for_its_row() -> None:
     masks = [[0, 31, 32, 299], None, [5], list(range(VOCAB_SIZE))]
     sequences = [sequence_of(SamplingParams()) for _ in masks]
     for sequence, allowed in zip(sequences, masks, strict=True):
@@ -139,7 +142,7 @@ def test_masks_hold_each_for_its_row():
     assert sample(logits[None], sequences[2:3]) == [5]
 
 
-def test_penalties_apply_to_biased_logits_and_unban_no_token():
+def test_penalties_apply_to_biased_logits_and_unban_no_token() -> None:
     params = SamplingParams(
         logit_bias={1: 4.0, 2: 100.0}, repetition_penalty=2.0, bad_words=["x"], min_p=1.0
     )
@@ -160,7 +163,7 @@ def test_penalties_apply_to_biased_logits_and_unban_no_token():
         {"min_tokens": 1},
     ],
 )
-def test_rows_without_parameters_are_not_changed(change: dict[str, Any]):
+def test_rows_without_parameters_are_not_changed(change: dict[str, Any]) -> None:
     logits = random_logits(2)[0]
     plain, asking = sequence_of(SamplingParams()), sequence_of(SamplingParams(**change))
     asking.end_token_ids = plain.end_token_ids = (9,)
@@ -172,7 +175,7 @@ def test_rows_without_parameters_are_not_changed(change: dict[str, Any]):
     assert torch.equal(rows[1], adjusted(logits, asking))
 
 
-def test_penalties_apply_to_greedy_sampling_too():
+def test_penalties_apply_to_greedy_sampling_too() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 8], logits[0, 9] = 2.0, 1.5
     params = SamplingParams(temperature=0, frequency_penalty=1.0)

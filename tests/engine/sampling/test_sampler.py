@@ -1,6 +1,7 @@
 """Which token is taken: greedy, by filters against transformers', and by chance."""
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,8 @@ def transformers_filtered(logits: Tensor, params: SamplingParams) -> Tensor:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    return torch.softmax(warpers(None, logits[None].double())[0], dim=-1)
+    no_ids: Any = None  # no filter reads the tokens
+    return torch.softmax(warpers(no_ids, logits[None].double())[0], dim=-1)
 
 
 # -- filters --------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def transformers_filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 )
 def test_filters_leave_what_transformers_leaves(
     logits: list[int], temperature: float, top_k: int, top_p: float, min_p: float
-):
+) -> None:
     row = torch.tensor(logits) / 256
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     torch.testing.assert_close(
@@ -94,7 +96,9 @@ def test_filters_leave_what_transformers_leaves(
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (40, 1.0), (5000, 0.8), (0, 0.01)])
-def test_a_large_vocabulary_is_filtered_as_by_transformers(spread: float, top_k: int, top_p: float):
+def test_a_large_vocabulary_is_filtered_as_by_transformers(
+    spread: float, top_k: int, top_p: float
+) -> None:
     logits = random_logits(4, vocab_size=32_000)[0] * spread
     params = SamplingParams(top_k=top_k, top_p=top_p)
     torch.testing.assert_close(
@@ -112,13 +116,15 @@ def test_a_large_vocabulary_is_filtered_as_by_transformers(spread: float, top_k:
         min_p=st.sampled_from([0.0, 0.1, 0.5]),
     ),
 )
-def test_tied_tokens_are_kept_or_removed_together(logits: list[int], params: SamplingParams):
+def test_tied_tokens_are_kept_or_removed_together(
+    logits: list[int], params: SamplingParams
+) -> None:
     kept = filtered(torch.tensor(logits).float(), params) > 0
     least = min(logit for logit, stays in zip(logits, kept, strict=True) if stays)
     assert kept.tolist() == [logit >= least for logit in logits]
 
 
-def test_tokens_without_weight_are_not_drawn():
+def test_tokens_without_weight_are_not_drawn() -> None:
     weights = torch.zeros(2, 1024)
     weights[0, 700], weights[1, [5, 900]] = 1.0, torch.tensor([1.0, 0.5])
     for point in (0.0, 0.5, 1 - 2.0**-52):
@@ -131,7 +137,7 @@ def test_tokens_without_weight_are_not_drawn():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 199, 768, 1024])
-def test_the_first_of_equal_maxima_is_chosen(dtype: torch.dtype, vocab_size: int):
+def test_the_first_of_equal_maxima_is_chosen(dtype: torch.dtype, vocab_size: int) -> None:
     logits = random_logits(6, 5, vocab_size).to(dtype)
     logits[1] = 0
     sequences = [sequence_of(SamplingParams(temperature=0))] * 5
@@ -140,13 +146,13 @@ def test_the_first_of_equal_maxima_is_chosen(dtype: torch.dtype, vocab_size: int
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 0.001])
-def test_a_very_low_temperature_is_greedy(temperature: float):
+def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
     logits = random_logits(8)
     params = SamplingParams(temperature=temperature)
     assert sample(logits, [sequence_of(params)]) == logits.argmax(-1).tolist()
 
 
-def test_no_rows_yield_no_tokens():
+def test_no_rows_yield_no_tokens() -> None:
     assert sample(torch.empty(0, VOCAB_SIZE), []) == []
 
 
@@ -160,7 +166,7 @@ def test_no_rows_yield_no_tokens():
         SamplingParams(temperature=0, allowed_token_ids=[5]),
     ],
 )
-def test_logits_that_are_not_finite_raise(spoilt: float, params: SamplingParams):
+def test_logits_that_are_not_finite_raise(spoilt: float, params: SamplingParams) -> None:
     logits = random_logits(9, 3)
     logits[1, 17] = spoilt
     with pytest.raises(ArithmeticError):
@@ -168,7 +174,7 @@ def test_logits_that_are_not_finite_raise(spoilt: float, params: SamplingParams)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_that_bans_every_token_gets_invalid_request(temperature: float):
+def test_a_request_that_bans_every_token_gets_invalid_request(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=2, allowed_token_ids=[5, 6])
     sequence = sequence_of(params)
     sequence.end_token_ids = (5, 6)
@@ -207,7 +213,7 @@ def test_a_token_does_not_depend_on_its_batch(
     piece: int,
     dtype: torch.dtype,
     data: st.DataObject,
-):
+) -> None:
     logits = random_logits(5, len(kinds), vocab_size).to(dtype)
     before = logits.clone()
     sequences = [
@@ -225,7 +231,7 @@ def test_a_token_does_not_depend_on_its_batch(
     assert torch.equal(logits, before), "they are not ours to change"
 
 
-def test_seed_choice_and_position_each_move_the_point():
+def test_seed_choice_and_position_each_move_the_point() -> None:
     points = {
         uniform(seed, choice, position)
         for seed in (0, 1, 2**63 - 1)
@@ -236,7 +242,7 @@ def test_seed_choice_and_position_each_move_the_point():
     assert uniform(3, 1, 4) == uniform(3, 1, 4)
 
 
-def test_points_are_uniform():
+def test_points_are_uniform() -> None:
     points = np.sort([uniform(11, 0, position) for position in range(4000)])
     distance = np.abs(points - np.linspace(0, 1, len(points))).max()
     # Kolmogorov and Smirnov: below 1.63 / sqrt(n) in 99 of 100 draws.
@@ -261,7 +267,7 @@ NUM_DRAWS = 4000
 @pytest.mark.parametrize("what", ["seed", "position"])
 def test_tokens_are_drawn_in_proportion_to_their_probabilities(
     params: SamplingParams, vocab_size: int, what: str
-):
+) -> None:
     """Over counters, so that it comes out the same each time it is run."""
     row = random_logits(12, 1, vocab_size) / 3
     expected = NUM_DRAWS * transformers_filtered(row[0], params).numpy()
@@ -281,5 +287,5 @@ def test_tokens_are_drawn_in_proportion_to_their_probabilities(
     assert chi_square < CRITICAL[degrees]
 
 
-def test_chunks_divide_the_vocabulary():
+def test_chunks_divide_the_vocabulary() -> None:
     assert [chunk_size(size) for size in (151_936, 49_152, 50_257, 199)] == [128, 512, 1, 1]

@@ -2,8 +2,8 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ def logs(draw: st.DrawFn) -> list[TokenChunk]:
             text = draw(st.text("abc<", max_size=4))
             done = draw(st.booleans()) and index > 3
             logprobs = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in tokens]
-            reason = "stop" if done else None
+            reason: Literal["stop"] | None = "stop" if done else None
             deltas.append(
                 ChoiceDelta(choice, position[choice], tokens, text, reason, logprobs=logprobs)
             )
@@ -121,7 +121,7 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
 
 def test_a_stream_does_not_collect_log_probabilities() -> None:
     token_bytes = {0: b"a"}
-    assemblers = [
+    assemblers: list[ChatAssembler | CompletionAssembler] = [
         ChatAssembler("c", "demo", 5, ChatOptions(logprobs=True), token_bytes),
         CompletionAssembler("c", "demo", 5, CompletionOptions(logprobs=True), token_bytes),
     ]
@@ -170,6 +170,7 @@ async def test_a_failing_log_raises_its_error_and_stops_the_others() -> None:
     left = merge_logs([endless(), endless(), endless()])
     async for _ in left:
         break
+    assert isinstance(left, AsyncGenerator)
     await left.aclose()
     await asyncio.sleep(0)
     gc.collect()

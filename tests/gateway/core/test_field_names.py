@@ -67,7 +67,7 @@ def test_raised_errors_are_translated() -> None:
     assert caught.value.info.field == "prompt"
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
     ("completions", {"prompt": [[]]}, "prompt"),

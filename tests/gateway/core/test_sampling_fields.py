@@ -20,7 +20,7 @@ from workers.gateway.vllm.sampling import read_sampling, write_sampling
 
 NAMES = SamplingParams.__struct_fields__
 TYPES = get_type_hints(SamplingParams, include_extras=True)
-BODIES = {
+BODIES: dict[Any, dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"model": "m", "prompt": "x"},
 }
@@ -49,12 +49,13 @@ def properties(body: Any) -> dict[str, Any]:
 
 def edges(name: str) -> tuple[list[Any], list[Any]]:
     """Values at the ends of a number's range, and next to it."""
-    (kind,) = (
+    numbers: list[Any] = [
         kind
         for kind in getattr(msgspec.inspect.type_info(TYPES[name]), "types", None)
         or [msgspec.inspect.type_info(TYPES[name])]
         if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType)
-    )
+    ]
+    (kind,) = numbers
     step = 1 if isinstance(kind, msgspec.inspect.IntType) else 0.001
     lowest = kind.gt + step if kind.ge is None else kind.ge
     return [lowest, kind.le], [lowest - step, kind.le + step]
@@ -119,7 +120,7 @@ def test_what_is_written_for_vllm_is_read_again(name: str) -> None:
 
 def test_a_new_parameter_is_a_field_of_the_openai_bodies() -> None:
     (more,) = {field[0] for field in optional_fields(MoreParams)} - set(SAME_FORM)
-    body = msgspec.defstruct("Body", optional_fields(MoreParams), kw_only=True)
+    body: Any = msgspec.defstruct("Body", optional_fields(MoreParams), kw_only=True)
     assert more == "top_a"
     assert msgspec.convert({"top_a": 0.5}, body).top_a == 0.5
     assert msgspec.convert({}, body).top_a is None

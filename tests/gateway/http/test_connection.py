@@ -7,8 +7,10 @@ import re
 import resource
 import socket
 import ssl
+from collections.abc import Callable
+from contextvars import Context
 from pathlib import Path
-from typing import Any
+from typing import TypeVarTuple
 
 import httpx
 import pytest
@@ -201,6 +203,9 @@ async def test_a_client_that_does_not_read_is_disconnected(another: Start, reque
     await leave(other)
 
 
+Ts = TypeVarTuple("Ts")
+
+
 class Clock(asyncio.BaseEventLoop):
     """Event loop whose timers run when a test calls `strike`."""
 
@@ -208,7 +213,13 @@ class Clock(asyncio.BaseEventLoop):
         super().__init__()
         self.later: list[asyncio.TimerHandle] = []
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
         self.later.append(asyncio.TimerHandle(delay, callback, args, self, context))
         return self.later[-1]
 

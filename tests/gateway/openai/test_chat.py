@@ -141,7 +141,12 @@ async def test_an_echo_has_log_probabilities(http: httpx.AsyncClient) -> None:
 
 
 async def test_an_answer_may_be_the_echo_alone(http: httpx.AsyncClient) -> None:
-    body = {"model": "demo", "prompt": ["What colour", "Red"], "echo": True, "logprobs": 1}
+    body: dict[str, Any] = {
+        "model": "demo",
+        "prompt": ["What colour", "Red"],
+        "echo": True,
+        "logprobs": 1,
+    }
     more = (await http.post("/v1/completions", json=body | {"max_tokens": 1})).json()
     alone = (await http.post("/v1/completions", json=body | {"max_tokens": 0})).json()
     assert alone["usage"]["completion_tokens"] == 0

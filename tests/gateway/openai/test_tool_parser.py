@@ -22,16 +22,17 @@ def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
     for piece in pieces:
         found += parser.feed(piece)
     found += parser.end()
-    content, calls = "", []
-    for piece in found:
-        if not isinstance(piece, Call):
-            content += piece.text
-        elif piece.name is not None:
-            assert piece.index == len(calls)
-            calls.append((piece.name, piece.arguments))
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for part in found:
+        if not isinstance(part, Call):
+            content += part.text
+        elif part.name is not None:
+            assert part.index == len(calls)
+            calls.append((part.name, part.arguments))
         else:
-            name, arguments = calls[piece.index]
-            calls[piece.index] = name, arguments + piece.arguments
+            name, arguments = calls[part.index]
+            calls[part.index] = name, arguments + part.arguments
     assert parser.has_calls == bool(calls)
     return content, calls
 

@@ -270,7 +270,7 @@ async def test_a_tenant_does_not_find_what_another_has_cached(another: Start) ->
 async def test_each_error_has_its_status_and_names_its_field(http: httpx.AsyncClient) -> None:
     base: dict[str, Any] = {"model": "demo", "token_ids": [5, 6], "sampling_params": {}}
     few = {"max_tokens": 2}
-    picture = await ok(http, RENDER, chat("red.png"))
+    picture: dict[str, Any] = await ok(http, RENDER, chat("red.png"))
 
     def with_item(text: str) -> dict[str, Any]:
         features = picture["features"] | {"kwargs_data": {"image": [text]}, "mm_metadata": None}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
@@ -57,11 +57,12 @@ PICTURE: Any = [
 HELLO: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # the demo model likes spaces
+# The demo model likes spaces.
+COMPACT: dict[str, Any] = {"x-guidance": {"whitespace_flexible": False}}
 
 
 class Shape(BaseModel):
-    model_config = {"json_schema_extra": dict(COMPACT)}
+    model_config = ConfigDict(json_schema_extra=dict(COMPACT))
 
     round: bool
     colour: Literal["red", "yellow"]
@@ -96,7 +97,7 @@ async def test_a_stream(client: AsyncOpenAI) -> None:
 
 async def test_completions(client: AsyncOpenAI) -> None:
     answer = await client.completions.create(
-        model="demo", prompt=["What", [5, 6, 7]][0], max_tokens=4, logprobs=2, seed=-1
+        model="demo", prompt="What", max_tokens=4, logprobs=2, seed=-1
     )
     (choice,) = answer.choices
     assert choice.logprobs is not None
@@ -144,13 +145,13 @@ async def test_an_answer_follows_its_schema(client: AsyncOpenAI) -> None:
     assert answer.choices[0].message.parsed is not None
     held: Any = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]} | COMPACT
     held["additionalProperties"] = False
-    answer = await client.chat.completions.create(
+    constrained = await client.chat.completions.create(
         model="demo",
         messages=HELLO,
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": held}},
         max_tokens=200,
     )
-    assert json.loads(answer.choices[0].message.content or "")["n"] == 3
+    assert json.loads(constrained.choices[0].message.content or "")["n"] == 3
 
 
 async def test_an_invalid_schema_is_refused(client: AsyncOpenAI) -> None:

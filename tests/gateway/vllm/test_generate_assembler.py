@@ -1,7 +1,7 @@
 """The events and the answer of generate, compared with a recording of vLLM."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -54,7 +54,7 @@ def log_of(name: str) -> list[LogRecord]:
         logprobs = TokenLogprobs(
             told["logprob"], told["rank"], [t["token_id"] for t in top], [t["logprob"] for t in top]
         )
-        reason = "length" if i == 7 else None
+        reason: Literal["length"] | None = "length" if i == 7 else None
         delta = ChoiceDelta(0, i, [token_id], texts[i], reason, None, [logprobs])
         records.append(TokenChunk(i, 1, [delta]))
     return [*records, Finish(8, 1, Usage(PROMPT_TOKENS, 8), 1, [])]

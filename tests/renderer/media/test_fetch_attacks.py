@@ -386,7 +386,9 @@ def test_headers_without_an_end_are_given_up(canary: Canary, beginning: bytes) -
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": str(2**40)}, {"Content-Length": "10"}])
-def test_no_length_that_is_said_gets_more_than_the_limit(canary: Canary, headers: dict) -> None:
+def test_no_length_that_is_said_gets_more_than_the_limit(
+    canary: Canary, headers: dict[str, str]
+) -> None:
     sent = 0
 
     def endless(handler: BaseHTTPRequestHandler) -> None:

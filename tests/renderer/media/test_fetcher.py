@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 
@@ -12,6 +11,7 @@ from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge, RequestError
 from tests.renderer.canary import (
     LOOPBACK,
+    Answer,
     Canary,
     config,
     fetcher,
@@ -196,7 +196,7 @@ def test_what_is_compressed_stays_so(canary: Canary) -> None:
     [send(b"no", 404), send(b"no", 500), send(b"short", Content_Length="100"), send(b"", 302)],
     ids=["404", "500", "cut off", "a redirect to nowhere"],
 )
-def test_other_answers_are_errors_that_tell_no_address(canary: Canary, answer: Callable) -> None:
+def test_other_answers_are_errors_that_tell_no_address(canary: Canary, answer: Answer) -> None:
     canary.answers["/a.png"] = answer
     with pytest.raises(RequestError) as caught:
         fetcher(LOOPBACK).fetch(canary.url(), FIELD)
@@ -209,7 +209,7 @@ def test_a_closed_port_is_invalid_media(monkeypatch: pytest.MonkeyPatch) -> None
         port = server.getsockname()[1]
     with pytest.raises(InvalidMedia, match="in time"):
         fetcher(LOOPBACK).fetch(f"http://127.0.0.1:{port}/", FIELD)
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", _no_such_name)
+    monkeypatch.setattr(socket, "getaddrinfo", _no_such_name)
     with pytest.raises(InvalidMedia, match="in time"):
         fetcher().fetch("http://nowhere.example/", FIELD)
 

@@ -6,6 +6,7 @@ import struct
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +14,22 @@ from PIL import Image
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaTooLarge
+from shared.models.media import DecodedImage
 from workers.renderer.media.image_decoder import decode_data_url, decode_image
 from workers.renderer.media.loader import MediaLoader
 
 LIMITS = RendererConfig()
 
 
-def peak_kib():
+def peak_kib() -> int:
     """Return the peak of this process's resident memory since the last `reset_peak_kib`."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+    peak = re.search(r"VmHWM:\s+(\d+)", status)
+    assert peak is not None
+    return int(peak[1])
 
 
-def reset_peak_kib():
+def reset_peak_kib() -> int:
     """The peak of a whole life would hide all but the worst test's memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_kib()
@@ -34,27 +38,31 @@ def reset_peak_kib():
 FIELD = "messages[0].content[1].image_url.url"
 
 
-def picture(mode="RGB", size=(40, 30)):
+def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
     rng = np.random.default_rng(7)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
 
-def saved(image, fmt="PNG", **options):
+def saved(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, fmt, **options)
     return buffer.getvalue()
 
 
-def data_url(data):
+def data_url(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def load(url):
+def load(url: str) -> DecodedImage:
     return MediaLoader(LIMITS).load(url, FIELD)
 
 
-def refusal(data, kind=InvalidMedia, limits=LIMITS):
+def refusal(
+    data: bytes,
+    kind: type[InvalidMedia | MediaTooLarge] = InvalidMedia,
+    limits: RendererConfig = LIMITS,
+) -> str:
     """The error's text, after checking that it tells nothing about our insides."""
     with pytest.raises(kind) as caught:
         decode_image(data, limits, FIELD)
@@ -64,10 +72,10 @@ def refusal(data, kind=InvalidMedia, limits=LIMITS):
     return message
 
 
-def png_header(width, height, extra=b""):
+def png_header(width: int, height: int, extra: bytes = b"") -> bytes:
     """A PNG that claims a size; its data are a few bytes of zeros."""
 
-    def chunk(kind, data):
+    def chunk(kind: bytes, data: bytes) -> bytes:
         crc = zlib.crc32(kind + data)
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
 
@@ -81,13 +89,13 @@ def png_header(width, height, extra=b""):
 
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])
-def test_the_three_formats_become_rgb(fmt):
+def test_the_three_formats_become_rgb(fmt: str) -> None:
     loaded = decode_image(saved(picture(), fmt), LIMITS, FIELD)
     assert loaded.image.mode == "RGB"
     assert loaded.image.size == (40, 30)
 
 
-def test_content_decides_and_not_the_declared_type():
+def test_content_decides_and_not_the_declared_type() -> None:
     url = "data:text/plain;charset=utf-8;base64," + base64.b64encode(saved(picture())).decode()
     assert load(url).image.size == (40, 30)
     assert load("DATA:;BASE64" + url[url.index(",") :]).source_hash == load(url).source_hash
@@ -97,22 +105,22 @@ def test_content_decides_and_not_the_declared_type():
     ("mode", "fmt"),
     [("L", "PNG"), ("1", "PNG"), ("P", "PNG"), ("LA", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")],
 )
-def test_other_modes_become_rgb(mode, fmt):
+def test_other_modes_become_rgb(mode: str, fmt: str) -> None:
     source = picture(mode)
     loaded = decode_image(saved(source, fmt), LIMITS, FIELD)
     assert loaded.image.mode == "RGB"
     if fmt == "PNG":
-        assert np.array_equal(loaded.image, source.convert("RGB"))
+        assert np.array_equal(np.asarray(loaded.image), np.asarray(source.convert("RGB")))
 
 
-def test_transparency_is_laid_over_white():
+def test_transparency_is_laid_over_white() -> None:
     source = Image.new("RGBA", (3, 1))
     source.putdata([(255, 0, 0, 255), (255, 0, 0, 0), (0, 0, 0, 127)])
     pixels = np.asarray(decode_image(saved(source), LIMITS, FIELD).image)[0].tolist()
     assert pixels == [[255, 0, 0], [255, 255, 255], [128, 128, 128]]
 
 
-def test_a_transparent_palette_or_colour_is_laid_over_white():
+def test_a_transparent_palette_or_colour_is_laid_over_white() -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.putdata([0, 1])
@@ -121,26 +129,26 @@ def test_a_transparent_palette_or_colour_is_laid_over_white():
         assert np.asarray(loaded.image)[0].tolist() == [[10, 20, 30], [255, 255, 255]]
 
 
-def test_16_bit_grey_is_scaled_and_not_clipped():
+def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
     source = Image.fromarray(np.array([[0, 0x1234, 0xFFFF]], np.uint16))
     loaded = decode_image(saved(source), LIMITS, FIELD)
     assert np.asarray(loaded.image)[0, :, 0].tolist() == [0, 0x12, 0xFF]
 
 
-def test_exif_orientation_is_applied():
+def test_exif_orientation_is_applied() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     loaded = decode_image(saved(picture(), exif=exif.tobytes()), LIMITS, FIELD)
-    assert np.array_equal(loaded.image, np.rot90(np.asarray(picture()), -1))
+    assert np.array_equal(np.asarray(loaded.image), np.rot90(np.asarray(picture()), -1))
 
 
-def test_a_camera_jpeg_with_a_preview_is_its_first_image():
+def test_a_camera_jpeg_with_a_preview_is_its_first_image() -> None:
     data = saved(picture(), "MPO", save_all=True, append_images=[picture(size=(8, 6))])
     assert decode_image(data, LIMITS, FIELD).image.size == (40, 30)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 27), (400, 1), (28, 29)])
-def test_very_small_images_are_read(size):
+def test_very_small_images_are_read(size: tuple[int, int]) -> None:
     assert decode_image(saved(picture(size=size)), LIMITS, FIELD).image.size == size
 
 
@@ -149,7 +157,7 @@ def test_very_small_images_are_read(size):
 
 
 @pytest.mark.parametrize("fmt", ["GIF", "BMP", "TIFF", "PDF", "ICO", "EPS"])
-def test_other_formats_are_named(fmt):
+def test_other_formats_are_named(fmt: str) -> None:
     message = refusal(saved(picture(size=(32, 32)), fmt))
     assert ("PostScript" if fmt == "EPS" else fmt) in message
     assert "JPEG, PNG or WEBP" in message
@@ -172,11 +180,11 @@ def test_other_formats_are_named(fmt):
     ],
     ids=repr,
 )
-def test_bytes_that_are_no_image_are_refused(data):
+def test_bytes_that_are_no_image_are_refused(data: bytes) -> None:
     refusal(data)
 
 
-def test_every_other_reader_of_pillow_stays_shut():
+def test_every_other_reader_of_pillow_stays_shut() -> None:
     Image.init()
     num_refused = 0
     for fmt in sorted(set(Image.SAVE) - {"JPEG", "PNG", "WEBP", "MPO", "JPEG2000"}):
@@ -190,13 +198,13 @@ def test_every_other_reader_of_pillow_stays_shut():
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "WEBP"])
-def test_animations_are_refused(fmt):
+def test_animations_are_refused(fmt: str) -> None:
     frames = [picture(), picture().rotate(90)]
     data = saved(frames[0], fmt, save_all=True, append_images=frames[1:], duration=100)
     assert "animated" in refusal(data)
 
 
-def test_the_byte_limit_holds_before_base64_is_decoded():
+def test_the_byte_limit_holds_before_base64_is_decoded() -> None:
     limits = RendererConfig(max_image_bytes=1000)
     assert "1000 bytes" in refusal(bytes(1001), MediaTooLarge, limits)
     with pytest.raises(MediaTooLarge, match="1000 bytes"):
@@ -214,7 +222,7 @@ def test_the_byte_limit_holds_before_base64_is_decoded():
         ((16_385, 1), "16384"),
     ],
 )
-def test_bombs_are_refused_by_their_header(size, limit):
+def test_bombs_are_refused_by_their_header(size: tuple[int, int], limit: str) -> None:
     before = reset_peak_kib()
     start = time.process_time()
     message = refusal(png_header(*size), MediaTooLarge)
@@ -224,7 +232,7 @@ def test_bombs_are_refused_by_their_header(size, limit):
     assert f"{size[0]} x {size[1]}" in message
 
 
-def test_a_webp_bomb_allocates_nothing():
+def test_a_webp_bomb_allocates_nothing() -> None:
     data = bytearray(saved(Image.new("RGB", (16, 16)), "WEBP", lossless=True))
     position = data.index(b"VP8L") + 9
     bits = struct.unpack_from("<I", data, position)[0] >> 28 << 28
@@ -234,24 +242,24 @@ def test_a_webp_bomb_allocates_nothing():
     assert peak_kib() - before < 16 * 1024
 
 
-def test_an_empty_side_is_refused():
+def test_an_empty_side_is_refused() -> None:
     refusal(png_header(0, 5))
     refusal(png_header(5, 0))
 
 
-def test_a_compressed_text_bomb_in_a_png_is_refused():
+def test_a_compressed_text_bomb_in_a_png_is_refused() -> None:
     data = b"key\0\0" + zlib.compress(bytes(50_000_000))
     chunk = struct.pack(">I", len(data)) + b"zTXt" + data
     chunk += struct.pack(">I", zlib.crc32(b"zTXt" + data))
     refusal(png_header(4, 4, chunk))
 
 
-def test_a_damaged_exif_block_is_refused_without_a_warning():
+def test_a_damaged_exif_block_is_refused_without_a_warning() -> None:
     exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + bytes(range(40))
     refusal(saved(picture(), "JPEG", exif=exif))
 
 
-def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal():
+def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal() -> None:
     rng = random.Random(3)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -260,7 +268,7 @@ def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal():
     seeds += [saved(picture("CMYK"), "JPEG", progressive=True), saved(picture(), "JPEG", exif=exif)]
     seeds += [saved(picture("RGBA"), "WEBP", lossless=True)]
     assert len(seeds) == 10
-    outcomes = set()
+    outcomes: set[str | bool] = set()
     for i in range(1000):
         data = bytearray(seeds[i % len(seeds)])
         if i % 20 < 10:
@@ -290,7 +298,7 @@ def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal():
         "data:",
     ],
 )
-def test_malformed_data_urls_are_refused(url):
+def test_malformed_data_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidMedia) as caught:
         load(url)
     assert caught.value.field == FIELD
@@ -300,6 +308,6 @@ def test_malformed_data_urls_are_refused(url):
     "url",
     ["file:///etc/passwd", "ftp://host/a.png", "/etc/passwd", "a.png", "", " data:,", "gopher://a"],
 )
-def test_other_schemes_are_refused(url):
+def test_other_schemes_are_refused(url: str) -> None:
     with pytest.raises(InvalidMedia, match="must begin with"):
         load(url)

@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Error and memory growth of a new process for each bomb."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
@@ -139,7 +140,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_bomb_makes_the_process_grow(reports: dict[str, dict], name: str) -> None:
+def test_no_bomb_makes_the_process_grow(reports: dict[str, dict[str, Any]], name: str) -> None:
     _, code, part = BOMBS[name]
     assert reports[name]["code"] == code
     assert part in reports[name]["message"]
@@ -222,9 +223,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tried: list[str] = []
     for fmt, (reader, accepts) in Image.OPEN.items():
 
-        def try_it(*args: object, fmt: str = fmt, reader: Callable = reader) -> Image.Image:
+        def try_it(
+            *args: object, fmt: str = fmt, reader: Callable[..., Any] = reader
+        ) -> Image.Image:
             tried.append(fmt)
-            return reader(*args)
+            opened: Image.Image = reader(*args)
+            return opened
 
         monkeypatch.setitem(Image.OPEN, fmt, (try_it, accepts))
     return tried
@@ -267,7 +271,10 @@ def test_an_image_of_any_size_is_answered_or_refused(
     demo: tuple[Processor, EngineCore], size: tuple[int, int]
 ) -> None:
     processor, core = demo
-    parts = [ImagePart(ImageURL("data:,")), TextPart("What color is this image?")]
+    parts: list[TextPart | ImagePart] = [
+        ImagePart(ImageURL("data:,")),
+        TextPart("What color is this image?"),
+    ]
     image = decode_image(saved(Image.new("RGB", size, "red"), "PNG"), LIMITS, FIELD)
     if max(size) > 200 * min(size):
         with pytest.raises(InvalidMedia, match="more than 200 times"):
@@ -298,7 +305,11 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
     tokens = [token.content for token in added if token.special]
     assert "<|image_pad|>" in tokens
     for token in tokens:
-        for parts in ([TextPart(token), picture], [picture, TextPart(f"a{token}b")]):
+        around: list[list[TextPart | ImagePart]] = [
+            [TextPart(token), picture],
+            [picture, TextPart(f"a{token}b")],
+        ]
+        for parts in around:
             with pytest.raises(InvalidRequest, match="control token"):
                 processor.render([Message("user", parts)], [image])
         for cut in range(1, len(token)):
@@ -313,7 +324,7 @@ def test_lookalikes_leave_the_image_where_it_is(
 ) -> None:
     processor, core = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
-    parts = [ImagePart(ImageURL("data:,")), TextPart(text)]
+    parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")), TextPart(text)]
     rendered = processor.render([Message("user", parts)], [image])
     plain = processor.render([Message("user", [parts[0], TextPart("x")])], [image])
     assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]

@@ -32,6 +32,7 @@ from tests.renderer.rig import (
     renderer,
     task_for,
 )
+from tests.renderer.threads import in_thread
 from workers.cli.settings import as_tree
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.media.request_media import RequestMedia
@@ -231,9 +232,7 @@ async def attempt(bus: Bus, canary: Canary, model: str) -> Callable[[], RequestM
         loader = MediaLoader(limits)
         assert task.header.ticket is not None
         sequence = task.header.ticket.sequence
-        return RequestMedia(
-            bus, loader, limits, asyncio.to_thread, task.header.request_id, sequence
-        )
+        return RequestMedia(bus, loader, limits, in_thread, task.header.request_id, sequence)
 
     return new
 

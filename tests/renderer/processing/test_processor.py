@@ -4,18 +4,22 @@ import random
 import shutil
 import time
 import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from shared.codec.envelope import decode, encode
+from shared.codec.envelope import TensorData, decode, encode
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import (
@@ -32,7 +36,7 @@ from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
 from shared.protocol.task_messages import EngineBody, Task
 from tests.tasks import engine_task
 from workers.renderer.media.image_decoder import decode_image, hash_source
-from workers.renderer.processing.processor import Processor
+from workers.renderer.processing.processor import Processor, Rendered
 
 SPECIALS = ["<|end|>", "<|start|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 CONTENT = (
@@ -53,7 +57,12 @@ TEXT = {"model_type": "qwen2", "max_position_embeddings": 256}
 MAX_PIXELS = 28 * 28 * 100
 
 
-def write_model(folder, config, template, normalizer=None):
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    template: str,
+    normalizer: normalizers.Normalizer | None = None,
+) -> Path:
     """A model folder without weights; the tokenizer knows single bytes and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -78,42 +87,43 @@ def write_model(folder, config, template, normalizer=None):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("vision"), VISION, TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def processor(folder):
+def processor(folder: Path) -> Processor:
     return Processor(ModelConfig(str(folder)))
 
 
 @pytest.fixture(scope="module")
-def text_processor(tmp_path_factory):
+def text_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = write_model(tmp_path_factory.mktemp("text"), TEXT, TEXT_TEMPLATE)
     return Processor(ModelConfig(str(folder)))
 
 
 @pytest.fixture(scope="module")
-def reference(folder):
+def reference(folder: Path) -> BaseImageProcessor:
     """transformers' own image processor, in its ordinary use."""
-    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    found: BaseImageProcessor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return found
 
 
-def loaded(size=(60, 40), seed=0, mode="RGB"):
+def loaded(size: tuple[int, int] = (60, 40), seed: int = 0, mode: str = "RGB") -> DecodedImage:
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return DecodedImage(Image.fromarray(pixels), f"{size} {seed} {mode}")
 
 
-def image():
+def image() -> ImagePart:
     return ImagePart(ImageURL("data:,"))
 
 
-def user(*parts):
+def user(*parts: str | ImagePart) -> Message:
     return Message("user", [TextPart(p) if isinstance(p, str) else p for p in parts])
 
 
-def text_of(processor, token_ids):
+def text_of(processor: Processor, token_ids: list[int]) -> str:
     return processor._tokenizer.decode(token_ids)
 
 
@@ -121,7 +131,7 @@ def text_of(processor, token_ids):
 # text
 
 
-def test_the_prompt_is_what_transformers_makes_of_the_template(processor):
+def test_the_prompt_is_what_transformers_makes_of_the_template(processor: Processor) -> None:
     messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
     rendered = processor.render(messages, [])
     conversation = [{"role": m.role, "content": m.content} for m in messages]
@@ -133,7 +143,7 @@ def test_the_prompt_is_what_transformers_makes_of_the_template(processor):
     assert text.endswith("x<|end|>\n<|start|>assistant\n")
 
 
-def test_a_text_model_takes_parts_and_refuses_images(text_processor):
+def test_a_text_model_takes_parts_and_refuses_images(text_processor: Processor) -> None:
     ids = text_processor.render([user("a", "b")], []).prompt_token_ids
     assert "user\na\nb<|end|>" in text_of(text_processor, ids)
     with pytest.raises(UnsupportedContent) as caught:
@@ -143,7 +153,7 @@ def test_a_text_model_takes_parts_and_refuses_images(text_processor):
 
 @pytest.mark.parametrize("token", SPECIALS)
 @pytest.mark.parametrize("place", ["{}", "see {}?", "{}{}"])
-def test_control_tokens_in_text_are_refused(processor, token, place):
+def test_control_tokens_in_text_are_refused(processor: Processor, token: str, place: str) -> None:
     text = place.format(token, token)
     for message in (Message("user", text), user(text), user(image(), text)):
         with pytest.raises(InvalidRequest, match="control token") as caught:
@@ -152,12 +162,12 @@ def test_control_tokens_in_text_are_refused(processor, token, place):
         assert token in str(caught.value)
 
 
-def test_a_control_token_split_over_two_parts_is_refused(processor):
+def test_a_control_token_split_over_two_parts_is_refused(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match=r"<\|image_pad\|>"):
         processor.render([user("<|image_", "pad|>")], [])
 
 
-def test_a_typed_placeholder_cannot_take_an_images_place(processor):
+def test_a_typed_placeholder_cannot_take_an_images_place(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="control token"):
         processor.render([user("<|image_pad|>", image())], [loaded()])
 
@@ -165,19 +175,19 @@ def test_a_typed_placeholder_cannot_take_an_images_place(processor):
 @pytest.mark.parametrize(
     "text", ["\uff1c|image_pad|\uff1e", "<|image\u200b_pad|>", "<|Image_Pad|>", "<|"]
 )
-def test_lookalikes_are_plain_text(processor, text):
+def test_lookalikes_are_plain_text(processor: Processor, text: str) -> None:
     plain = processor.render([user(text)], []).prompt_token_ids
     assert text in text_of(processor, plain)
 
 
-def test_lookalikes_that_the_normaliser_resolves_are_refused(tmp_path):
+def test_lookalikes_that_the_normaliser_resolves_are_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path, VISION, TEMPLATE, normalizers.NFKC())
     strict = Processor(ModelConfig(str(folder)))
     with pytest.raises(InvalidRequest, match="control token"):
         strict.render([user("\uff1c|image_pad|\uff1e")], [])
 
 
-def test_tokens_that_only_the_template_joins_are_refused(tmp_path):
+def test_tokens_that_only_the_template_joins_are_refused(tmp_path: Path) -> None:
     joining = TEMPLATE.replace("{{ m.content }}", "{{ m.content | replace('-', '') }}")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, joining))))
     with pytest.raises(InvalidRequest, match="control token"):
@@ -185,16 +195,16 @@ def test_tokens_that_only_the_template_joins_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n"])
-def test_empty_and_blank_texts_are_rendered(processor, text):
+def test_empty_and_blank_texts_are_rendered(processor: Processor, text: str) -> None:
     assert processor.render([Message("user", text)], []).prompt_token_ids
 
 
-def test_what_the_template_refuses_is_the_clients_fault(processor):
+def test_what_the_template_refuses_is_the_clients_fault(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="The system speaks first"):
         processor.render([Message("user", "a"), Message("system", "b")], [])
 
 
-def test_a_prompt_leaves_room_for_one_token(folder):
+def test_a_prompt_leaves_room_for_one_token(folder: Path) -> None:
     fits = Processor(ModelConfig(str(folder))).render([Message("user", "abc")], [])
     length = len(fits.prompt_token_ids)
     Processor(ModelConfig(str(folder), max_model_len=length + 1)).render(
@@ -207,7 +217,7 @@ def test_a_prompt_leaves_room_for_one_token(folder):
     assert caught.value.field == "messages"
 
 
-def test_endless_text_is_refused_without_tokenizing(text_processor):
+def test_endless_text_is_refused_without_tokenizing(text_processor: Processor) -> None:
     start = time.process_time()
     with pytest.raises(ContextTooLong, match=r"50000000 bytes .* 256 tokens"):
         text_processor.render([Message("user", "a" * 50_000_000)], [])
@@ -215,13 +225,13 @@ def test_endless_text_is_refused_without_tokenizing(text_processor):
 
 
 @pytest.mark.parametrize("unit", [" ", "\n", "@", "e\u0301", "世", "a"], ids=ascii)
-def test_tokenizing_takes_linear_time(folder, tmp_path, unit):
+def test_tokenizing_takes_linear_time(folder: Path, tmp_path: Path, unit: str) -> None:
     shutil.copytree(folder, tmp_path / "model")
     config = VISION | {"text_config": {"max_position_embeddings": 1_000_000}}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     processor = Processor(ModelConfig(str(tmp_path / "model")))
 
-    def best_of_three(num_bytes):
+    def best_of_three(num_bytes: int) -> float:
         messages = [Message("user", unit * (num_bytes // len(unit.encode())))]
         times = []
         for _ in range(3):
@@ -239,7 +249,9 @@ def test_tokenizing_takes_linear_time(folder, tmp_path, unit):
 SIZES = [(1, 1), (1, 27), (27, 1), (28, 28), (27, 29), (56, 56), (200, 1), (61, 437), (640, 480)]
 
 
-def restored(task, tensors):
+def restored(
+    task: Rendered, tensors: list[TensorData]
+) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
     """Restore values as the engine does: by the table, frame repeated; [patches, values]."""
     for item in task.items:
         patches, table, grid = (
@@ -252,7 +264,9 @@ def restored(task, tensors):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_engine_can_restore_the_processors_output_bit_for_bit(processor, reference, size):
+def test_the_engine_can_restore_the_processors_output_bit_for_bit(
+    processor: Processor, reference: BaseImageProcessor, size: tuple[int, int]
+) -> None:
     picture = loaded(size)
     rendered = processor.render([user(image())], [picture])
     expected = reference(images=[picture.image], return_tensors="np")
@@ -263,7 +277,7 @@ def test_the_engine_can_restore_the_processors_output_bit_for_bit(processor, ref
     assert rendered.items[0].placeholder.length == grid.prod() // 4
 
 
-def test_every_image_fills_its_own_placeholder(processor):
+def test_every_image_fills_its_own_placeholder(processor: Processor) -> None:
     pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
     messages = [user("one", image(), "two", image()), user(image(), "three")]
     rendered = processor.render(messages, pictures)
@@ -282,7 +296,7 @@ def test_every_image_fills_its_own_placeholder(processor):
     assert sorted(i for item in rendered.items for i in item.fields.values()) == list(range(9))
 
 
-def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
+def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor: Processor) -> None:
     rendered = processor.render([user(image())], [loaded((56, 84))])
     task = engine_task("r", rendered.prompt_token_ids, rendered.items)
     received, tensors = decode(encode(task, rendered.tensors), Task[EngineBody])
@@ -296,7 +310,7 @@ def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor):
     }
 
 
-def test_settings_of_the_processor_are_honoured(tmp_path):
+def test_settings_of_the_processor_are_honoured(tmp_path: Path) -> None:
     write_model(tmp_path, VISION, TEMPLATE)
     path = tmp_path / "preprocessor_config.json"
     settings = json.loads(path.read_text()) | {"do_normalize": False, "image_mean": [0.1, 0.2, 0.3]}
@@ -307,25 +321,27 @@ def test_settings_of_the_processor_are_honoured(tmp_path):
     assert np.array_equal(next(restored(rendered, rendered.tensors))[0], expected)
 
 
-def file_of(image, fmt="PNG", **options):
+def file_of(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, fmt, **options)
     return buffer.getvalue()
 
 
-def upside_down():
+def upside_down() -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = 3
     return exif
 
 
-def other_palette(image):
+def other_palette(image: Image.Image) -> Image.Image:
     image = image.copy()
-    image.putpalette([255 - value for value in image.getpalette()])
+    palette = image.getpalette()
+    assert palette is not None
+    image.putpalette([255 - value for value in palette])
     return image
 
 
-def test_hashes_tell_all_different_images_apart(processor, tmp_path):
+def test_hashes_tell_all_different_images_apart(processor: Processor, tmp_path: Path) -> None:
     stripes = np.arange(30 * 150 * 3, dtype=np.uint32).astype(np.uint8)
     picture, paletted = loaded().image, loaded().image.quantize(16)
     files = [
@@ -358,13 +374,15 @@ def test_hashes_tell_all_different_images_apart(processor, tmp_path):
 
 
 @pytest.mark.parametrize("size", [(201, 1), (2, 500)])
-def test_images_too_narrow_for_the_model_are_refused(processor, size):
+def test_images_too_narrow_for_the_model_are_refused(
+    processor: Processor, size: tuple[int, int]
+) -> None:
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
         processor.render([user("a", image())], [loaded(size)])
     assert caught.value.field == "messages[0].content[1].image_url.url"
 
 
-def test_too_many_images_are_refused_before_any_is_loaded(folder):
+def test_too_many_images_are_refused_before_any_is_loaded(folder: Path) -> None:
     processor = Processor(ModelConfig(str(folder), max_images=1))
     with pytest.raises(MediaTooLarge, match="limit of 1 ") as caught:
         processor.check([user(image()), user(image())])
@@ -373,20 +391,20 @@ def test_too_many_images_are_refused_before_any_is_loaded(folder):
         Processor(ModelConfig(str(folder), max_images=0)).check([user(image())])
 
 
-def test_images_count_towards_the_context(folder):
+def test_images_count_towards_the_context(folder: Path) -> None:
     processor = Processor(ModelConfig(str(folder), max_model_len=100))
     with pytest.raises(ContextTooLong, match=r"in the model's 100$"):
         processor.render([user(image())], [loaded((280, 280))])
 
 
-def test_a_template_that_drops_an_image_is_an_error(tmp_path):
+def test_a_template_that_drops_an_image_is_an_error(tmp_path: Path) -> None:
     silent = TEMPLATE.replace("<|image_pad|>", "")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, silent))))
     with pytest.raises(InvalidRequest, match="0 placeholders"):
         processor.render([user(image())], [loaded()])
 
 
-def test_many_threads_render_as_one_does(processor):
+def test_many_threads_render_as_one_does(processor: Processor) -> None:
     rng = random.Random(0)
     requests = [
         ([user("q" * rng.randint(1, 300), image())], [loaded((rng.randint(20, 90), 50), seed=i)])
@@ -401,7 +419,7 @@ def test_many_threads_render_as_one_does(processor):
 # loading
 
 
-def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path):
+def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model can be read"):
         Processor(ModelConfig(str(tmp_path / "nothing")))
     write_model(tmp_path, VISION, TEMPLATE)
@@ -420,13 +438,13 @@ def test_folders_that_are_no_usable_model_are_configuration_errors(tmp_path):
 class OwnProcessor(Qwen2VLProcessor):
     """transformers' own, without the video processor that needs torchvision."""
 
-    def check_argument_for_proper_class(self, argument_name, argument):
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
         return type(argument)
 
 
-def test_prompt_and_images_are_those_of_transformers_own_processor():
+def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
     folder = Path(__file__).parents[3] / "ops" / "demo_model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     own = OwnProcessor(
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
         tokenizer=tokenizer,
@@ -439,7 +457,8 @@ def test_prompt_and_images_are_those_of_transformers_own_processor():
         pictures = [
             loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_pictures)
         ]
-        parts = [TextPart("Look:"), *[image() for _ in pictures], TextPart("What is it?")]
+        parts: list[TextPart | ImagePart] = [TextPart("Look:"), *[image() for _ in pictures]]
+        parts.append(TextPart("What is it?"))
         rendered = ours.render([Message("user", parts)], pictures)
         kinds = [{"type": "text", "text": "Look:"}, *[{"type": "image"} for _ in pictures]]
         conversation = [
@@ -462,12 +481,12 @@ def test_prompt_and_images_are_those_of_transformers_own_processor():
             assert own.image_token_id not in (ids[start - 1], ids[start + length])
 
 
-def test_one_raster_at_a_time_is_held(processor):
+def test_one_raster_at_a_time_is_held(processor: Processor) -> None:
     """Images are taken when their turn comes, and the one before the last is let go."""
     held: list[int] = []
     most = 0
 
-    def pictures():
+    def pictures() -> Iterator[DecodedImage]:
         nonlocal most
         for number in range(6):
             picture = Image.new("RGB", (200, 200))

@@ -1,4 +1,6 @@
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ class Sized:
     modality: Modality = IMAGE
 
 
-def sized(counts):
+def sized(counts: list[int]) -> list[Sized]:
     return [Sized(count) for count in counts]
 
 
@@ -28,7 +30,7 @@ prompts = st.lists(st.integers(0, 12), max_size=50)
 
 @settings(deadline=None)
 @given(prompts, st.data())
-def test_the_ith_placeholder_takes_the_ith_count(token_ids, data):
+def test_the_ith_placeholder_takes_the_ith_count(token_ids: list[int], data: st.DataObject) -> None:
     num = token_ids.count(PAD)
     counts = data.draw(st.lists(st.integers(1, 20), min_size=num, max_size=num))
     expanded, ranges = expand(token_ids, sized(counts), IDS)
@@ -41,14 +43,14 @@ def test_the_ith_placeholder_takes_the_ith_count(token_ids, data):
     assert expanded == token_ids
 
 
-def test_a_small_example():
+def test_a_small_example() -> None:
     assert expand([1, PAD, 2, PAD], sized([3, 2]), IDS) == (
         [1, PAD, PAD, PAD, 2, PAD, PAD],
         [PlaceholderRange(1, 3), PlaceholderRange(5, 2)],
     )
 
 
-def test_adjacent_placeholders_stay_apart():
+def test_adjacent_placeholders_stay_apart() -> None:
     assert expand([PAD, PAD], sized([2, 3]), IDS)[1] == [
         PlaceholderRange(0, 2),
         PlaceholderRange(2, 3),
@@ -57,38 +59,39 @@ def test_adjacent_placeholders_stay_apart():
 
 @settings(deadline=None)
 @given(prompts.filter(lambda ids: PAD not in ids))
-def test_without_placeholders_the_prompt_is_unchanged(token_ids):
+def test_without_placeholders_the_prompt_is_unchanged(token_ids: list[int]) -> None:
     assert expand(token_ids, [], IDS) == (token_ids, [])
 
 
 @settings(deadline=None)
 @given(prompts, st.integers(-2, 2).filter(bool))
-def test_another_number_of_images_is_refused(token_ids, difference):
+def test_another_number_of_images_is_refused(token_ids: list[int], difference: int) -> None:
     num = token_ids.count(PAD) + difference
     if num >= 0:
         with pytest.raises(InvalidRequest, match=f"{num} media"):
             expand(token_ids, sized([1] * num), IDS)
 
 
-class Counted(list):
+class Counted(list[int]):
     """Counts the items that are looked at."""
 
     looks = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         for item in super().__iter__():
             self.looks += 1
             yield item
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         self.looks += len(found) if isinstance(index, slice) else 1
         return found
 
 
-def test_each_modality_has_its_own_placeholder():
-    media = [Sized(2, "video"), Sized(3)]
-    ids = {IMAGE: PAD, "video": 8}
+def test_each_modality_has_its_own_placeholder() -> None:
+    video: Any = "video"  # a modality that does not exist yet
+    media = [Sized(2, video), Sized(3)]
+    ids = {IMAGE: PAD, video: 8}
     assert expand([8, 1, PAD], media, ids) == (
         [8, 8, 1, PAD, PAD, PAD],
         [PlaceholderRange(0, 2), PlaceholderRange(3, 3)],
@@ -97,8 +100,8 @@ def test_each_modality_has_its_own_placeholder():
         expand([PAD, 1, 8], media, ids)
 
 
-def test_expansion_takes_linear_time():
-    def num_looks(num):
+def test_expansion_takes_linear_time() -> None:
+    def num_looks(num: int) -> int:
         token_ids = Counted([PAD, 1] * num)
         expand(token_ids, sized([4] * num), IDS)
         return token_ids.looks
@@ -107,11 +110,11 @@ def test_expansion_takes_linear_time():
     assert num_looks(100_000) == 2 * num_looks(50_000)
 
 
-def image():
+def image() -> ImagePart:
     return ImagePart(ImageURL("data:,"))
 
 
-def test_images_are_found_in_the_order_of_the_template():
+def test_images_are_found_in_the_order_of_the_template() -> None:
     messages = [
         Message("system", "text"),
         Message("user", [TextPart("a"), image(), image()]),
@@ -124,7 +127,7 @@ def test_images_are_found_in_the_order_of_the_template():
     ]
 
 
-def test_messages_take_the_shape_of_the_template():
+def test_messages_take_the_shape_of_the_template() -> None:
     messages = [Message("system", "s"), Message("user", [TextPart("a"), image(), TextPart("b")])]
     assert template_messages(messages, parts=True, text=str.upper) == [
         {"role": "system", "content": "S"},

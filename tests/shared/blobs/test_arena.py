@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ def test_the_same_name_is_the_same_content() -> None:
 
 def test_wider_items_count_by_bytes() -> None:
     arena = Arena(MIB)
-    slot = arena.put("a", [memoryview(b"abcdefgh").cast("d")], "x")
+    wide: Any = memoryview(b"abcdefgh").cast("d")
+    slot = arena.put("a", [wide], "x")
     assert slot is not None
     assert bytes(arena.view(slot)) == b"abcdefgh"
 

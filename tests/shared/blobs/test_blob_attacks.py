@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat
 from shared.protocol.multimodal import BlobRef
 from tests.shared.blobs.test_store import NAME, TRANSPORTS, put
+from tests.shared.conftest import StartBlobs, Told
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -71,7 +72,7 @@ def mappings(access: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
-async def test_forged_references_are_refused(start: Callable, told: Callable) -> None:
+async def test_forged_references_are_refused(start: StartBlobs, told: Told) -> None:
     owner, reader = await start(told=told), await start()
     ours = put(owner, b"a" * 5000)
     forged = [
@@ -93,7 +94,7 @@ async def test_forged_references_are_refused(start: Callable, told: Callable) ->
 
 
 @pytest.mark.parametrize("worker", ["", "*", ">", "a.b", "a b", "a\r\nPUB x 0\r\n", "é", "a" * 200])
-async def test_invalid_worker_names_are_not_contacted(start: Callable, worker: str) -> None:
+async def test_invalid_worker_names_are_not_contacted(start: StartBlobs, worker: str) -> None:
     reader = await start()
     ref = BlobRef(worker, bytes(32), 5)
     with pytest.raises(BlobLost):
@@ -101,7 +102,7 @@ async def test_invalid_worker_names_are_not_contacted(start: Callable, worker: s
     await reader.release(ref)
 
 
-async def test_names_cannot_be_looked_up_over_the_network(start: Callable) -> None:
+async def test_names_cannot_be_looked_up_over_the_network(start: StartBlobs) -> None:
     owner = await start()
     put(owner, b"abc")
     assert owner.address.tcp is not None
@@ -113,7 +114,7 @@ async def test_names_cannot_be_looked_up_over_the_network(start: Callable) -> No
 
 
 @pytest.mark.parametrize("ttl_s", [math.nan, math.inf, -math.inf, -1.0])
-async def test_invalid_ttls_give_no_key(start: Callable, ttl_s: float) -> None:
+async def test_invalid_ttls_give_no_key(start: StartBlobs, ttl_s: float) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     await owner.release(put(owner, b"a" * MIB))
     road = SharedMemoryTransport(owner.address.local)
@@ -128,7 +129,7 @@ async def test_invalid_ttls_give_no_key(start: Callable, ttl_s: float) -> None:
     [(5, 1), (0, CHUNK_BYTES + 1), (0, 2**64 - 1), (2**64 - 1, 1), (2**63, 2**63), (0, 0)],
 )
 async def test_chunks_outside_of_a_blob_are_refused(
-    start: Callable, offset: int, num_bytes: int
+    start: StartBlobs, offset: int, num_bytes: int
 ) -> None:
     owner, asker = await start(), await start()
     ref = put(owner, b"abcde")
@@ -139,8 +140,11 @@ async def test_chunks_outside_of_a_blob_are_refused(
 # -- S54, S55: owners that lie --------------------------------------------------------------------
 
 
+Lie = Callable[[int, protocol.BlobReply], Awaitable[tuple[Blobs, BlobRef]]]
+
+
 @pytest.fixture
-async def lie(start: Callable) -> AsyncIterator[Callable]:
+async def lie(start: StartBlobs) -> AsyncIterator[Lie]:
     """Replace an owner by a process that passes `fd` and replies with `answer`."""
     listeners: list[socket.socket] = []
     tasks: list[asyncio.Task[None]] = []
@@ -179,7 +183,7 @@ async def lie(start: Callable) -> AsyncIterator[Callable]:
 
 @pytest.mark.parametrize("offset", [MIB - 99, MIB, 2**63, 2**64 - 1])
 async def test_offsets_outside_of_the_arena_are_refused(
-    start: Callable, lie: Callable, offset: int
+    start: StartBlobs, lie: Lie, offset: int
 ) -> None:
     arena, reader = Arena(MIB), await start()
     _, ref = await lie(arena.fd, protocol.BlobReply(True, offset, 100))
@@ -187,7 +191,7 @@ async def test_offsets_outside_of_the_arena_are_refused(
         await reader.get(ref)
 
 
-async def test_memory_that_may_shrink_is_not_mapped(start: Callable, lie: Callable) -> None:
+async def test_memory_that_may_shrink_is_not_mapped(start: StartBlobs, lie: Lie) -> None:
     fd = os.memfd_create("pagemill", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
     reader = await start()
@@ -198,7 +202,7 @@ async def test_memory_that_may_shrink_is_not_mapped(start: Callable, lie: Callab
 
 
 async def test_another_users_memory_is_not_mapped(
-    start: Callable, monkeypatch: pytest.MonkeyPatch
+    start: StartBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await start()
     ref = put(owner, b"abc")
@@ -219,7 +223,7 @@ async def test_another_users_memory_is_not_mapped(
     road.close()
 
 
-async def test_an_arena_in_use_cannot_be_truncated(start: Callable) -> None:
+async def test_an_arena_in_use_cannot_be_truncated(start: StartBlobs) -> None:
     owner, reader = await start(), await start()
     ref = put(owner, b"a" * MIB)
     blob = await reader.get(ref)
@@ -269,7 +273,7 @@ def run(script: str, *args: object) -> "asyncio.Future[subprocess.CompletedProce
     )
 
 
-async def test_a_hundred_killed_readers_leave_nothing(start: Callable) -> None:
+async def test_a_hundred_killed_readers_leave_nothing(start: StartBlobs) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets())
@@ -305,7 +309,7 @@ for _ in range(int(sys.argv[1])):
 
 
 async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
-    start: Callable, bus: Bus
+    start: StartBlobs, bus: Bus
 ) -> None:
     names, before = set(os.listdir("/dev/shm")), (memory_files(), sockets(), len(mappings("r--")))
     reader = await start()
@@ -333,7 +337,7 @@ async def test_a_hundred_killed_owners_leave_nothing_and_take_nothing(
 # -- what is copied on the way --------------------------------------------------------------------
 
 
-async def test_one_copy_by_the_writer_and_none_by_the_reader(start: Callable) -> None:
+async def test_one_copy_by_the_writer_and_none_by_the_reader(start: StartBlobs) -> None:
     owner, reader = await start(), await start()
     pixels = np.arange(16 * MIB, dtype=np.uint8)
     fields = {"pixel_patches": from_numpy(pixels), "image_grid_thw": from_numpy(np.arange(3))}

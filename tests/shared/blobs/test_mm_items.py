@@ -19,18 +19,18 @@ from tests.tasks import engine_task
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
-def test_a_mask_marks_the_replaced_tokens(is_embed: list[bool]):
+def test_a_mask_marks_the_replaced_tokens(is_embed: list[bool]) -> None:
     placeholder = PlaceholderRange(5, len(is_embed), pack_mask(is_embed))
     assert placeholder.embed_indexes() == [i for i, embeds in enumerate(is_embed) if embeds]
     assert placeholder.num_embeds == sum(is_embed)
 
 
-def test_without_a_mask_all_tokens_are_replaced():
+def test_without_a_mask_all_tokens_are_replaced() -> None:
     assert PlaceholderRange(5, 11).embed_indexes() == list(range(11))
     assert PlaceholderRange(5, 11).num_embeds == 11
 
 
-async def test_levels_and_masks_fit_the_envelope():
+async def test_levels_and_masks_fit_the_envelope() -> None:
     """An item with embeddings of several tower layers (DeepStack) and their grid."""
     fields = {
         "image_grid_thw": torch.tensor([1, 6, 4]),
@@ -74,7 +74,7 @@ class OneBlob:
 )
 async def test_a_blob_fills_its_placeholder_or_is_refused(
     placeholder: PlaceholderRange, fits: bool
-):
+) -> None:
     blobs, ref = OneBlob(), object()
     item: Any = MultiModalKwargsItem("image", "ab" * 32, placeholder, blob=ref)  # type: ignore[arg-type]
     if fits:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
+from tests.shared.conftest import StartBlobs, Told
 
 MIB = 2**20
 NAME = "ab" * 32
@@ -54,7 +55,8 @@ def no_tcp(address: BlobAddress) -> BlobAddress:
 
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+        port: int = server.getsockname()[1]
+        return port
 
 
 def dead_ends(address: BlobAddress) -> BlobAddress:
@@ -62,7 +64,7 @@ def dead_ends(address: BlobAddress) -> BlobAddress:
     return msgspec.structs.replace(address, local="nobody", tcp=("127.0.0.1", closed_port()))
 
 
-TRANSPORTS = {
+TRANSPORTS: dict[str, Told] = {
     "its memory": lambda address: address,
     "a socket": elsewhere,
     "the broker": no_tcp,
@@ -73,7 +75,7 @@ TRANSPORTS = {
 @pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 64 * 1024, 3 * MIB + 5])
 async def test_every_transport_reads_the_same_bytes(
-    start: Callable, told: Callable, num_bytes: int
+    start: StartBlobs, told: Told, num_bytes: int
 ) -> None:
     owner, reader = await start(told=told), await start()
     data = secrets.token_bytes(num_bytes)
@@ -84,14 +86,14 @@ async def test_every_transport_reads_the_same_bytes(
             assert blob.data.readonly
 
 
-async def test_the_owner_reads_its_own_blobs(start: Callable) -> None:
+async def test_the_owner_reads_its_own_blobs(start: StartBlobs) -> None:
     owner = await start()
     with await owner.get(put(owner, b"abc")) as blob:
         assert bytes(blob.data) == b"abc"
 
 
 @pytest.mark.parametrize("told", TRANSPORTS.values(), ids=TRANSPORTS)
-async def test_released_and_expired_blobs_are_lost(start: Callable, told: Callable) -> None:
+async def test_released_and_expired_blobs_are_lost(start: StartBlobs, told: Told) -> None:
     owner, reader = await start(told=told), await start()
     released, expired = put(owner, b"abc"), put(owner, b"abc", ttl_s=0.05)
     await reader.release(released)
@@ -103,14 +105,14 @@ async def test_released_and_expired_blobs_are_lost(start: Callable, told: Callab
         assert bytes(blob.data) == b"abc"
 
 
-async def test_a_blob_of_an_unknown_owner_is_lost_at_once(start: Callable) -> None:
+async def test_a_blob_of_an_unknown_owner_is_lost_at_once(start: StartBlobs) -> None:
     reader = await start()
     async with asyncio.timeout(1):
         with pytest.raises(BlobLost):
             await reader.get(BlobRef("nobody", bytes(32), 3))
 
 
-async def test_an_open_blob_does_not_change(start: Callable) -> None:
+async def test_an_open_blob_does_not_change(start: StartBlobs) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     reader = await start()
     ref = put(owner, b"a" * MIB)
@@ -122,7 +124,7 @@ async def test_an_open_blob_does_not_change(start: Callable) -> None:
     await until_there_is_room(owner, b"b" * MIB)
 
 
-async def test_equal_content_is_stored_once(start: Callable) -> None:
+async def test_equal_content_is_stored_once(start: StartBlobs) -> None:
     owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
     first, second = put(owner, b"a" * MIB), put(owner, b"a" * MIB)
     await reader.release(first)
@@ -136,7 +138,7 @@ async def test_equal_content_is_stored_once(start: Callable) -> None:
     assert await owner.find(NAME, 60) is None
 
 
-async def test_many_readers_at_once(start: Callable) -> None:
+async def test_many_readers_at_once(start: StartBlobs) -> None:
     owner = await start(told=elsewhere)
     readers = [await start() for _ in range(3)]
     contents = [secrets.token_bytes(100_000 + i) for i in range(8)]
@@ -149,7 +151,7 @@ async def test_many_readers_at_once(start: Callable) -> None:
     await asyncio.gather(*(read(r, i) for r in readers for i in range(8) for _ in range(3)))
 
 
-async def test_a_cancelled_read_does_not_affect_the_next(start: Callable) -> None:
+async def test_a_cancelled_read_does_not_affect_the_next(start: StartBlobs) -> None:
     owner, reader = await start(told=elsewhere), await start()
     large, small = put(owner, bytes(32 * MIB)), put(owner, b"abc", name="cd" * 32)
     for pause_s in (0.0, 0.001, 0.005, 0.02):
@@ -182,7 +184,7 @@ asyncio.run(main())
 """
 
 
-async def test_open_blobs_survive_a_killed_owner(broker: EmbeddedServer, start: Callable) -> None:
+async def test_open_blobs_survive_a_killed_owner(broker: EmbeddedServer, start: StartBlobs) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
         assert owner.stdout is not None
@@ -197,7 +199,7 @@ async def test_open_blobs_survive_a_killed_owner(broker: EmbeddedServer, start: 
             await reader.get(ref)
 
 
-async def test_a_killed_reader_unpins_its_blobs(start: Callable, broker: EmbeddedServer) -> None:
+async def test_a_killed_reader_unpins_its_blobs(start: StartBlobs, broker: EmbeddedServer) -> None:
     owner = await start(BlobsConfig(arena_mib=1))
     ref = put(owner, b"a" * MIB)
     script = f"""
@@ -220,14 +222,15 @@ asyncio.run(main())
     await until_there_is_room(owner, b"b")
 
 
-async def test_open_blobs_survive_a_cancelled_request(start: Callable) -> None:
+async def test_open_blobs_survive_a_cancelled_request(start: StartBlobs) -> None:
     """The connection is not reused, but closing it would unpin the open blob."""
     owner, reader = await start(BlobsConfig(arena_mib=1)), await start()
     ref = put(owner, b"a" * MIB)
     blob = await reader.get(ref)
     await owner.acknowledge(ref)
     asking = asyncio.create_task(reader.acknowledge(ref))
-    while not reader._transports[ref.worker][0]._lock.locked():  # noqa: ASYNC110
+    transports: Any = reader._transports
+    while not transports[ref.worker][0]._lock.locked():  # noqa: ASYNC110
         await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -240,7 +243,7 @@ async def test_open_blobs_survive_a_cancelled_request(start: Callable) -> None:
     await until_there_is_room(owner, b"b" * MIB)
 
 
-async def test_invalid_requests_do_not_affect_other_readers(start: Callable) -> None:
+async def test_invalid_requests_do_not_affect_other_readers(start: StartBlobs) -> None:
     owner = await start()
     ref = put(owner, b"abc")
     assert owner.address.tcp is not None
@@ -263,7 +266,7 @@ def num_mapped_arenas() -> int:
 
 
 async def test_the_memory_of_a_dead_owner_is_unmapped(
-    broker: EmbeddedServer, start: Callable
+    broker: EmbeddedServer, start: StartBlobs
 ) -> None:
     reader = await start()
     num_at_first, fds_at_first = num_mapped_arenas(), len(os.listdir("/proc/self/fd"))
@@ -283,7 +286,7 @@ async def test_the_memory_of_a_dead_owner_is_unmapped(
 
 
 async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
-    broker: EmbeddedServer, start: Callable
+    broker: EmbeddedServer, start: StartBlobs
 ) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
@@ -304,7 +307,7 @@ async def test_many_readers_of_a_frozen_owner_do_not_wait_for_one_another(
 
 
 async def test_a_release_reaches_an_owner_that_was_frozen(
-    broker: EmbeddedServer, start: Callable
+    broker: EmbeddedServer, start: StartBlobs
 ) -> None:
     reader = await start()
     with run(OWNER, broker.url) as owner:
@@ -327,7 +330,7 @@ async def test_a_release_reaches_an_owner_that_was_frozen(
             os.kill(owner.pid, signal.SIGKILL)
 
 
-async def test_an_unsent_key_pins_nothing(start: Callable) -> None:
+async def test_an_unsent_key_pins_nothing(start: StartBlobs) -> None:
     owner = await start()
     ref = put(owner, b"abc")
     owner.discard(ref)

@@ -136,6 +136,8 @@ async def test_requests_survive_a_connection_that_is_being_lost(broker: Embedded
     nc = bus._nc
     await bus.read_last(subjects.TOKENS_STREAM, subjects.tokens("nobody"))
     held = len(nc._subs)
+    assert nc._flusher_task is not None
+    assert nc._transport is not None
     for _ in range(3):
         nc._flusher_task.cancel()
         await asyncio.sleep(0)

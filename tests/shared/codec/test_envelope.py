@@ -6,6 +6,8 @@ import struct
 import threading
 import time
 import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,12 +25,18 @@ class Head(msgspec.Struct, frozen=True):
     ids: list[int] = []
 
 
-def raw_tensor(dtype, shape, fill=1):
+def raw_tensor(dtype: str, shape: Sequence[int], fill: int = 1) -> TensorData:
     num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     return TensorData(dtype, tuple(shape), memoryview(bytes([fill]) * num_bytes))
 
 
-def envelope(header: bytes, body: bytes = b"", *, header_len=None, body_offset=None):
+def envelope(
+    header: bytes,
+    body: bytes = b"",
+    *,
+    header_len: int | None = None,
+    body_offset: int | None = None,
+) -> bytes:
     """Build an envelope by hand, in which any number can be false."""
     true_offset = -(-(16 + len(header)) // 64) * 64
     length = len(header) if header_len is None else header_len
@@ -37,7 +45,7 @@ def envelope(header: bytes, body: bytes = b"", *, header_len=None, body_offset=N
     return (prefix + header).ljust(true_offset, b"\0") + body
 
 
-def packed(tensors, head=None):
+def packed(tensors: object, head: object = None) -> bytes:
     return msgspec.msgpack.encode([tensors, {} if head is None else head])
 
 
@@ -63,13 +71,15 @@ SAMPLE = encode(
 
 @settings(deadline=None)
 @given(heads, st.lists(tensors, max_size=5))
-def test_encoding_round_trips(head, sent):
+def test_encoding_round_trips(head: Head, sent: list[TensorData]) -> None:
     assert decode(encode(head, sent), Head) == (head, sent)
 
 
 @settings(deadline=None)
 @given(heads, st.lists(tensors, max_size=5))
-def test_buffers_are_aligned_views_that_cannot_be_written(head, sent):
+def test_buffers_are_aligned_views_that_cannot_be_written(
+    head: Head, sent: list[TensorData]
+) -> None:
     data = encode(head, sent)
     assert len(data) % 64 == 0
     start = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
@@ -81,7 +91,7 @@ def test_buffers_are_aligned_views_that_cannot_be_written(head, sent):
             assert (address - start) % 64 == 0
 
 
-def test_decoding_copies_no_buffer():
+def test_decoding_copies_no_buffer() -> None:
     data = encode(Head(), [raw_tensor("uint8", [2**24])])
     tracemalloc.start()
     decode(data, Head)
@@ -90,7 +100,7 @@ def test_decoding_copies_no_buffer():
     assert peak < 2**20
 
 
-def test_each_content_has_one_encoding():
+def test_each_content_has_one_encoding() -> None:
     head, sent = decode(SAMPLE, Head)
     assert encode(head, sent) == SAMPLE
 
@@ -105,19 +115,19 @@ def test_each_content_has_one_encoding():
     ],
     ids=["size", "dtype", "negative", "dimensions"],
 )
-def test_encode_refuses_a_tensor_whose_buffer_does_not_fit(tensor):
+def test_encode_refuses_a_tensor_whose_buffer_does_not_fit(tensor: TensorData) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         encode(Head(), [tensor])
 
 
-def test_encode_refuses_what_decode_refuses():
+def test_encode_refuses_what_decode_refuses() -> None:
     with pytest.raises(PayloadTooLarge):
         encode(Head("x" * codec.MAX_HEADER_BYTES), [])
     with pytest.raises(PayloadTooLarge):
         encode(Head(), [raw_tensor("uint8", [1])] * (codec.MAX_TENSORS + 1))
 
 
-def test_a_head_of_a_long_prompt_is_fast_to_decode():
+def test_a_head_of_a_long_prompt_is_fast_to_decode() -> None:
     rng = random.Random(0)
     data = encode(Head("x", [rng.randrange(150_000) for _ in range(32_768)]), [])
     start = time.process_time()
@@ -129,16 +139,16 @@ def test_a_head_of_a_long_prompt_is_fast_to_decode():
 # hostile bytes
 
 
-def test_truncation_at_every_length_is_refused():
+def test_truncation_at_every_length_is_refused() -> None:
     assert all(refuses(SAMPLE[:length]) for length in range(len(SAMPLE)))
 
 
-def test_trailing_bytes_are_refused():
+def test_trailing_bytes_are_refused() -> None:
     assert refuses(SAMPLE + b"\0")
     assert refuses(SAMPLE + bytes(64))
 
 
-def test_bit_flips_never_raise_anything_else():
+def test_bit_flips_never_raise_anything_else() -> None:
     rng = random.Random(1)
     for _ in range(3000):
         data = bytearray(SAMPLE)
@@ -150,13 +160,13 @@ def test_bit_flips_never_raise_anything_else():
 
 @settings(deadline=None)
 @given(st.binary(max_size=300))
-def test_random_headers_never_raise_anything_else(header):
+def test_random_headers_never_raise_anything_else(header: bytes) -> None:
     for data in (header, envelope(header), envelope(b"\x92\x90" + header)):
         with contextlib.suppress(DecodeError):
             decode(data, Head)
 
 
-def test_every_byte_of_padding_must_be_zero():
+def test_every_byte_of_padding_must_be_zero() -> None:
     header_end = 16 + struct.unpack_from("<I", SAMPLE, 8)[0]
     body = struct.unpack_from("<I", SAMPLE, 12)[0]
     gaps = [(header_end, body), (body + 15, body + 64), (body + 88, body + 128)]
@@ -182,7 +192,7 @@ def test_every_byte_of_padding_must_be_zero():
     ],
     ids=lambda data: data[:16].hex(),
 )
-def test_lying_prefixes_are_refused(data):
+def test_lying_prefixes_are_refused(data: bytes) -> None:
     assert refuses(data)
 
 
@@ -211,11 +221,11 @@ def test_lying_prefixes_are_refused(data):
     ],
     ids=str,
 )
-def test_lying_tensor_tables_are_refused(table):
+def test_lying_tensor_tables_are_refused(table: object) -> None:
     assert refuses(envelope(packed(table), bytes(64)))
 
 
-def test_a_bool_other_than_0_and_1_is_refused():
+def test_a_bool_other_than_0_and_1_is_refused() -> None:
     good = envelope(packed([["bool", [3]]]), b"\1\0\1" + bytes(61))
     assert len(decode(good, Head)[1]) == 1
     assert refuses(good.replace(b"\1\0\1" + bytes(61), b"\1\2\1" + bytes(61)))
@@ -226,7 +236,7 @@ def test_a_bool_other_than_0_and_1_is_refused():
     [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"],
     ids=["array32", "map32", "bin32", "str32", "ext32"],
 )
-def test_lying_lengths_are_refused_at_once(lie):
+def test_lying_lengths_are_refused_at_once(lie: bytes) -> None:
     tracemalloc.start()
     start = time.process_time()
     for place in (b"", b"\x92", b"\x92\x90", b"\x92\x90\x81\xa7unknown"):
@@ -248,7 +258,7 @@ DEEP = {
 
 @pytest.mark.parametrize("stack_kib", [128, None])
 @pytest.mark.parametrize("head", DEEP.values(), ids=DEEP.keys())
-def test_deep_nesting_is_refused_even_on_a_small_stack(head, stack_kib):
+def test_deep_nesting_is_refused_even_on_a_small_stack(head: bytes, stack_kib: int) -> None:
     outcome = []
     if stack_kib:
         before = threading.stack_size(stack_kib * 1024)
@@ -261,15 +271,16 @@ def test_deep_nesting_is_refused_even_on_a_small_stack(head, stack_kib):
     assert outcome == [DecodeError]
 
 
-def _outcome(head):
+def _outcome(head: bytes) -> type[BaseException] | None:
     try:
         decode(envelope(b"\x92\x90" + head), Head)
     except BaseException as error:
         return type(error)
+    return None
 
 
 @pytest.mark.parametrize("piece", [b"\x90", b"\x80", b"\xa0", b"\x91\x00"], ids=bytes.hex)
-def test_a_flood_of_small_values_is_refused_without_growth(piece):
+def test_a_flood_of_small_values_is_refused_without_growth(piece: bytes) -> None:
     count = 4_000_000 // len(piece)
     head = b"\x81\xa1u\xdd" + count.to_bytes(4, "big") + piece * count
     data = envelope(b"\x92\x90" + head)
@@ -283,7 +294,7 @@ def test_a_flood_of_small_values_is_refused_without_growth(piece):
     assert peak < 16 * 2**20
 
 
-def test_extension_types_are_refused(tmp_path):
+def test_extension_types_are_refused(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     bomb = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
     for code in (1, 2, 3, -1):
@@ -292,9 +303,23 @@ def test_extension_types_are_refused(tmp_path):
     assert not os.path.exists(marker)
 
 
-def test_the_walk_agrees_with_msgspec_on_whole_values():
+def test_the_walk_agrees_with_msgspec_on_whole_values() -> None:
     """The walk covers every type of value that msgspec writes."""
-    values = [0, -1, 200, -100, 2**15, -(2**15), 2**31, -(2**31), 2**63, -(2**63), 1.5, None, True]
+    values: list[object] = [
+        0,
+        -1,
+        200,
+        -100,
+        2**15,
+        -(2**15),
+        2**31,
+        -(2**31),
+        2**63,
+        -(2**63),
+        1.5,
+        None,
+        True,
+    ]
     values += ["", "a" * 31, "a" * 200, "a" * 70_000, b"", b"a" * 300, b"a" * 70_000]
     values += [[], [1] * 15, [1] * 70_000, {}, {str(i): [i] for i in range(1000)}]
     for value in values:

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ class Bomb:
     def __init__(self, marker: Path) -> None:
         self._marker = marker
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.mknod, (str(self._marker),)
 
 
@@ -214,7 +215,7 @@ def test_a_task_for_the_renderer_that_is_too_deep_is_undecodable() -> None:
 
 
 def test_a_reference_to_a_blob_has_a_key_and_a_size() -> None:
-    good = ["worker", bytes(32), 5]
+    good: list[Any] = ["worker", bytes(32), 5]
     assert msgspec.convert(good, BlobRef, strict=False) == BlobRef(*good)
     for bad in (["w", b"", 5], ["w", bytes(31), 5], ["w", bytes(33), 5], ["w", bytes(32), -1]):
         item = {
@@ -252,8 +253,11 @@ def address(buffer: bytes | memoryview) -> int:
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
-def three_tensors() -> tuple[list[np.ndarray], list[TensorData]]:
-    arrays = [np.full((SIZE // 4, 4), 7, np.uint8), np.full(SIZE // 4, 2.5, np.float32)]
+def three_tensors() -> tuple[list[np.ndarray[Any, Any]], list[TensorData]]:
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.full((SIZE // 4, 4), 7, np.uint8),
+        np.full(SIZE // 4, 2.5, np.float32),
+    ]
     arrays.append(np.array([1, 2, 3]))
     return arrays, [from_numpy(array) for array in arrays]
 

@@ -28,7 +28,9 @@ def kernels(request: pytest.FixtureRequest) -> TowerKernels:
     return TowerKernels(loaded, request.param)
 
 
-def attend(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, lengths: list[int], scale: float):
+def attend(
+    qkv: Tensor, angles: tuple[Tensor, Tensor] | None, lengths: list[int], scale: float
+) -> Tensor:
     """[num_rows, 3, num_heads, head_dim] -> [num_rows, num_heads, head_dim], one segment a time."""
     query, key, value = qkv.unbind(1)
     if angles is not None:
@@ -70,7 +72,7 @@ def test_attention(
     head_dim: int,
     turning: bool,
     seed: int,
-):
+) -> None:
     torch.manual_seed(seed)
     num_rows = sum(lengths)
     qkv = torch.randn(num_rows, 3, num_heads, head_dim).bfloat16()
@@ -78,7 +80,8 @@ def test_attention(
     angles = (radians.cos(), radians.sin()) if turning else None
     # Sharp enough for each row to attend to few others.
     scale = 2 * head_dim**-0.5
-    actual = kernels.attend(*qkv.unbind(1), angles, starts(lengths), scale)
+    query, key, value = qkv.unbind(1)
+    actual = kernels.attend(query, key, value, angles, starts(lengths), scale)
     assert_near(actual, attend(qkv, angles, lengths, scale))
 
 
@@ -107,7 +110,7 @@ def test_products(
     num_outputs: int,
     activation: str,
     seed: int,
-):
+) -> None:
     torch.manual_seed(seed)
     x = torch.randn(num_rows, num_inputs).bfloat16()
     weight = (3 * num_inputs**-0.5 * torch.randn(num_outputs, num_inputs)).bfloat16()
@@ -122,7 +125,7 @@ def test_products(
 
 @needs_kernels
 @pytest.mark.parametrize("activation", tower_kernels.ACTIVATIONS)
-def test_activations_of_extreme_values(kernels: TowerKernels, activation: str):
+def test_activations_of_extreme_values(kernels: TowerKernels, activation: str) -> None:
     x = torch.cat([torch.linspace(-100, 100, 2001), torch.tensor([1e30, torch.nan])]).bfloat16()
     same = tower_kernels.pack_weight(torch.eye(2).bfloat16())
     pairs = torch.stack([x, torch.zeros_like(x)], 1)
@@ -132,32 +135,35 @@ def test_activations_of_extreme_values(kernels: TowerKernels, activation: str):
 
 
 @needs_kernels
-def test_nan_stays_within_its_segment(kernels: TowerKernels):
+def test_nan_stays_within_its_segment(kernels: TowerKernels) -> None:
     qkv = torch.randn(90, 3, 2, 64).bfloat16()
     expected = attend(qkv, None, [40, 45, 5], 0.1)
     qkv[50, 1:] = torch.nan
-    actual = kernels.attend(*qkv.unbind(1), None, starts([40, 45, 5]), 0.1)
+    query, key, value = qkv.unbind(1)
+    actual = kernels.attend(query, key, value, None, starts([40, 45, 5]), 0.1)
     assert_near(actual[:40], expected[:40])
     assert_near(actual[85:], expected[85:])
     assert actual[40:85].isnan().all()
 
 
 @needs_kernels
-def test_scores_that_overflow_exp(kernels: TowerKernels):
+def test_scores_that_overflow_exp(kernels: TowerKernels) -> None:
     qkv = 30 * torch.randn(50, 3, 1, 32).bfloat16()
-    actual = kernels.attend(*qkv.unbind(1), None, starts([50]), 1.0)
+    query, key, value = qkv.unbind(1)
+    actual = kernels.attend(query, key, value, None, starts([50]), 1.0)
     assert_near(actual, attend(qkv, None, [50], 1.0))
 
 
 @needs_kernels
 @pytest.mark.parametrize("wrong", [[1, 10], [0, 9], [0, 7, 5, 10], [0, 11]])
-def test_segments_must_cover_the_rows(kernels: TowerKernels, wrong: list[int]):
+def test_segments_must_cover_the_rows(kernels: TowerKernels, wrong: list[int]) -> None:
     qkv = torch.randn(10, 3, 1, 8).bfloat16()
+    query, key, value = qkv.unbind(1)
     with pytest.raises(AssertionError):
-        kernels.attend(*qkv.unbind(1), None, torch.tensor(wrong), 1.0)
+        kernels.attend(query, key, value, None, torch.tensor(wrong), 1.0)
 
 
-def test_unsupported_weights_stay_with_torch(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_weights_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     rough = torch.empty(0, dtype=torch.bfloat16)
     assert tower_kernels.find_kernels(rough.float()) is None
     assert tower_kernels.find_kernels(rough.to("meta")) is None

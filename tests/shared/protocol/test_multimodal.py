@@ -56,9 +56,9 @@ def test_framing_tells_all_of_these_apart() -> None:
 
 def test_a_view_is_as_good_as_its_bytes() -> None:
     array = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    assert content_hash(memoryview(array)) == content_hash(array.tobytes())
+    assert content_hash(array.data) == content_hash(array.tobytes())
     with pytest.raises(BufferError):
-        content_hash(memoryview(array.T))
+        content_hash(array.T.data)
 
 
 def test_a_hash_is_whole_and_none_of_many_is_another() -> None:

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import ModelConfig
-from shared.protocol.pipeline import REQUEST, TEXT, Edge, OutputSpec, Pipeline, StageSpec, faults
+from shared.protocol.pipeline import (
+    REQUEST,
+    TEXT,
+    Edge,
+    EdgeMode,
+    OutputSpec,
+    Pipeline,
+    StageSpec,
+    faults,
+)
 from shared.stage import tasks
 from shared.stage.pipelines import pipeline_of
 
@@ -40,7 +49,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         sources = draw(st.sets(st.sampled_from([REQUEST, *names[:number]]), min_size=1))
         with_output = {stage.name for stage in stages if stage.output is not None}
         for source in sorted(sources):
-            mode = "stream" if source in with_output else "task"
+            mode: EdgeMode = "stream" if source in with_output else "task"
             edges.append(Edge(source, name, f"{source}-{name}", "item", mode))
     return Pipeline(tuple(stages), tuple(edges))
 

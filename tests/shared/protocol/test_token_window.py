@@ -1,6 +1,7 @@
 """Text read from parts of an answer, as derender reads the events of a stream."""
 
 import itertools
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,9 @@ CONTROL = 256
 TOKENS = st.lists(st.integers(0, CONTROL), max_size=60)
 
 
+Tokenizer = Callable[[list[int]], str]
+
+
 def decode(token_ids: list[int]) -> str:
     return bytes(t for t in token_ids if t != CONTROL).decode(errors="replace")
 
@@ -37,17 +41,20 @@ def decode_with_fallback(token_ids: list[int]) -> str:
     return text
 
 
-def run(steps: Decoding, tokenizer=decode) -> tuple[str, TokenWindow]:
+def run(steps: Decoding, tokenizer: Tokenizer = decode) -> tuple[str, TokenWindow]:
     try:
         wanted = next(steps)
         while True:
             assert len(wanted) <= 60 + MAX_WINDOW_TOKENS
             wanted = steps.send(tokenizer(wanted))
     except StopIteration as done:
-        return done.value
+        read: tuple[str, TokenWindow] = done.value
+        return read
 
 
-def read_in_parts(parts: list[list[int]], prompt: list[int], tokenizer=decode) -> list[str]:
+def read_in_parts(
+    parts: list[list[int]], prompt: list[int], tokenizer: Tokenizer = decode
+) -> list[str]:
     _, window = run(read_text(EMPTY_WINDOW, prompt[-MAX_CONTEXT_TOKENS:]), tokenizer)
     texts = []
     for i, part in enumerate(parts):

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import Config, ModelConfig, StageConfig
+from shared.config import Config, ModelConfig
+from shared.config_stages import StageConfig
 from shared.errors import ConfigError
 from shared.stage import tasks
 from shared.stage.pipelines import check_pipelines, pipeline_of

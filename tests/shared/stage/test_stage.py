@@ -129,7 +129,12 @@ async def dead_letter(bus: Bus, request_id: str) -> DeadLetter | None:
 
 async def attempts(bus: Bus, request_id: str) -> list[AttemptRecord]:
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
-    return [decode_attempt(message.data) for message in stored]
+    found = []
+    for message in stored:
+        attempt = decode_attempt(message.data)
+        assert attempt is not None
+        found.append(attempt)
+    return found
 
 
 async def test_what_comes_again_during_its_acknowledgement_is_let_go(

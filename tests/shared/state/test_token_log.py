@@ -80,7 +80,9 @@ async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str
     await successor.tokens(delta(1))
     seen = []
     while (message := await listener.next(0.3)) is not None:
-        seen.append(decode_record(message.data))
+        record = decode_record(message.data)
+        assert record is not None
+        seen.append(record)
     await bus.unsubscribe(listener)
     assert [(record.index, record.attempt) for record in seen] == [(0, 2), (1, 2)]
 

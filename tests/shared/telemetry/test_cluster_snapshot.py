@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,10 @@ from shared.telemetry.prometheus import to_text
 @pytest.fixture
 def model() -> str:
     return f"m-{secrets.token_hex(4)}"
+
+
+def reply_with(answer: bytes, _: bytes) -> bytes:
+    return answer
 
 
 async def start(bus: Bus, worker: str, *, answers: bool = True) -> Metrics:
@@ -63,7 +68,7 @@ async def test_invalid_replies_are_ignored(bus: Bus) -> None:
         MetricSeries("inter_token_latency_seconds", own.labels, 1, [1.0], [1]),
     ]
     for answer in (b"", b"\xff", b"[]", b'{"worker": 5}', b"# HELP x\n"):
-        await bus.add_responder(subjects.METRICS, lambda _, answer=answer: answer)
+        await bus.add_responder(subjects.METRICS, partial(reply_with, answer))
     liar = to_json({"role": "engine", "worker": "liar", "series": [own, *odd]})
     await bus.add_responder(subjects.METRICS, lambda _: liar)
     # The request ends only when all workers have replied.

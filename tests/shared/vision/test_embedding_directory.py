@@ -33,14 +33,14 @@ def age(folder: Path, name: str, by_s: float) -> None:
     os.utime(folder / name / FILE, (then, then))
 
 
-def test_the_layout_is_the_example_connectors(tmp_path: Path):
+def test_the_layout_is_the_example_connectors(tmp_path: Path) -> None:
     opened(tmp_path).put(A, embedding())
     with safe_open(tmp_path / A / "encoder_cache.safetensors", "pt") as file:
         assert list(file.keys()) == ["ec_cache"]
         assert torch.equal(file.get_tensor("ec_cache"), embedding())
 
 
-def test_what_others_have_written_is_read(tmp_path: Path):
+def test_what_others_have_written_is_read(tmp_path: Path) -> None:
     (tmp_path / A).mkdir()
     written = embedding().to(torch.bfloat16)
     save_file({TENSOR: written}, tmp_path / A / FILE)
@@ -50,7 +50,7 @@ def test_what_others_have_written_is_read(tmp_path: Path):
     assert opened(tmp_path).get(B) is None
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path):
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     opened(tmp_path).put(A, embedding())
     before = (tmp_path / A / FILE).stat().st_mtime_ns
     opened(tmp_path).put(A, embedding(1))
@@ -58,7 +58,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == [A]
 
 
-def test_what_has_been_read_makes_room_for_what_has_not(tmp_path: Path):
+def test_what_has_been_read_makes_room_for_what_has_not(tmp_path: Path) -> None:
     directory = opened(tmp_path, max_bytes=3 * KIB)
     directory.put(A, embedding())
     directory.put(B, embedding(1))
@@ -72,7 +72,7 @@ def test_what_has_been_read_makes_room_for_what_has_not(tmp_path: Path):
     assert directory.get(C) is not None
 
 
-def test_what_has_expired_is_gone(tmp_path: Path):
+def test_what_has_expired_is_gone(tmp_path: Path) -> None:
     directory = opened(tmp_path, max_bytes=3 * KIB, ttl_s=60)
     directory.put(A, embedding())
     age(tmp_path, A, 61)
@@ -82,7 +82,7 @@ def test_what_has_expired_is_gone(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == [B]
 
 
-def test_what_has_expired_is_written_again(tmp_path: Path):
+def test_what_has_expired_is_written_again(tmp_path: Path) -> None:
     directory = opened(tmp_path, ttl_s=60)
     directory.put(A, embedding())
     age(tmp_path, A, 61)
@@ -92,7 +92,7 @@ def test_what_has_expired_is_written_again(tmp_path: Path):
     assert torch.equal(found, embedding(1))
 
 
-def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path):
+def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path) -> None:
     """A mapping would: of a file that another machine has removed, pages may be gone."""
     directory = opened(tmp_path)
     directory.put(A, embedding())
@@ -103,7 +103,7 @@ def test_what_was_read_does_not_hang_on_its_file(tmp_path: Path):
 
 def test_a_disk_that_takes_no_more_is_no_fault_of_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     def full(tensors: object, path: Path) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
@@ -113,7 +113,7 @@ def test_a_disk_that_takes_no_more_is_no_fault_of_the_image(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path):
+def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     directory.put(A, embedding())
     with (tmp_path / A / FILE).open("r+b") as file:
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path):
     assert directory.get(A) is not None
 
 
-def test_a_writer_that_was_killed_leaves_nothing_for_ever(tmp_path: Path):
+def test_a_writer_that_was_killed_leaves_nothing_for_ever(tmp_path: Path) -> None:
     script = """
 import os, sys, signal, torch
 from pathlib import Path
@@ -144,7 +144,7 @@ directory.put("a" * 64, torch.zeros(4, 64))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path):
+def test_a_path_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for role in ("producer", "both"):

@@ -74,7 +74,7 @@ def towers(request: pytest.FixtureRequest) -> tuple[Tower, Tower]:
 @pytest.mark.parametrize("sizes", BATCHES)
 def test_features_are_those_of_transformers(
     towers: tuple[Tower, Tower], sizes: list[tuple[int, int]]
-):
+) -> None:
     plain, quick = towers
     batch = pictures(sizes)
     with torch.inference_mode():
@@ -90,7 +90,7 @@ def off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_kernels)])
 def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
     towers: tuple[Tower, Tower], native: bool, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     plain, _ = towers
     batch = pictures([(8, 8), (6, 10), (8, 8)])
     rough = copy.deepcopy(plain.model).bfloat16()
@@ -105,7 +105,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
 
 
 @needs_kernels
-def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: Path):
+def test_llava_in_bfloat16_is_as_near_to_the_truth_as_in_transformers(tmp_path: Path) -> None:
     model: Any = llava.write_model(tmp_path)
     widen(model)
     vision = LlavaTower(model.config)
@@ -144,9 +144,9 @@ def assert_all_packed(module: nn.Module, activations: set[str]) -> None:
         ("qwen3_vl", {"gelu_tanh", "gelu"}),
     ],
 )
-def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]):
+def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]) -> None:
     tower = make_tower(family)
-    visual: Any = tower.model.bfloat16().model.visual  # type: ignore[union-attr]
+    visual: Any = tower.model.bfloat16().model.visual
     weights = [weakref.ref(m.weight) for m in visual.modules() if isinstance(m, nn.Linear)]
     optimize_qwen_vision(visual)
     assert_all_packed(visual, activations)
@@ -154,7 +154,7 @@ def test_linears_are_packed_once_and_given_up(family: str, activations: set[str]
 
 
 @needs_kernels
-def test_an_unknown_activation_stays_behind_its_linear():
+def test_an_unknown_activation_stays_behind_its_linear() -> None:
     (model := nn.Sequential(nn.Linear(4, 8), nn.Mish(), nn.Linear(8, 2))).bfloat16()
     x = torch.randn(5, 4).bfloat16()
     expected = model(x)
@@ -167,7 +167,7 @@ def test_an_unknown_activation_stays_behind_its_linear():
 
 def test_an_image_is_the_same_in_any_company(
     towers: tuple[Tower, Tower], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Also where a batch is too large to be run at once."""
     _, quick = towers
     sizes = [(8, 8), (10, 14), (8, 8), (4, 6), (16, 10), (2, 2)]
@@ -180,7 +180,9 @@ def test_an_image_is_the_same_in_any_company(
         torch.testing.assert_close(embedding, alone, atol=2e-4, rtol=1e-4)
 
 
-def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(towers: tuple[Tower, Tower]):
+def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(
+    towers: tuple[Tower, Tower],
+) -> None:
     _, quick = towers
     good, bad = picture(4, 4), picture(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
     quick.adapter.check(bad)
@@ -189,16 +191,16 @@ def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(towers: tuple[To
     quick.encode([good])
 
 
-def test_no_weight_is_copied_or_changed():
+def test_no_weight_is_copied_or_changed() -> None:
     tower = make_tower("qwen2_5_vl")
-    visual: Any = tower.model.model.visual  # type: ignore[union-attr]
+    visual: Any = tower.model.model.visual
     before = {name: weight.data_ptr() for name, weight in visual.named_parameters()}
     optimize_qwen_vision(visual)
     assert {name: weight.data_ptr() for name, weight in visual.named_parameters()} == before
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_patch_is_embedded_as_by_its_convolution(bias: bool):
+def test_a_patch_is_embedded_as_by_its_convolution(bias: bool) -> None:
     torch.manual_seed(0)
     convolution = nn.Conv3d(3, 32, (2, 14, 14), stride=(2, 14, 14), bias=bias)
     patches = torch.randn(20, 3 * 2 * 14 * 14)
@@ -206,7 +208,7 @@ def test_a_patch_is_embedded_as_by_its_convolution(bias: bool):
     torch.testing.assert_close(PatchEmbedding(convolution)(patches), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_rotation_is_by_halves_in_float32():
+def test_rotation_is_by_halves_in_float32() -> None:
     torch.manual_seed(0)
     vectors = torch.randn(5, 2, 3, 8)
     angles = torch.randn(5, 4).repeat(1, 2)
@@ -226,7 +228,9 @@ def test_rotation_is_by_halves_in_float32():
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     max_scores=st.sampled_from([50, 700, 2**20]),
 )
-def test_segments_see_themselves_only(lengths: list[int], dtype: torch.dtype, max_scores: int):
+def test_segments_see_themselves_only(
+    lengths: list[int], dtype: torch.dtype, max_scores: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shared.vision.layers.MAX_SCORES", max_scores)
         torch.manual_seed(0)

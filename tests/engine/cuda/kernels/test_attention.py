@@ -97,14 +97,14 @@ def make_step(case: Case) -> Step:
     shape = (sum(counts) + 3, case.block_size, *row)
     key_cache, value_cache = (torch.randn(shape).to(case.dtype) for _ in range(2))
     query = torch.randn(num_tokens, case.num_kv_heads * case.group, case.head_dim).to(case.dtype)
-    fresh = [torch.randn(num_tokens, *row).to(case.dtype) for _ in range(2)]
+    key, value = (torch.randn(num_tokens, *row).to(case.dtype) for _ in range(2))
     expected = torch.empty(query.shape, dtype=torch.float64)
     for i, (past, _) in enumerate(case.spans):
         rows = slice(starts[i], starts[i + 1])
         kept = [cache[tables[i]].flatten(0, 1)[:past] for cache in (key_cache, value_cache)]
-        whole = [torch.cat([old, new[rows]]) for old, new in zip(kept, fresh, strict=True)]
+        whole = [torch.cat([old, new[rows]]) for old, new in zip(kept, (key, value), strict=True)]
         expected[rows] = dense_attention(query[rows], whole[0], whole[1], case)
-    return Step(tables, starts, seq_lens, query, key_cache, value_cache, *fresh, expected)
+    return Step(tables, starts, seq_lens, query, key_cache, value_cache, key, value, expected)
 
 
 def make_plan(step: Step, case: Case, device: torch.device) -> KernelPlan:
@@ -141,7 +141,7 @@ def check(case: Case, device: torch.device) -> None:
 # Not made smaller where it fails: the interpreter is slow.
 @settings(deadline=None, max_examples=20, phases=[Phase.explicit, Phase.generate])
 @given(case=cases)
-def test_any_batch_equals_attention_by_definition(device: torch.device, case: Case):
+def test_any_batch_equals_attention_by_definition(device: torch.device, case: Case) -> None:
     check(case, device)
 
 
@@ -170,14 +170,14 @@ def test_any_batch_equals_attention_by_definition(device: torch.device, case: Ca
         "all heads share, soft cap",
     ],
 )
-def test_named_shapes_equal_attention_by_definition(device: torch.device, case: Case):
+def test_named_shapes_equal_attention_by_definition(device: torch.device, case: Case) -> None:
     check(case, device)
 
 
 @pytest.mark.parametrize("spans", [[(20, 1), (0, 9), (3, 12)], [(40, 1), (7, 1)]])
 def test_the_kernels_and_the_torch_version_agree(
     device: torch.device, spans: list[tuple[int, int]]
-):
+) -> None:
     case = Case(spans, num_splits=2)
     step = make_step(case)
     kernels = run_kernels(step, case, device)
@@ -200,7 +200,9 @@ def test_the_kernels_and_the_torch_version_agree(
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits: int):
+def test_padding_touches_neither_the_cache_nor_the_other_rows(
+    device: torch.device, num_splits: int
+) -> None:
     case = Case([(40, 1), (7, 1)], num_splits=num_splits)
     step = make_step(case)
     plan = make_plan(step, case, device)
@@ -214,8 +216,8 @@ def test_padding_touches_neither_the_cache_nor_the_other_rows(device, num_splits
     )
     extra = torch.full((2, *step.key.shape[1:]), torch.nan)
     caches = step.key_cache.to(device), step.value_cache.to(device)
-    fresh = [torch.cat([x, extra]).to(device) for x in (step.key, step.value)]
-    write_cache(*fresh, *caches, padded.slot_mapping)
+    key, value = (torch.cat([x, extra]).to(device) for x in (step.key, step.value))
+    write_cache(key, value, *caches, padded.slot_mapping)
     assert all(cache.isfinite().all() for cache in caches)
     query = torch.cat([step.query, torch.full((2, *step.query.shape[1:]), torch.nan)])
     output = paged_attention(query.to(device), *caches, padded, SCALE)[:2].cpu()

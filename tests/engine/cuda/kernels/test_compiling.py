@@ -17,7 +17,7 @@ KERNELS = {
 SHARED_BYTES = 99 * 2**10
 
 
-def test_every_kernel_compiles_for_hopper_and_would_fit_elsewhere(tmp_path: Path):
+def test_every_kernel_compiles_for_hopper_and_would_fit_elsewhere(tmp_path: Path) -> None:
     # A separate process, because Triton may be set to interpret in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -1,12 +1,13 @@
 """Norms, activations, rotary positions and the write into the cache against torch's own."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen2VLTextConfig, Qwen3VLTextConfig
+from transformers import LlamaConfig, Qwen2VLTextConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaConfig,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
@@ -29,7 +30,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 96), (1, 1536), (2, 3, 80)])
-def test_norm_is_that_of_llama(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]):
+def test_norm_is_that_of_llama(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     norm = LlamaRMSNorm(shape[-1], EPS).to(device, dtype)
@@ -42,7 +45,7 @@ def test_norm_is_that_of_llama(device: torch.device, dtype: torch.dtype, shape: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [48, 1500])
-def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int):
+def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(0)
     gate_up = 4 * torch.randn(3, 2 * size, device=device).to(dtype)
     gate, up = gate_up.chunk(2, dim=1)
@@ -51,17 +54,21 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int):
 
 def rope_modules() -> dict[str, tuple[torch.nn.Module, int]]:
     """Rotary embeddings for heads of 32, and of how many axes their positions are."""
-    shape = {"hidden_size": 128, "num_attention_heads": 4}
-    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0}
+    shape: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4}
+    mrope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    llama3: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+    }
     llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    # The parameter is annotated as the whole model's configuration.
+    qwen2_vl: Any = Qwen2VLTextConfig(**shape, rope_parameters=mrope)
     return {
         "plain": (LlamaRotaryEmbedding(LlamaConfig(**shape)), 1),
         "scaled": (LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=llama3)), 1),
-        "sections": (
-            Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**shape, rope_parameters=mrope)),
-            3,
-        ),
+        "sections": (Qwen2VLRotaryEmbedding(qwen2_vl), 3),
         "interleaved": (
             Qwen3VLTextRotaryEmbedding(
                 Qwen3VLTextConfig(
@@ -78,7 +85,7 @@ def rope_modules() -> dict[str, tuple[torch.nn.Module, int]]:
 @pytest.mark.parametrize("kind", ["plain", "scaled", "sections", "interleaved"])
 def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
     device: torch.device, kind: str, dtype: torch.dtype, norms_heads: bool
-):
+) -> None:
     torch.manual_seed(0)
     module, num_axes = rope_modules()[kind]
     num_heads, num_kv_heads, head_dim = 4, 2, 32
@@ -99,7 +106,7 @@ def test_rotation_is_that_of_transformers_and_lands_in_its_slots(
     caches = torch.zeros(2, 4, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
     slots = torch.tensor([6, 0, -1, 3, 7], dtype=torch.int32, device=device)
     rotary = tabulate_rotary(module, 100, num_axes, qkv)
-    turned = rotate_and_write(qkv, positions, rotary, *caches, slots, norm)
+    turned = rotate_and_write(qkv, positions, rotary, caches[0], caches[1], slots, norm)
     close(turned, query[0])
     written = [0, 1, 3, 4]
     key_cache, value_cache = caches.flatten(1, 2)
