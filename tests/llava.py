@@ -138,7 +138,7 @@ def write_model(folder: Path, **settings: Any) -> LlavaForConditionalGeneration:
     return model
 
 
-def picture(seed: int, width: int, height: int) -> Image.Image:
+def draw_image(seed: int, width: int, height: int) -> Image.Image:
     """Noise on a gradient, so that resizing leaves something to see."""
     rng = np.random.default_rng(seed)
     rows, columns = np.indices((height, width))

@@ -45,18 +45,18 @@ def processor() -> Processor:
 
 
 def block_key(tenant: str, processor: Processor) -> object:
-    """Of a picture that has one hash for both: the chain is salted by itself."""
+    """Of an image that has one hash for both: the chain is salted by itself."""
     items = [Item("image", "a" * 64, PlaceholderRange(0, 4), {})]
     request = EngineRequest("r", [1] * 8, items, SamplingParams(), tenant=tenant)
     return block_hashes(Sequence(request, 0, 0, [1] * 8, 1), 2, 4)[-1]
 
 
-def picture_key(tenant: str, processor: Processor) -> object:
+def image_key(tenant: str, processor: Processor) -> object:
     """mm_hash, by which the renderer keeps pixels and the engine embeddings."""
     return processor.hash_media(IMAGE, "b" * 64, tenant)
 
 
-def test_processed_pictures_of_others_are_known_by_their_bytes_and_tenant(
+def test_processed_images_of_others_are_known_by_their_bytes_and_tenant(
     processor: Processor,
 ) -> None:
     keys = {
@@ -82,8 +82,8 @@ def item_key(tenant: str, processor: Processor) -> object:
 
 CACHES: dict[str, tuple[str, Callable[[str, Processor], object]]] = {
     "prefixes": ("workers/engine/core/prefix_cache.py", block_key),
-    "embeddings": ("workers/engine/runner.py", picture_key),
-    "processed pictures": ("workers/renderer/image_cache.py", picture_key),
+    "embeddings": ("workers/engine/runner.py", image_key),
+    "processed pictures": ("workers/renderer/image_cache.py", image_key),
     "items by a client's hash": ("workers/renderer/media/item_registry.py", item_key),
     "fetched files": ("workers/renderer/media/loader.py", url_key),
 }

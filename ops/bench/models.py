@@ -122,7 +122,7 @@ def _mend_tokenizer(converted: Any, vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-# -- random weights, with pictures -----------------------------------------------------------------
+# -- random weights, with images -----------------------------------------------------------------
 
 MID_VOCAB_SIZE = 32_768
 MID_TEXT: dict[str, Any] = {
@@ -139,7 +139,7 @@ MID_TEXT: dict[str, Any] = {
 MID_VISION = {"depth": 12, "embed_dim": 384, "hidden_size": 896, "num_heads": 6, "mlp_ratio": 4}
 MID_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
 PIXEL_LIMITS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-PICTURES: dict[str, Any] = {
+IMAGES: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
@@ -201,9 +201,9 @@ def _write_qwen2vl(folder: Path, text: dict[str, Any], vision: dict[str, int]) -
     _randomize(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     _write_json(folder / "generation_config.json", ends)
-    image = PICTURES | {"image_processor_type": "Qwen2VLImageProcessor"}
+    image = IMAGES | {"image_processor_type": "Qwen2VLImageProcessor"}
     _write_json(folder / "preprocessor_config.json", image)
-    video = PICTURES | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    video = IMAGES | {"video_processor_type": "Qwen2VLVideoProcessor"}
     _write_json(folder / "video_preprocessor_config.json", video)
     file = folder / "tokenizer_config.json"
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}

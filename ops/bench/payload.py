@@ -125,10 +125,10 @@ def main(rounds: int, apart: bool) -> None:
             )
         table.add_row(name, *cells)
     console.print(table)
-    console.print(_picture_bytes())
+    console.print(_image_bytes())
 
 
-def _picture_bytes() -> str:
+def _image_bytes() -> str:
     """Print the sizes of a 720p image on the wire, in our form and in vLLM's."""
     pixels = np.random.default_rng(0).integers(0, 256, (720, 1280, 3), dtype=np.uint8)
     processor = Qwen2VLImageProcessorPil()

@@ -70,7 +70,7 @@ def test_a_repetition_has_prompts_of_its_own_and_always_the_same(
 ) -> None:
     def prompts(repetition: int) -> list[tuple[list[int], str | None]]:
         requests = workload.requests(repetition, 4096, tmp_path)
-        return [(request.token_ids, request.picture) for request in requests]
+        return [(request.token_ids, request.image) for request in requests]
 
     assert prompts(1) == prompts(1)
     assert not any(prompt in prompts(2) for prompt in prompts(1))
@@ -121,8 +121,8 @@ def _two_short(maker: Maker) -> list[Request]:
     return [Request(4, maker.token_ids(8)), Request(4, maker.token_ids(12))]
 
 
-def _a_picture(maker: Maker) -> list[Request]:
-    return [Request(4, picture=maker.picture(), text=maker.text())]
+def _an_image(maker: Maker) -> list[Request]:
+    return [Request(4, image=maker.image(), text=maker.text())]
 
 
 @pytest.mark.timeout(300)
@@ -130,7 +130,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     models = tmp_path / "models"
     models.mkdir()
     (models / "demo").symlink_to(DEMO_MODEL)
-    workloads = [Workload("text", _two_short), Workload("picture", _a_picture, picture_side=448)]
+    workloads = [Workload("text", _two_short), Workload("picture", _an_image, image_side=448)]
     told: list[str] = []
     ours = [spec for spec in ROSTER if spec.name.startswith("pagemill")]
     setup = Setup("", threads=1, max_model_len=512, profile=True)
@@ -143,7 +143,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     ], told
     assert report.differences(rows) == []
     direct = rows[2]
-    assert direct.work.prefill_tokens > 48  # the template's, the text's, and the picture's
+    assert direct.work.prefill_tokens > 48  # the template's, the text's, and the image's
     assert {"forward", "sample", "encode pictures"} <= set(direct.repetitions[0].phases)
     assert all(0 < r.ttft_s <= r.wall_s and r.peak_bytes > 0 for r in rows)
 

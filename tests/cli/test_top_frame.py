@@ -113,9 +113,9 @@ def test_queues_are_shown_with_the_age_of_what_waits() -> None:
         ("batch", 0, 0, None),
     ]
     assert seen.oldest_request_s == 1.5
-    picture = shown(seen)
+    image = shown(seen)
     for part in ("4 requests in flight", "1 dead letters", "2.5 s", "engine-a", "25.0%", "2.0%"):
-        assert part in picture
+        assert part in image
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]"])

@@ -22,8 +22,8 @@ from shared.protocol.sampling import SamplingParams
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 ROOT = Path(__file__).parent.parent.parent
-# The only one that pictures may be fetched from.
-PICTURE_HOST = "127.0.0.2"
+# The only one that images may be fetched from.
+IMAGE_HOST = "127.0.0.2"
 CONFIG = f"""
 models:
   demo:
@@ -33,9 +33,9 @@ models:
 delivery: {{ack_wait_s: 2.0, drain_s: 10.0}}
 renderer:
   max_image_pixels: 4000000
-  media_hosts: [{PICTURE_HOST}]
+  media_hosts: [{IMAGE_HOST}]
   media_networks: [127.0.0.0/8]
-blobs: {{inline_kib: 1}}  # every picture goes beside the message
+blobs: {{inline_kib: 1}}  # every image goes beside the message
 """
 
 

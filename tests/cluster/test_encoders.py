@@ -87,11 +87,11 @@ async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 30) -> N
         await asyncio.sleep(0.05)
 
 
-def about(picture: str, text: str = "What color is this image?") -> GenerateRequest:
-    return build_request(AskOptions("demo", text, [IMAGES / picture], {}))
+def about(image: str, text: str = "What color is this image?") -> GenerateRequest:
+    return build_request(AskOptions("demo", text, [IMAGES / image], {}))
 
 
-def about_a_new_picture(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
+def about_a_new_image(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
     Image.new("RGB", size, colour).save(folder / "new.png")
     return about(str(folder / "new.png"))
 
@@ -114,7 +114,7 @@ def frozen(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-async def test_answers_are_right_and_every_picture_went_through_an_encoder(
+async def test_answers_are_right_and_every_image_went_through_an_encoder(
     three: Cluster, client: Bus
 ) -> None:
     await until(lambda: encoders_live(client, 3))
@@ -131,7 +131,7 @@ async def test_answers_are_right_and_every_picture_went_through_an_encoder(
 
 
 def check_path(final: LogRecord, encoded: bool) -> None:
-    """A request with pictures waited for them between its renderer and its answer."""
+    """A request with images waited for them between its renderer and its answer."""
     assert isinstance(final, Finish)
     roles = ["coordinator", "renderer", *["encoder"] * encoded, "engine"]
     assert [hop.stage for hop in final.path] == roles
@@ -141,10 +141,10 @@ def check_path(final: LogRecord, encoded: bool) -> None:
         assert waited.attempt == answered.attempt
 
 
-async def test_a_hundred_requests_with_one_picture_make_one_encode(
+async def test_a_hundred_requests_with_one_image_make_one_encode(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    request = about_a_new_picture(tmp_path, (200, 120), "red")
+    request = about_a_new_image(tmp_path, (200, 120), "red")
     before = len(events(three, "encoded"))
     answers = await asyncio.gather(*(answer(client, request) for _ in range(100)))
     for records in answers:
@@ -156,8 +156,8 @@ async def test_a_hundred_requests_with_one_picture_make_one_encode(
 async def test_nobody_ends_an_encode_task_in_a_requests_name(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    """Whoever has a picture's file can tell what its task is called."""
-    request = about_a_new_picture(tmp_path, (112, 112), "teal")
+    """Whoever has an image's file can tell what its task is called."""
+    request = about_a_new_image(tmp_path, (112, 112), "teal")
     processor = Processor(ModelConfig(str(DEMO_MODEL)))
     source = hash_source((tmp_path / "new.png").read_bytes())
     key = embedding_key("demo", processor.hash_media(IMAGE, source, ""))
@@ -175,10 +175,10 @@ async def nothing_queued(bus: Bus, stream: str) -> bool:
     return first > last
 
 
-async def test_an_encoder_killed_with_a_picture_in_hand(
+async def test_an_encoder_killed_with_an_image_in_hand(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    request = about_a_new_picture(tmp_path, (120, 200), "blue")
+    request = about_a_new_image(tmp_path, (120, 200), "blue")
     before = len(events(three, "encoded"))
     pids = [beat.pid for beat in await living(client, "encoder")]
     with frozen(pids):
@@ -202,7 +202,7 @@ async def _in_hand(bus: Bus) -> bool:
 async def test_embeddings_that_are_lost_are_made_again(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    request = about_a_new_picture(tmp_path, (90, 90), "yellow")
+    request = about_a_new_image(tmp_path, (90, 90), "yellow")
     before = len(events(three, "encoded"))
     await client.purge(subjects.RESULTS_STREAM, subjects.RESULTS_FILTER)
     with frozen([await three.pid(client, "engine")]):
@@ -227,7 +227,7 @@ async def _told(bus: Bus) -> bool:
 async def test_without_encoders_the_deadline_holds_and_text_goes_on(
     three: Cluster, client: Bus, tmp_path: Path
 ) -> None:
-    request = about_a_new_picture(tmp_path, (64, 200), "green")
+    request = about_a_new_image(tmp_path, (64, 200), "green")
     request = msgspec.structs.replace(request, timeout_s=3.0)
     with frozen([beat.pid for beat in await living(client, "encoder")]):
         running = asyncio.create_task(_collect(client, request))

@@ -25,14 +25,14 @@ from tests.cluster.streams import assert_gapless, text_of, tokens_of
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 
-def picture(name: str) -> ImagePart:
+def image(name: str) -> ImagePart:
     data = base64.b64encode((IMAGES / name).read_bytes()).decode()
     return ImagePart(ImageURL(f"data:image/png;base64,{data}"))
 
 
 def question(*names: str) -> GenerateRequest:
     parts: list[TextPart | ImagePart] = [
-        *map(picture, names),
+        *map(image, names),
         TextPart("What color is this image? Answer in one word."),
     ]
     return GenerateRequest("demo", [Message("user", parts)], SAMPLING)
@@ -60,7 +60,7 @@ async def processed(bus: Bus, request: GenerateRequest, tenant: str = "") -> Gen
     )
 
 
-async def test_a_processed_picture_gets_the_same_answer_to_the_token(client: Bus) -> None:
+async def test_a_processed_image_gets_the_same_answer_to_the_token(client: Bus) -> None:
     for names in (("red.png",), ("green_circle.png", "blue.png")):
         request = question(*names)
         ours = await answer(client, request)

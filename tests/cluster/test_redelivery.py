@@ -24,7 +24,7 @@ from shared.protocol.requests import (
     TextPart,
 )
 from tests.cluster.conftest import (
-    PICTURE_HOST,
+    IMAGE_HOST,
     Cluster,
     answer,
     request_text,
@@ -158,14 +158,14 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     assert roles == ["coordinator", "renderer", "engine", "renderer", "engine"]
 
 
-async def test_a_picture_whose_url_has_changed_when_its_payload_is_lost(
+async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
     cluster: Cluster, client: Bus
 ) -> None:
-    canary = Canary(PICTURE_HOST)
+    canary = Canary(IMAGE_HOST)
     canary.answers["/a.png"] = send((IMAGES / "red.png").read_bytes())
     message = Message(
         "user",
-        [ImagePart(ImageURL(canary.url(host=PICTURE_HOST))), TextPart("What color is this image?")],
+        [ImagePart(ImageURL(canary.url(host=IMAGE_HOST))), TextPart("What color is this image?")],
     )
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     os.kill(engine, signal.SIGSTOP)

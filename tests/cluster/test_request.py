@@ -181,7 +181,7 @@ async def publish_for(cluster: Cluster, tenant: str | None, request: dict[str, A
 
 
 async def num_encoded(bus: Bus) -> int:
-    """Pictures that have been through the engine's tower, as it told in the last second."""
+    """Images that have been through the engine's tower, as it told in the last second."""
     (beat,) = await living(bus, "engine")
     return int(beat.load["encoded_items"])
 

@@ -18,7 +18,7 @@ from workers.cli.settings import DEMO_MODEL
 from workers.encoder.tower import TowerThread
 
 
-def picture(seed: int, side: int = 8) -> dict[str, Tensor]:
+def image(seed: int, side: int = 8) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "pixel_patches": torch.randint(
@@ -58,22 +58,22 @@ async def test_what_arrives_together_is_encoded_together(
     watched: tuple[TowerThread, Watched], demo_tower: Tower
 ) -> None:
     thread, inner = watched
-    pictures = [picture(seed) for seed in range(7)]
-    embeddings = await asyncio.gather(*(thread.encode(fields) for fields in pictures))
+    images = [image(seed) for seed in range(7)]
+    embeddings = await asyncio.gather(*(thread.encode(fields) for fields in images))
     # 16 tokens each, 48 in a batch.
     assert inner.batches == [3, 3, 1]
     assert (thread.num_encoded, thread.num_batches) == (7, 3)
-    for fields, embedding in zip(pictures, embeddings, strict=True):
+    for fields, embedding in zip(images, embeddings, strict=True):
         (alone,) = demo_tower.encode([fields])
         assert torch.allclose(embedding, alone, atol=1e-4)
 
 
 async def test_one_bad_image_fails_alone(watched: tuple[TowerThread, Watched]) -> None:
     thread, inner = watched
-    bad = picture(1)
+    bad = image(1)
     bad["pixel_patches"].view(-1)[0] = 255
     results = await asyncio.gather(
-        *(thread.encode(fields) for fields in (picture(2), bad, picture(3))),
+        *(thread.encode(fields) for fields in (image(2), bad, image(3))),
         return_exceptions=True,
     )
     assert isinstance(results[1], ArithmeticError)
@@ -86,7 +86,7 @@ async def test_a_malformed_image_never_reaches_a_batch(
     watched: tuple[TowerThread, Watched],
 ) -> None:
     thread, inner = watched
-    bad = picture(1)
+    bad = image(1)
     bad["image_grid_thw"] = torch.tensor([1, 8, 6])
     with pytest.raises(InvalidRequest):
         await thread.encode(bad)
@@ -97,7 +97,7 @@ async def test_images_are_let_go_when_they_are_encoded(
     watched: tuple[TowerThread, Watched],
 ) -> None:
     thread, _ = watched
-    fields = picture(1)
+    fields = image(1)
     gone = weakref.ref(fields["pixel_patches"])
     await thread.encode(fields)
     del fields
@@ -107,10 +107,10 @@ async def test_images_are_let_go_when_they_are_encoded(
 
 async def test_who_has_given_up_is_not_served(watched: tuple[TowerThread, Watched]) -> None:
     thread, inner = watched
-    gone = asyncio.create_task(thread.encode(picture(1)))
+    gone = asyncio.create_task(thread.encode(image(1)))
     await asyncio.sleep(0)
     gone.cancel()
-    await thread.encode(picture(2))
+    await thread.encode(image(2))
     assert sum(inner.batches) == 1
 
 

@@ -73,8 +73,8 @@ class Road:
         """At most 64 tokens each, and what transformers answers."""
         asked = {
             "text": ("Who?", [], 24),
-            "one": ("See?", [llava.picture(1, 90, 60)], 20),
-            "two": ("é", [llava.picture(2, 42, 120), llava.picture(3, 33, 21)], 12),
+            "one": ("See?", [llava.draw_image(1, 90, 60)], 20),
+            "two": ("é", [llava.draw_image(2, 42, 120), llava.draw_image(3, 33, 21)], 12),
             "short": ("", [], 30),
         }
         answers = {name: self.expected(*question) for name, question in asked.items()}
@@ -127,13 +127,13 @@ def test_any_schedule_yields_the_tokens_of_generate(road: Road) -> None:
 
 
 def test_images_change_the_output(plain: Road) -> None:
-    first, second = (plain.expected("See?", [llava.picture(n, 90, 60)], 12) for n in (1, 9))
+    first, second = (plain.expected("See?", [llava.draw_image(n, 90, 60)], 12) for n in (1, 9))
     assert first != second
 
 
 def test_images_that_touch_are_told_apart(tmp_path: Path) -> None:
     road = Road(tmp_path, template=TOUCHING)
-    images = [llava.picture(4, 50, 50), llava.picture(5, 50, 50)]
+    images = [llava.draw_image(4, 50, 50), llava.draw_image(5, 50, 50)]
     case = road.case("touching", "", images, 8)
     first, second = case.request.items
     assert first.placeholder.offset + first.placeholder.length == second.placeholder.offset
@@ -166,7 +166,7 @@ def with_rows(case: Case, newline: int, width: int) -> Case:
 @pytest.mark.parametrize("budget", [5, 7, 512])
 def test_text_within_an_image_stays_text(plain: Road, budget: int) -> None:
     """A mask says which tokens of a placeholder are text; transformers looks for image tokens."""
-    images = [llava.picture(1, 90, 60), llava.picture(2, 42, 42)]
+    images = [llava.draw_image(1, 90, 60), llava.draw_image(2, 42, 42)]
     case = with_rows(plain.case("rows", "See?", images, 12), newline=7, width=3)
     token_ids = torch.tensor([case.request.prompt_token_ids])
     pixels = plain.own.image_processor(images, return_tensors="pt")
@@ -184,7 +184,7 @@ def test_text_within_an_image_stays_text(plain: Road, budget: int) -> None:
 
 @pytest.mark.parametrize("mask", [b"", b"\xff", b"\x00\x00", b"\xff\xff\xff", b"\xff\x1f"])
 def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: bytes) -> None:
-    case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
+    case = with_rows(plain.case("rows", "See?", [llava.draw_image(1, 42, 42)], 4), 7, 3)
     (item,) = case.request.items
     spoilt = replace(item, placeholder=PlaceholderRange(item.placeholder.offset, 12, mask))
     with pytest.raises(InvalidRequest, match="is_embed"):
@@ -198,7 +198,7 @@ def test_a_mask_that_does_not_fit_is_refused_at_the_door(plain: Road, mask: byte
 
 
 def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road) -> None:
-    case = with_rows(plain.case("rows", "See?", [llava.picture(1, 42, 42)], 4), 7, 3)
+    case = with_rows(plain.case("rows", "See?", [llava.draw_image(1, 42, 42)], 4), 7, 3)
     (item,) = case.request.items
     mask = pack_mask([True] * 9 + [False] * 3)
     moved = replace(item, placeholder=PlaceholderRange(item.placeholder.offset, 12, mask))
@@ -224,7 +224,7 @@ def test_a_mask_elsewhere_is_the_requests_own_failure(plain: Road) -> None:
     ],
 )
 def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str, Any]) -> None:
-    request = plain.case("spoilt", "See?", [llava.picture(1, 42, 42)], 4).request
+    request = plain.case("spoilt", "See?", [llava.draw_image(1, 42, 42)], 4).request
     runner = ModelRunner(plain.twins.served, 4, 4, plain.twins.tower)
     runner.prepare(request)
     (item,) = request.items
@@ -234,7 +234,7 @@ def test_malformed_fields_fail_only_their_request(plain: Road, fields: dict[str,
 
 
 def test_placeholders_must_be_where_the_item_says(plain: Road) -> None:
-    request = plain.case("moved", "See?", [llava.picture(1, 42, 42)], 4).request
+    request = plain.case("moved", "See?", [llava.draw_image(1, 42, 42)], 4).request
     (item,) = request.items
     offset, length = item.placeholder.offset, item.placeholder.length
     family = plain.twins.served.family
@@ -248,7 +248,7 @@ def test_placeholders_must_be_where_the_item_says(plain: Road) -> None:
 
 def test_embeddings_of_an_encoder_take_the_images_place(plain: Road) -> None:
     """An item with the embeddings of another tower, without its pixels."""
-    image = llava.picture(1, 90, 60)
+    image = llava.draw_image(1, 90, 60)
     case = plain.case("encoded", "See?", [image], 12)
     assert plain.twins.tower is not None
     (item,) = case.request.items

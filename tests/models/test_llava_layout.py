@@ -83,13 +83,13 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_processors_output_is_restored_bit_for_bit(folder: Path, size: tuple[int, int]) -> None:
-    picture = llava.picture(sum(size), *size)
+    picture = llava.draw_image(sum(size), *size)
     assert_same_bits(restored(folder, DecodedImage(picture, "")), expected(folder, picture))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
 def test_images_of_every_mode_are_restored(plain: Path, mode: str) -> None:
-    picture = llava.picture(7, 70, 50)
+    picture = llava.draw_image(7, 70, 50)
     if mode == "I;16":
         picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
     else:
@@ -103,7 +103,7 @@ def test_images_of_every_mode_are_restored(plain: Path, mode: str) -> None:
 
 def test_fields_have_the_promised_shapes(plain: Path) -> None:
     picture = Processor(ModelConfig(str(plain))).process(
-        DecodedImage(llava.picture(1, 90, 60), "source"), "field", ""
+        DecodedImage(llava.draw_image(1, 90, 60), "source"), "field", ""
     )
     assert {name: (t.dtype, t.shape) for name, t in picture.fields.items()} == {
         "pixels": ("uint8", (3, SIDE, SIDE)),
@@ -170,9 +170,9 @@ def test_token_ids_are_those_of_transformers_own_processor(
 ) -> None:
     config = llava.write_processor(tmp_path, strategy=strategy, template=template)
     rng = random.Random(3)
-    num_pictures = sum(isinstance(part, ImagePart) for m in messages for part in m.content or [])
+    num_images = sum(isinstance(part, ImagePart) for m in messages for part in m.content or [])
     pictures = [
-        llava.picture(i, rng.randint(20, 90), rng.randint(20, 90)) for i in range(num_pictures)
+        llava.draw_image(i, rng.randint(20, 90), rng.randint(20, 90)) for i in range(num_images)
     ]
     loaded = [DecodedImage(picture, str(i)) for i, picture in enumerate(pictures)]
     rendered = Processor(ModelConfig(str(tmp_path))).render(messages, loaded)
@@ -215,7 +215,7 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
 def test_lines_are_refused_before_they_are_scaled(plain: Path, size: tuple[int, int]) -> None:
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
         Processor(ModelConfig(str(plain))).process(
-            DecodedImage(llava.picture(0, *size), ""), "f", ""
+            DecodedImage(llava.draw_image(0, *size), ""), "f", ""
         )
     assert caught.value.field == "f"
 

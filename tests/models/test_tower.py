@@ -20,7 +20,7 @@ def whole() -> Qwen2VLForConditionalGeneration:
     return Qwen2VLForConditionalGeneration.from_pretrained(DEMO_MODEL, dtype=torch.float32)
 
 
-def picture(num_patches: int = 64) -> dict[str, torch.Tensor]:
+def image(num_patches: int = 64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         "pixel_patches": torch.randint(
@@ -35,12 +35,12 @@ def test_a_tower_alone_sees_what_the_whole_model_sees(
     whole: Qwen2VLForConditionalGeneration,
 ) -> None:
     tower = load_tower(DEMO_MODEL, torch.float32, "cpu")
-    pixel_values = tower.adapter.restore(picture())  # type: ignore[attr-defined]
+    pixel_values = tower.adapter.restore(image())  # type: ignore[attr-defined]
     with torch.inference_mode():
         expected = whole.get_image_features(pixel_values, torch.tensor([[1, 8, 8]])).pooler_output
-    (embedding,) = tower.encode([picture()])
+    (embedding,) = tower.encode([image()])
     torch.testing.assert_close(embedding, expected[0], atol=1e-5, rtol=1e-5)
-    assert embedding.shape == (tower.adapter.count(picture()), tower.adapter.width)
+    assert embedding.shape == (tower.adapter.count(image()), tower.adapter.width)
 
 
 def test_the_parts_share_no_weights_and_lack_none(whole: Qwen2VLForConditionalGeneration) -> None:

@@ -230,8 +230,8 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
 ) -> None:
     questions: dict[str, tuple[str, list[Image.Image]]] = {
         "text": ("Who?", []),
-        "one": ("See?", [llava.picture(1, 90, 60)]),
-        "two": ("Both?", [llava.picture(2, 42, 120), llava.picture(3, 33, 21)]),
+        "one": ("See?", [llava.draw_image(1, 90, 60)]),
+        "two": ("Both?", [llava.draw_image(2, 42, 120), llava.draw_image(3, 33, 21)]),
     }
     cases: list[Case] = []
     for name, (text, images) in questions.items():
@@ -245,7 +245,7 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
 
 
 def test_all_tokens_of_an_image_stand_at_one_position(processor: Processor, twins: Twins) -> None:
-    images = [llava.picture(1, 90, 60)]
+    images = [llava.draw_image(1, 90, 60)]
     rendered = processor.render(messages("See?", images), [DecodedImage(images[0], "one")])
     prompt = make_case("one", rendered, images, max_tokens=16).request
     positions = twins.served.family.locate(prompt)
@@ -261,7 +261,7 @@ def test_its_tower_loads_alone(folder: Path) -> None:
 
 
 def test_its_items_pass_between_servers(processor: Processor) -> None:
-    picture = processor.process(DecodedImage(llava.picture(1, 90, 60), "one"), "field", "")
+    picture = processor.process(DecodedImage(llava.draw_image(1, 90, 60), "one"), "field", "")
     data, _ = processor.encode_item(picture)
     assert processor.decode_item(IMAGE, data, picture.mm_hash, "field") == picture
     wire = decode_item(data, "field")

@@ -41,7 +41,7 @@ from tests.renderer.test_paths import data_url
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.processing.processor import Processor
 
-PICTURE = png(1, (112, 56))
+IMAGE = png(1, (112, 56))
 
 
 class Rig:
@@ -136,14 +136,14 @@ async def test_messages_are_counted_with_or_without_the_answers_beginning(rig: R
 
 
 async def test_images_are_rendered_for_other_servers(rig: Rig, processor: Processor) -> None:
-    messages = messages_with([data_url(PICTURE), data_url(png(2))])
+    messages = messages_with([data_url(IMAGE), data_url(png(2))])
     rendered = await rig.features(messages)
     plain = await client.render(rig.bus, GenerateRequest(rig.model, messages))
     assert not isinstance(plain, ErrorReply)
     assert rendered.prompt_token_ids == plain[0].prompt_token_ids
     assert [f.placeholder for f in rendered.features] == [i.placeholder for i in plain[0].items]
     first = rendered.features[0]
-    assert first.mm_hash == mm_hash("image", PICTURE, str(DEMO_MODEL))
+    assert first.mm_hash == mm_hash("image", IMAGE, str(DEMO_MODEL))
     assert first.kwargs_data is not None
     assert first.mm_metadata is not None
     assert first.mm_metadata[1:] == first.kwargs_data[1 : len(first.mm_metadata)]
@@ -155,7 +155,7 @@ async def test_images_are_rendered_for_other_servers(rig: Rig, processor: Proces
 
 
 async def test_stored_images_are_found_for_their_tenant_alone(rig: Rig) -> None:
-    url = await client.pin_media(rig.bus, PICTURE, "a")
+    url = await client.pin_media(rig.bus, IMAGE, "a")
     messages = messages_with([url])
     assert (await rig.features(messages, tenant="a")).features
     for tenant in ("", "b"):
@@ -170,7 +170,7 @@ async def test_stored_images_are_found_for_their_tenant_alone(rig: Rig) -> None:
 
 
 async def test_an_engine_is_given_the_same_for_features_as_for_messages(rig: Rig) -> None:
-    messages = messages_with([data_url(PICTURE), data_url(png(2))])
+    messages = messages_with([data_url(IMAGE), data_url(png(2))])
     asked = await rig.asked_with(await rig.features(messages))
     theirs, ours = await rig.engine(asked), await rig.engine(Prompt(messages))
     assert theirs.prompt_token_ids == ours.prompt_token_ids
@@ -190,7 +190,7 @@ async def test_a_claimed_hash_is_no_key_of_ours(rig: Rig) -> None:
 
 async def test_a_hash_that_was_sent_before_is_enough(rig: Rig) -> None:
     tenant = f"t{secrets.token_hex(4)}"
-    asked = await rig.asked_with(await rig.features(messages_with([data_url(PICTURE)])), tenant)
+    asked = await rig.asked_with(await rig.features(messages_with([data_url(IMAGE)])), tenant)
     miss = ("mm_cache_miss", "features.kwargs_data.image[0]")
     assert await rig.refused(without_data(asked), tenant) == miss
     first = await rig.engine(asked, tenant)
@@ -214,7 +214,7 @@ async def test_the_latest_item_of_a_hash_counts_and_a_lost_one_is_a_miss(rig: Ri
 
 
 async def test_what_is_no_item_is_refused_and_not_noted(rig: Rig) -> None:
-    rendered = await rig.features(messages_with([data_url(PICTURE)]))
+    rendered = await rig.features(messages_with([data_url(IMAGE)]))
     asked = await rig.asked_with(rendered, name=f"h{secrets.token_hex(4)}")
     url = await client.pin_media(rig.bus, b"garbage" + secrets.token_bytes(4))
     (good,) = asked.features

@@ -72,11 +72,11 @@ async def contents(blobs: Blobs, prepared: PreparedImage) -> dict[str, bytes]:
 async def test_an_image_that_comes_again_is_not_made_again(
     renderer: Start, processor: Processor
 ) -> None:
-    pictures, blobs = await renderer()
-    first = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
-    second = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
-    other = await pictures.prepare(processor, IMAGE, file_of(1), FIELD, "", 60)
-    assert (pictures.counters.processed, pictures.counters.hits) == (2, 1)
+    images, blobs = await renderer()
+    first = await images.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    second = await images.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    other = await images.prepare(processor, IMAGE, file_of(1), FIELD, "", 60)
+    assert (images.counters.processed, images.counters.hits) == (2, 1)
     assert first.mm_hash == second.mm_hash != other.mm_hash
     assert await contents(blobs, first) == await contents(blobs, second)
     assert await contents(blobs, first) != await contents(blobs, other)
@@ -101,15 +101,15 @@ async def test_another_renderer_of_the_machine_has_it_too(
 async def test_those_who_come_together_wait_for_the_first(
     renderer: Start, processor: Processor
 ) -> None:
-    pictures, blobs = await renderer()
+    images, blobs = await renderer()
     waiting = [
-        asyncio.create_task(pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60))
+        asyncio.create_task(images.prepare(processor, IMAGE, file_of(), FIELD, "", 60))
         for _ in range(8)
     ]
     await asyncio.sleep(0)
     waiting[0].cancel()
     prepared = await asyncio.gather(*waiting, return_exceptions=True)
-    assert pictures.counters.processed == 1
+    assert images.counters.processed == 1
     assert isinstance(prepared[0], asyncio.CancelledError)
     found = [await contents(blobs, p) for p in prepared[1:] if isinstance(p, PreparedImage)]
     assert len(found) == 7
@@ -119,10 +119,10 @@ async def test_those_who_come_together_wait_for_the_first(
 async def test_a_bad_image_fails_for_each_by_its_own_field(
     renderer: Start, processor: Processor
 ) -> None:
-    pictures, _ = await renderer()
+    images, _ = await renderer()
     bad = b"\x89PNG broken"
     failed = await asyncio.gather(
-        *(pictures.prepare(processor, IMAGE, bad, f"field {i}", "", 60) for i in range(3)),
+        *(images.prepare(processor, IMAGE, bad, f"field {i}", "", 60) for i in range(3)),
         return_exceptions=True,
     )
     assert [type(error) for error in failed] == [InvalidMedia] * 3
@@ -134,14 +134,14 @@ async def test_a_bad_image_fails_for_each_by_its_own_field(
 
 
 async def test_without_room_it_goes_into_the_message(renderer: Start, processor: Processor) -> None:
-    pictures, blobs = await renderer(arena_mib=1)
+    images, blobs = await renderer(arena_mib=1)
     filling = blobs.put("ab" * 32, [bytes(2**20)], 60)
     assert filling is not None
-    prepared = await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
+    prepared = await images.prepare(processor, IMAGE, file_of(), FIELD, "", 60)
     assert prepared.ref is None
     assert set(prepared.fields) == {"pixel_patches", "pixel_table", "image_grid_thw"}
     await blobs.release(filling)
-    assert (await pictures.prepare(processor, IMAGE, file_of(), FIELD, "", 60)).ref is not None
+    assert (await images.prepare(processor, IMAGE, file_of(), FIELD, "", 60)).ref is not None
 
 
 async def test_what_was_made_for_one_tenant_is_not_found_for_another(

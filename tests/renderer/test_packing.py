@@ -60,18 +60,18 @@ def prepared(blobs: Blobs, num_tokens: int, mm_hash: str = "") -> PreparedImage:
     return PreparedImage(mm_hash, num_tokens, ref, fields, {"grid": fields["grid"]})
 
 
-def ranges_of(pictures: list[PreparedImage]) -> list[PlaceholderRange]:
-    return [PlaceholderRange(100 * i, p.num_tokens) for i, p in enumerate(pictures)]
+def ranges_of(images: list[PreparedImage]) -> list[PlaceholderRange]:
+    return [PlaceholderRange(100 * i, p.num_tokens) for i, p in enumerate(images)]
 
 
-def refs_of(pictures: list[PreparedImage]) -> list[BlobRef]:
-    return [p.ref for p in pictures if p.ref is not None]
+def refs_of(images: list[PreparedImage]) -> list[BlobRef]:
+    return [p.ref for p in images if p.ref is not None]
 
 
 async def queued(
-    bus: Bus, model: str, picture: PreparedImage, lane: str = "interactive"
+    bus: Bus, model: str, image: PreparedImage, lane: str = "interactive"
 ) -> tuple[Task[EncodeBody], list[TensorData]] | None:
-    name = subjects.item_task(embedding_key(model, picture.mm_hash))
+    name = subjects.item_task(embedding_key(model, image.mm_hash))
     subject = subjects.stage("encoder", model, lane, name)
     stored = await bus.read_last(subjects.STAGES_STREAM, subject)
     return None if stored is None else envelope.decode(stored.data, Task[EncodeBody])
@@ -81,10 +81,10 @@ async def test_large_images_go_to_encoders_and_small_ones_stay(
     bus: Bus, blobs: Blobs, model: str
 ) -> None:
     small, large = prepared(blobs, 9), prepared(blobs, 10)
-    pictures = [small, large]
-    made = refs_of(pictures)
+    images = [small, large]
+    made = refs_of(images)
     items, tensors = await packer(bus, blobs, model, local_tokens=9).pack(
-        header_of(bus, model), pictures, ranges_of(pictures), made
+        header_of(bus, model), images, ranges_of(images), made
     )
     stays, goes = items
     assert (stays.blob, stays.embedding) == (small.ref, None)
@@ -120,14 +120,12 @@ async def test_what_is_asked_for_already_is_let_go(bus: Bus, blobs: Blobs, model
 
 
 async def test_what_has_been_encoded_is_not_asked_for(bus: Bus, blobs: Blobs, model: str) -> None:
-    picture = prepared(blobs, 10)
-    key = embedding_key(model, picture.mm_hash)
+    image = prepared(blobs, 10)
+    key = embedding_key(model, image.mm_hash)
     await bus.publish_without_id(subjects.result(key), b"told")
-    made = refs_of([picture])
-    await packer(bus, blobs, model).pack(
-        header_of(bus, model), [picture], ranges_of([picture]), made
-    )
-    assert await queued(bus, model, picture) is None
+    made = refs_of([image])
+    await packer(bus, blobs, model).pack(header_of(bus, model), [image], ranges_of([image]), made)
+    assert await queued(bus, model, image) is None
     assert blobs._server.arena.slots.num_pinned == 0
 
 

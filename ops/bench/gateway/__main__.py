@@ -49,7 +49,7 @@ PAUSE_S = 0.02
 # Processes of vLLM spin for a second after their last answer.
 CALM_S = 2.0
 MAX_MODEL_LEN = 2048
-PICTURE_SIDE = 224
+IMAGE_SIDE = 224
 VLLM_OPTIONS = (
     *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "2048"),
@@ -60,7 +60,7 @@ VLLM_OPTIONS = (
 class Work:
     name: str
     model: str
-    pictures: bool
+    images: bool
     prompt_len: int
     max_tokens: int
     singles: int
@@ -194,9 +194,9 @@ class _Requests:
         return [Prepared.of(self._one(max_tokens)) for _ in range(count)]
 
     def _one(self, max_tokens: int) -> Request:
-        if self._work.pictures:
-            picture = self._maker.picture(PICTURE_SIDE)
-            return Request(max_tokens, picture=picture, text=self._maker.text())
+        if self._work.images:
+            image = self._maker.image(IMAGE_SIDE)
+            return Request(max_tokens, image=image, text=self._maker.text())
         return Request(max_tokens, self._maker.token_ids(self._work.prompt_len))
 
 

@@ -41,9 +41,9 @@ class Prepared:
 
     @classmethod
     def of(cls, request: Request) -> "Prepared":
-        if request.picture is None:
+        if request.image is None:
             return cls(request, None)
-        data = base64.b64encode(Path(request.picture).read_bytes()).decode()
+        data = base64.b64encode(Path(request.image).read_bytes()).decode()
         return cls(request, f"data:image/png;base64,{data}")
 
 

@@ -88,7 +88,7 @@ class Work:
     num_requests: int
     max_tokens: int
     prefill_tokens: int
-    picture_pixels: int = 0
+    image_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Phase:
 
 
 def prefill(shape: Shape, work: Work) -> Phase:
-    num_patches = work.picture_pixels / shape.patch_side**2 if work.picture_pixels else 0.0
+    num_patches = work.image_pixels / shape.patch_side**2 if work.image_pixels else 0.0
     products = work.prefill_tokens * shape.layers + work.num_requests * shape.head
     flops = 2.0 * (products + num_patches * shape.vision_patch)
     return Phase(flops, shape.weight_bytes, work.prefill_tokens)

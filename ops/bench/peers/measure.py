@@ -29,7 +29,7 @@ NUM_WARM = 2
 WARM_UP = 0
 # Memory in multiples of the weights: these, a copy in the peer's own layout, the peak of loading.
 COPIES = 3
-PICTURE_PLACE = 28
+IMAGE_PLACE = 28
 """Side in pixels of the area that becomes one token of a Qwen2-VL."""
 
 
@@ -83,9 +83,7 @@ class _Session:
 
     def measure(self) -> list[Row]:
         rows = []
-        workloads = [
-            w for w in self._plan.workloads if self._shape.patch_side or not w.picture_side
-        ]
+        workloads = [w for w in self._plan.workloads if self._shape.patch_side or not w.image_side]
         try:
             for workload in workloads:
                 with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:
@@ -95,13 +93,13 @@ class _Session:
                 process.stop()
         return rows
 
-    def _measure(self, workload: Workload, pictures: Path) -> list[Row]:
+    def _measure(self, workload: Workload, images: Path) -> list[Row]:
         processes = {spec: self._process(spec, workload) for spec in list(self._specs)}
         taking_part = {spec: p for spec, p in processes.items() if p is not None}
         measured: dict[Spec, list[Measured]] = {spec: [] for spec in taking_part}
         asked: list[list[Request]] = []
         for number in range(WARM_UP, WARM_UP + 1 + self._plan.repetitions):
-            requests = workload.requests(number, self._vocab_size, pictures)
+            requests = workload.requests(number, self._vocab_size, images)
             if number > WARM_UP:
                 asked.append(requests)
             for spec in list(measured):
@@ -119,8 +117,8 @@ class _Session:
 
     def _process(self, spec: Spec, workload: Workload) -> PeerProcess | None:
         python = spec.python(self._plan.peers)
-        pictures = bool(workload.picture_side)
-        folder = spec.folder(self._plan.models, self._model, pictures=pictures)
+        images = bool(workload.image_side)
+        folder = spec.folder(self._plan.models, self._model, images=images)
         if python is None or folder is None:
             self._tell(workload, spec, "not installed, or not for this")
             return None
@@ -170,11 +168,11 @@ def _work(workload: Workload, asked: list[list[Request]], runs: Iterable[Measure
     """Return the shape of a repetition; prompts of tokens have their mean length over all."""
     requests = asked[-1]
     num_tokens = sum(len(r.token_ids) for each in asked for r in each) // len(asked)
-    if workload.picture_side:
+    if workload.image_side:
         # Only the peer that applied the template knows the length of a prompt with an image.
         told = [a.num_prompt_tokens or 0 for run in runs for a in run.result.answers]
-        of_pictures = (workload.picture_side // PICTURE_PLACE) ** 2
-        num_tokens = len(requests) * max(told, default=of_pictures)
+        of_images = (workload.image_side // IMAGE_PLACE) ** 2
+        num_tokens = len(requests) * max(told, default=of_images)
     shared = workload.shared_prefix_len * (len(requests) - 1)
-    pixels = len(requests) * workload.picture_side**2
+    pixels = len(requests) * workload.image_side**2
     return Work(len(requests), requests[0].max_tokens, num_tokens - shared, pixels)

@@ -29,11 +29,11 @@ class OpenVino:
         )
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, Any]]:
-        return [(r, r.picture and np.asarray(Image.open(r.picture))) for r in requests]
+        return [(r, r.image and np.asarray(Image.open(r.image))) for r in requests]
 
     def run(self, work: list[tuple[Request, Any]], began_s: float) -> list[Answer]:
         handles = [
-            self._add(number, request, picture) for number, (request, picture) in enumerate(work)
+            self._add(number, request, image) for number, (request, image) in enumerate(work)
         ]
         token_ids: list[list[int]] = [[] for _ in work]
         times_s: list[list[float]] = [[] for _ in work]
@@ -52,17 +52,17 @@ class OpenVino:
     def phases(self) -> dict[str, float]:
         return {}
 
-    def _add(self, number: int, request: Request, picture: Any) -> Any:
+    def _add(self, number: int, request: Request, image: Any) -> Any:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = request.max_tokens
         config.ignore_eos = True
         config.do_sample = False
-        if picture is None:
+        if image is None:
             prompt = openvino.Tensor(np.array([request.token_ids], dtype=np.int64))
             return self._pipeline.add_request(number, prompt, config)
         # The template and the encoding are applied here, before any step.
-        pictures = [openvino.Tensor(picture)]
-        return self._pipeline.add_request(number, request.text, pictures, config)
+        images = [openvino.Tensor(image)]
+        return self._pipeline.add_request(number, request.text, images, config)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,12 @@ class Pagemill:
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, DecodedImage | None]]:
         self._stopwatch.total_s.clear()
-        return [
-            (request, _load(request.picture) if request.picture else None) for request in requests
-        ]
+        return [(request, _load(request.image) if request.image else None) for request in requests]
 
     def run(self, work: list[tuple[Request, DecodedImage | None]], began_s: float) -> list[Answer]:
         answers = {}
-        for request, picture in work:
-            rendered = self._render(request, picture)
+        for request, image in work:
+            rendered = self._render(request, image)
             engine_request = _engine_request(request, rendered)
             self._core.add(engine_request)
             answers[engine_request.request_id] = Tally(len(rendered.prompt_token_ids))
@@ -62,11 +60,11 @@ class Pagemill:
     def phases(self) -> dict[str, float]:
         return dict(self._stopwatch.total_s)
 
-    def _render(self, request: Request, picture: DecodedImage | None) -> Rendered:
-        if picture is None:
+    def _render(self, request: Request, image: DecodedImage | None) -> Rendered:
+        if image is None:
             return Rendered(request.token_ids, [], [])
         # The image is loaded already, so its URL does not matter.
-        return self._processor.render([message(request, "data:")], [picture])
+        return self._processor.render([message(request, "data:")], [image])
 
 
 class Tally:
@@ -117,7 +115,7 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
         (inside, "_process_sampled", "process sampled"),
         (inside, "_take_outputs", "process sampled"),
         (inside._factory, "_decode", "detokenize"),
-        (inside._runner, "encode", "encode pictures"),
+        (inside._runner, "encode", "encode images"),
         (inside._runner, "run", "rest of the run"),
         (inside._runner, "_embed", "embed"),
         (inside._runner._model, "plan", "plan"),
@@ -127,9 +125,9 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
         stopwatch.watch(owner, name, phase)
 
 
-def _load(picture: str) -> DecodedImage:
-    image = Image.open(picture).convert("RGB")
-    return DecodedImage(image, hash_source(Path(picture).read_bytes()))
+def _load(path: str) -> DecodedImage:
+    image = Image.open(path).convert("RGB")
+    return DecodedImage(image, hash_source(Path(path).read_bytes()))
 
 
 def _engine_request(request: Request, rendered: Rendered) -> EngineRequest:

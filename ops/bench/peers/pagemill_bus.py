@@ -40,7 +40,7 @@ class PagemillBus:
         self._site: Site = self._wait_for(self._start(setup))
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, str | None]]:
-        return [(request, request.picture and _data_url(request.picture)) for request in requests]
+        return [(request, request.image and _data_url(request.image)) for request in requests]
 
     def run(self, work: list[tuple[Request, str | None]], began_s: float) -> list[Answer]:
         return self._wait_for(self._run(work, began_s))
@@ -94,8 +94,8 @@ class PagemillBus:
         await publishing
 
 
-def _data_url(picture: str) -> str:
-    return "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+def _data_url(image: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(Path(image).read_bytes()).decode()
 
 
 async def main() -> None:

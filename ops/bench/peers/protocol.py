@@ -36,7 +36,7 @@ class Request:
 
     max_tokens: int
     token_ids: list[int] = field(default_factory=list)
-    picture: str | None = None
+    image: str | None = None
     """Path of a PNG file."""
     text: str = ""
 

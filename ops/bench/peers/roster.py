@@ -39,12 +39,12 @@ class Spec:
         found = peers / self.home / "bin" / "python"
         return found if found.exists() else None
 
-    def folder(self, models: Path, model: str, *, pictures: bool) -> Path | None:
+    def folder(self, models: Path, model: str, *, images: bool) -> Path | None:
         """Return the model's folder for this peer; None if unsupported or absent."""
-        if pictures and not self.sees:
+        if images and not self.sees:
             return None
         if self.exported:
-            name = model if pictures else TEXT_ALONE.get(model, model)
+            name = model if images else TEXT_ALONE.get(model, model)
             models, model = models / "openvino", name
         folder = models / model
         return folder if folder.is_dir() else None

@@ -34,10 +34,10 @@ class Padded:
         self._pad = self.model.generation_config.pad_token_id or 0
         if getattr(self.model.config, "vision_config", None) is not None:
             self._tokenizer = AutoTokenizer.from_pretrained(setup.model)
-            self._pictures = Qwen2VLImageProcessorPil.from_pretrained(setup.model)
+            self._images = Qwen2VLImageProcessorPil.from_pretrained(setup.model)
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, Any]]:
-        return [(r, r.picture and Image.open(r.picture).convert("RGB")) for r in requests]
+        return [(r, r.image and Image.open(r.image).convert("RGB")) for r in requests]
 
     @torch.inference_mode()
     def run(self, work: list[tuple[Request, Any]], began_s: float) -> list[Answer]:
@@ -75,19 +75,19 @@ class Padded:
         if work[0][1] is None:
             return [request.token_ids for request, _ in work], {}
         # Its processor of text and images together needs torchvision, for videos.
-        pictures = self._pictures([picture for _, picture in work], return_tensors="pt")
-        merged = self._pictures.merge_size**2
+        images = self._images([image for _, image in work], return_tensors="pt")
+        merged = self._images.merge_size**2
         token = self.model.config.image_token_id
         prompts = []
-        for (request, _), grid in zip(work, pictures["image_grid_thw"], strict=True):
+        for (request, _), grid in zip(work, images["image_grid_thw"], strict=True):
             ids: Any = self._tokenizer.apply_chat_template(
                 request.messages, add_generation_prompt=True, return_dict=False
             )
             place = ids.index(token)
             num_tokens = int(grid.prod()) // merged
             prompts.append(ids[:place] + [token] * num_tokens + ids[place + 1 :])
-        pixels = pictures["pixel_values"].to(torch.bfloat16)
-        grids = pictures["image_grid_thw"]
+        pixels = images["pixel_values"].to(torch.bfloat16)
+        grids = images["image_grid_thw"]
         return prompts, {
             "pixel_values": pixels,
             "image_grid_thw": grids,

@@ -22,11 +22,11 @@ class Vllm:
         )
 
     def prepare(self, requests: list[Request]) -> list[tuple[Request, Any]]:
-        return [(r, r.picture and Image.open(r.picture).convert("RGB")) for r in requests]
+        return [(r, r.image and Image.open(r.image).convert("RGB")) for r in requests]
 
     def run(self, work: list[tuple[Request, Any]], began_s: float) -> list[Answer]:
         outputs = self._llm.generate(
-            [self._prompt(request, picture) for request, picture in work],
+            [self._prompt(request, image) for request, image in work],
             [
                 SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_tokens)
                 for request, _ in work
@@ -38,13 +38,13 @@ class Vllm:
     def phases(self) -> dict[str, float]:
         return {}
 
-    def _prompt(self, request: Request, picture: Any) -> Any:
-        if picture is None:
+    def _prompt(self, request: Request, image: Any) -> Any:
+        if image is None:
             return {"prompt_token_ids": request.token_ids}
         text = self._llm.get_tokenizer().apply_chat_template(
             request.messages, add_generation_prompt=True, tokenize=False
         )
-        return {"prompt": text, "multi_modal_data": {"image": picture}}
+        return {"prompt": text, "multi_modal_data": {"image": image}}
 
 
 def _answer(output: Any, began_s: float) -> Answer:

@@ -12,8 +12,8 @@ from ops.bench.peers.protocol import Request
 
 # Control tokens are below these in some vocabularies, and above the last ones in others.
 FIRST_ID, NUM_LAST_IDS = 300, 200
-PICTURE_SIDE = 448
-PICTURE_WORDS = 16
+IMAGE_SIDE = 448
+IMAGE_WORDS = 16
 WORDS = ("red", "blue", "cat", "dog", "tree", "house", "river", "stone")
 PREFIX_LEN = 512
 
@@ -31,17 +31,17 @@ class Maker:
         last = self.vocab_size - NUM_LAST_IDS
         return [self.rng.randrange(FIRST_ID, last) for _ in range(length)]
 
-    def picture(self, side: int = PICTURE_SIDE) -> str:
+    def image(self, side: int = IMAGE_SIDE) -> str:
         """Make a smooth image, because noise would be the worst case of PNG."""
         seed = self.rng.randrange(2**31)
         pixels = np.random.default_rng(seed).integers(0, 255, (28, 28, 3), dtype=np.uint8)
-        image = Image.fromarray(pixels).resize((side,) * 2, Image.Resampling.BICUBIC)
+        drawn = Image.fromarray(pixels).resize((side,) * 2, Image.Resampling.BICUBIC)
         file = self.folder / f"{seed}.png"
-        image.save(file, compress_level=1)
+        drawn.save(file, compress_level=1)
         return str(file)
 
     def text(self) -> str:
-        return " ".join(self.rng.choice(WORDS) for _ in range(PICTURE_WORDS))
+        return " ".join(self.rng.choice(WORDS) for _ in range(IMAGE_WORDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Workload:
     make: Callable[[Maker], list[Request]]
     shared_prefix_len: int = 0
     """Tokens that all prompts begin with, and that are computed only once."""
-    picture_side: int = 0
+    image_side: int = 0
 
     def requests(self, repetition: int, vocab_size: int, folder: Path) -> list[Request]:
         # Prompts differ between repetitions, and between vocabularies.
@@ -71,12 +71,12 @@ def _prefix16(maker: Maker) -> list[Request]:
 
 
 def _mm16(maker: Maker) -> list[Request]:
-    return [Request(32, picture=maker.picture(), text=maker.text()) for _ in range(16)]
+    return [Request(32, image=maker.image(), text=maker.text()) for _ in range(16)]
 
 
 WORKLOADS = (
     Workload("single", _single),
     Workload("batch32", _batch32),
     Workload("prefix16", _prefix16, shared_prefix_len=PREFIX_LEN),
-    Workload("mm16", _mm16, picture_side=PICTURE_SIDE),
+    Workload("mm16", _mm16, image_side=IMAGE_SIDE),
 )

@@ -350,7 +350,7 @@ LONG = [1, 2, 1, 7, 7, 7, 7, 2, 1]
 """A prompt for an image, which fills half of the second block, the third and half of the fourth."""
 
 
-def pictured(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object) -> EngineRequest:
+def imaged(request_id: str, mm_hash: str = "a", tenant: str = "", **p: object) -> EngineRequest:
     request = make_request(request_id, LONG, **{"max_tokens": 3, "ignore_eos": True, **p})
     return replace(request, items=[item(mm_hash, 3, 4)], tenant=tenant)
 
@@ -366,10 +366,10 @@ def cached_tokens(core: EngineCore, request: EngineRequest) -> int:
 def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
-    assert cached_tokens(core, pictured("first")) == 0
+    assert cached_tokens(core, imaged("first")) == 0
     assert sum(runner.batches) == len(LONG) + 2
     assert core.stats().encoded_items == 1
-    assert cached_tokens(core, pictured("second")) == 8
+    assert cached_tokens(core, imaged("second")) == 8
     assert sum(runner.batches) == len(LONG) + 2 + 1 + 2
     stats = core.stats()
     assert stats.encoded_items == 1, "no row of the picture had to be computed"
@@ -378,15 +378,15 @@ def test_a_repeated_prompt_and_its_image_are_not_recomputed() -> None:
 
 def test_another_image_shares_the_blocks_before_it() -> None:
     core = make_core()
-    assert cached_tokens(core, pictured("first", "a")) == 0
-    assert cached_tokens(core, pictured("second", "b")) == 2
+    assert cached_tokens(core, imaged("first", "a")) == 0
+    assert cached_tokens(core, imaged("second", "b")) == 2
     assert core.stats().encoded_items == 2
 
 
 def test_blocks_of_another_tenant_are_not_found() -> None:
     core = make_core()
     found = [
-        (cached_tokens(core, pictured(f"{i}", f"a of {tenant}", tenant)), core.stats())
+        (cached_tokens(core, imaged(f"{i}", f"a of {tenant}", tenant)), core.stats())
         for i, tenant in enumerate(["x", "y", "", "x", "y", ""])
     ]
     assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 8, 8, 8]
@@ -395,14 +395,14 @@ def test_blocks_of_another_tenant_are_not_found() -> None:
 
 def test_without_the_cache_all_is_computed() -> None:
     core = make_core(prefix_caching=False)
-    assert [cached_tokens(core, pictured(request_id)) for request_id in "ab"] == [0, 0]
+    assert [cached_tokens(core, imaged(request_id)) for request_id in "ab"] == [0, 0]
     assert core.stats().encoded_items == 2
 
 
 def test_choices_share_the_prompt_that_the_first_has_computed() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
-    request = pictured("r", n=3)
+    request = imaged("r", n=3)
     assert cached_tokens(core, request) == 0
     assert runner.batches[:2] == [len(LONG), 1 + 2], "two choices compute their last token alone"
     assert core.stats().encoded_items == 1
@@ -411,20 +411,20 @@ def test_choices_share_the_prompt_that_the_first_has_computed() -> None:
 
 def test_an_image_is_encoded_if_a_cached_prefix_ends_within_it() -> None:
     core = make_core()
-    shorter = replace(pictured("first", max_tokens=1), prompt_token_ids=LONG[:7])
+    shorter = replace(imaged("first", max_tokens=1), prompt_token_ids=LONG[:7])
     assert cached_tokens(core, shorter) == 0
-    assert cached_tokens(core, pictured("second")) == 6
+    assert cached_tokens(core, imaged("second")) == 6
     assert core.stats().encoded_items == 2
 
 
 def test_a_cached_image_is_encoded_if_its_blocks_are_evicted_after_a_preemption() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner, num_blocks=12)
-    assert cached_tokens(core, pictured("first")) == 0
+    assert cached_tokens(core, imaged("first")) == 0
     old = make_request("old", [2] * 9, max_tokens=15, ignore_eos=True)
     core.add(old)
     core.step()
-    again = pictured("again", max_tokens=15)
+    again = imaged("again", max_tokens=15)
     core.add(again)
     outputs = core.step()
     assert core.stats().encoded_items == 1
@@ -446,27 +446,27 @@ class RaisesAtTheEnd(FakeRunner):
 @pytest.mark.parametrize("budget", [4, 64])
 def test_blocks_of_a_failed_run_are_not_cached(budget: int) -> None:
     core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE), max_num_batched_tokens=budget)
-    core.add(pictured("bad", n=2))
+    core.add(imaged("bad", n=2))
     assert [output.error is not None for output in finish_all(core)] == [True]
-    assert cached_tokens(core, pictured("good")) == 0
+    assert cached_tokens(core, imaged("good")) == 0
 
 
 def test_cached_blocks_of_a_failed_run_are_unregistered() -> None:
     core = make_core(RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE))
-    assert cached_tokens(core, pictured("first")) == 0
-    core.add(pictured("bad"))
+    assert cached_tokens(core, imaged("first")) == 0
+    core.add(imaged("bad"))
     assert [output.error is not None for output in finish_all(core)] == [True]
-    assert cached_tokens(core, pictured("second")) == 0
-    assert cached_tokens(core, pictured("third")) == 8
+    assert cached_tokens(core, imaged("second")) == 0
+    assert cached_tokens(core, imaged("third")) == 8
 
 
 def test_a_failure_keeps_the_blocks_shared_with_other_requests() -> None:
     runner = RaisesAtTheEnd(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
-    good = pictured("good", max_tokens=12)
+    good = imaged("good", max_tokens=12)
     core.add(good)
     outputs = core.step()
-    core.add(pictured("bad"))
+    core.add(imaged("bad"))
     outputs += finish_all(core)  # The runner verifies the blocks.
     assert runner.zeroed
     assert [output.request_id for output in outputs if output.error] == ["bad"]
@@ -476,7 +476,7 @@ def test_a_failure_keeps_the_blocks_shared_with_other_requests() -> None:
 def test_the_logged_part_of_a_resumed_output_is_cached() -> None:
     runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE)
     core = make_core(runner)
-    whole = pictured("r", max_tokens=9)
+    whole = imaged("r", max_tokens=9)
     core.add(whole)
     answers = answers_of(finish_all(core), whole)
     ((token_ids, *_),) = answers

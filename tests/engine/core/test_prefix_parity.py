@@ -16,9 +16,9 @@ from tests.engine.model.test_parity import (
     Case,
     CountingRunner,
     Twins,
+    draw_image,
     item_of,
     make_twins,
-    picture,
     reference_answer,
 )
 from workers.engine.core.block_pool import BlockPool
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_SIZE = 4
 NUM_ANSWERED = 12
 SIZES = {"tall": (60, 120), "wide": (90, 60), "wide too": (90, 60)}
-PICTURES = {name: picture(i, *size) for i, (name, size) in enumerate(SIZES.items())}
+IMAGES = {name: draw_image(i, *size) for i, (name, size) in enumerate(SIZES.items())}
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
@@ -46,7 +46,7 @@ def case_of(*parts: str | int, tenant: str = "") -> Case:
         if isinstance(part, int):
             token_ids += random.Random(part).choices(range(NUM_TEXT_IDS), k=7)
             continue
-        images.append(PICTURES[part])
+        images.append(IMAGES[part])
         item = item_of(images[-1], len(token_ids) + 1)
         items.append(replace(item, mm_hash=content_hash(tenant, item.mm_hash)))
         token_ids += [VISION_START, *[IMAGE] * item.placeholder.length, VISION_END]
@@ -137,7 +137,7 @@ def test_repeated_and_overlapping_prompts_yield_the_tokens_of_generate(
         for name, answer in answers.items():
             assert answer.token_ids == {0: twins.answers[name]}
             assert repeat == 0 or answer.cached_tokens > 0
-    assert engine.runner.encoded_items == len(PICTURES), "each once, for all prompts that show it"
+    assert engine.runner.encoded_items == len(IMAGES), "each once, for all prompts that show it"
 
 
 def test_a_repeated_request_recomputes_no_block_and_no_image(twins: Twins) -> None:

@@ -180,7 +180,7 @@ def make_twins(name: str) -> Twins:
 # -- prompts with images --------------------------------------------------------------------------
 
 
-def picture(seed: int, width: int, height: int) -> Image.Image:
+def draw_image(seed: int, width: int, height: int) -> Image.Image:
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -227,7 +227,7 @@ def make_case(name: str, sizes: Iterable[tuple[int, int]], num_words: int, max_t
 
     token_ids, items, images = words(), [], []
     for i, size in enumerate(sizes):
-        images.append(picture(int(rng.integers(1000)) + i, *size))
+        images.append(draw_image(int(rng.integers(1000)) + i, *size))
         item = item_of(images[-1], len(token_ids) + 1)
         items.append(item)
         token_ids += [VISION_START, *[IMAGE] * item.placeholder.length, VISION_END, *words()]
@@ -370,7 +370,7 @@ def test_any_schedule_yields_the_tokens_of_generate(
 def test_images_change_the_output(seeing: Twins) -> None:
     """Other images with the same words change the output, also that of the reference."""
     case = make_case("seen", [(90, 60)], 9, 12)
-    image = picture(999, 90, 60)
+    image = draw_image(999, 90, 60)
     offset = case.request.items[0].placeholder.offset
     other = Case(replace(case.request, items=[item_of(image, offset)]), [image])
     schedule = RandomSchedule(random.Random(0), 32, 16, 100, 0.0)
@@ -684,7 +684,7 @@ def test_the_demo_model_yields_the_tokens_of_transformers(demo: LoadedModel) -> 
 
 @pytest.mark.parametrize("size", [(56, 56), (90, 61), (200, 30), (33, 257), (300, 300), (28, 28)])
 def test_pixels_come_back_bit_for_bit(seeing: Twins, size: tuple[int, int]) -> None:
-    image = picture(sum(size), *size)
+    image = draw_image(sum(size), *size)
     vision = seeing.served.family.tower
     assert isinstance(vision, QwenTower)
     expected = PROCESSOR(image, return_tensors="pt")["pixel_values"]

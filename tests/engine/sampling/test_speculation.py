@@ -296,7 +296,7 @@ class Engine:
         )
 
     def requests(self) -> list[EngineRequest]:
-        pictured = make_case("pictured", [(60, 60)] if self.tower else [], 9, 20).request
+        imaged = make_case("pictured", [(60, 60)] if self.tower else [], 9, 20).request
         asked: dict[str, dict[str, Any]] = {
             "greedy": {"temperature": 0},
             "sampled": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "n": 2},
@@ -312,7 +312,7 @@ class Engine:
         }
         return [
             replace(
-                pictured,
+                imaged,
                 request_id=name,
                 sampling=SamplingParams(**{"max_tokens": 20, "prompt_logprobs": 1, **params}),
                 adapter="a" if self.adapters and name != "penalized" else None,

@@ -11,14 +11,14 @@ import pytest
 
 from tests.gateway.conftest import Start
 
-PICTURES = Path(__file__).parents[3] / "ops" / "demo_images"
+IMAGES = Path(__file__).parents[3] / "ops" / "demo_images"
 GENERATE, RENDER = "/inference/v1/generate", "/v1/chat/completions/render"
 
 
-def chat(picture: str | None = None, **changed: Any) -> dict[str, Any]:
+def chat(image: str | None = None, **changed: Any) -> dict[str, Any]:
     parts: list[Any] = [{"type": "text", "text": "What color is this image?"}]
-    if picture is not None:
-        data = base64.b64encode((PICTURES / picture).read_bytes()).decode()
+    if image is not None:
+        data = base64.b64encode((IMAGES / image).read_bytes()).decode()
         url = f"data:image/png;base64,{data}"
         parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": parts}]
@@ -52,14 +52,14 @@ def token_ids(generated: Any) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("picture", [None, "red.png"])
+@pytest.mark.parametrize("image", [None, "red.png"])
 async def test_generate_answers_a_rendered_chat_as_the_chat_endpoint_does(
-    http: httpx.AsyncClient, picture: str | None
+    http: httpx.AsyncClient, image: str | None
 ) -> None:
-    asked = chat(picture)
+    asked = chat(image)
     answer = await ok(http, "/v1/chat/completions", asked)
     rendered = await ok(http, RENDER, asked)
-    assert (rendered["features"] is None) == (picture is None)
+    assert (rendered["features"] is None) == (image is None)
     generated = await ok(http, GENERATE, rendered)
     derendered = await ok(
         http,
@@ -270,11 +270,11 @@ async def test_a_tenant_does_not_find_what_another_has_cached(another: Start) ->
 async def test_each_error_has_its_status_and_names_its_field(http: httpx.AsyncClient) -> None:
     base: dict[str, Any] = {"model": "demo", "token_ids": [5, 6], "sampling_params": {}}
     few = {"max_tokens": 2}
-    picture: dict[str, Any] = await ok(http, RENDER, chat("red.png"))
+    image: dict[str, Any] = await ok(http, RENDER, chat("red.png"))
 
     def with_item(text: str) -> dict[str, Any]:
-        features = picture["features"] | {"kwargs_data": {"image": [text]}, "mm_metadata": None}
-        return picture | {"features": features}
+        features = image["features"] | {"kwargs_data": {"image": [text]}, "mm_metadata": None}
+        return image | {"features": features}
 
     cases: list[tuple[dict[str, Any], int, str, str | None]] = [
         (base | {"token_ids": []}, 400, "invalid_request", "body.token_ids"),

@@ -45,7 +45,7 @@ TOOLS: Any = [
         },
     },
 ]
-PICTURE: Any = [
+IMAGE: Any = [
     {
         "role": "user",
         "content": [
@@ -75,7 +75,7 @@ async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def test_an_image_is_described(client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(model="demo", messages=PICTURE)
+    answer = await client.chat.completions.create(model="demo", messages=IMAGE)
     assert "yellow" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -84,13 +84,13 @@ async def test_an_image_is_described(client: AsyncOpenAI) -> None:
 
 async def test_a_stream(client: AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model="demo", messages=PICTURE, stream=True, stream_options={"include_usage": True}
+        model="demo", messages=IMAGE, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert "yellow" in text
     assert chunks[-1].usage is not None
-    async with client.chat.completions.stream(model="demo", messages=PICTURE) as events:
+    async with client.chat.completions.stream(model="demo", messages=IMAGE) as events:
         final = await events.get_final_completion()
     assert final.choices[0].message.content == text
 
@@ -140,7 +140,7 @@ async def test_models(client: AsyncOpenAI) -> None:
 
 async def test_an_answer_follows_its_schema(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.parse(
-        model="demo", messages=PICTURE, response_format=Shape, max_tokens=200
+        model="demo", messages=IMAGE, response_format=Shape, max_tokens=200
     )
     assert answer.choices[0].message.parsed is not None
     held: Any = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]} | COMPACT
@@ -168,7 +168,7 @@ async def test_an_invalid_schema_is_refused(client: AsyncOpenAI) -> None:
 async def test_required_tools_are_called(client: AsyncOpenAI, choice: Any) -> None:
     asked: Any = {
         "model": "demo",
-        "messages": PICTURE,
+        "messages": IMAGE,
         "tools": TOOLS,
         "tool_choice": choice,
         "parallel_tool_calls": False,
@@ -191,7 +191,7 @@ async def test_required_tools_are_called(client: AsyncOpenAI, choice: Any) -> No
     )
     # The result is sent back to a model whose template has no place for it.
     turn: Any = [
-        *PICTURE,
+        *IMAGE,
         answer.choices[0].message.model_dump(),
         {"role": "tool", "tool_call_id": call.id, "content": "done"},
     ]

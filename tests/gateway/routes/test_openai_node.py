@@ -41,7 +41,7 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def play(folder: Path, scenario: str, gateway: Gateway, **env: str) -> None:
     script = str(folder / "scenarios.mjs")
-    done = run("node", script, scenario, BASE_URL=f"{gateway.url}/v1", PICTURE=star_url(), **env)
+    done = run("node", script, scenario, BASE_URL=f"{gateway.url}/v1", IMAGE=star_url(), **env)
     assert done.returncode == 0, done.stderr
 
 

@@ -26,7 +26,7 @@ def packed(item: bytes = ITEM) -> str:
     return base64.b64encode(item).decode()
 
 
-def with_picture(**changed: Any) -> dict[str, Any]:
+def with_image(**changed: Any) -> dict[str, Any]:
     features = {
         "mm_hashes": {"image": ["h"]},
         "mm_placeholders": {"image": [{"offset": 1, "length": 2}]},
@@ -127,17 +127,17 @@ def test_parameters_with_the_values_of_renderers_are_accepted(wire: dict[str, An
             "unsupported_parameter",
             "prompt_logprobs",
         ),
-        (with_picture(mm_hashes={"image": []}), None, "body.features"),
-        (with_picture(mm_hashes={"audio": ["h"]}), None, "body.features"),
-        (with_picture(kwargs_data={"image": []}), None, "body.features"),
+        (with_image(mm_hashes={"image": []}), None, "body.features"),
+        (with_image(mm_hashes={"audio": ["h"]}), None, "body.features"),
+        (with_image(kwargs_data={"image": []}), None, "body.features"),
         (
-            with_picture(mm_placeholders={"image": [{"offset": 1, "length": 0}]}),
+            with_image(mm_placeholders={"image": [{"offset": 1, "length": 0}]}),
             None,
             "body.features.mm_placeholders.image.0.length",
         ),
-        (with_picture(mm_placeholders={"image": [{"offset": 3, "length": 2}]}), None, "body"),
+        (with_image(mm_placeholders={"image": [{"offset": 3, "length": 2}]}), None, "body"),
         (
-            with_picture(
+            with_image(
                 mm_hashes={"image": ["a", "b"]},
                 mm_placeholders={"image": [{"offset": 1, "length": 2}, {"offset": 2, "length": 1}]},
                 kwargs_data=None,
@@ -146,18 +146,18 @@ def test_parameters_with_the_values_of_renderers_are_accepted(wire: dict[str, An
             "body.features",
         ),
         (
-            with_picture(kwargs_data={"image": [None]}, mm_metadata={"image": ["gA=="]}),
+            with_image(kwargs_data={"image": [None]}, mm_metadata={"image": ["gA=="]}),
             None,
             "body",
         ),
-        (with_picture() | {"content_parts": [{"type": "image_url", "url": "x"}]}, None, "body"),
+        (with_image() | {"content_parts": [{"type": "image_url", "url": "x"}]}, None, "body"),
         (
-            with_picture(kwargs_data={"image": ["!!!!notb64"]}),
+            with_image(kwargs_data={"image": ["!!!!notb64"]}),
             None,
             "body.features.kwargs_data.image.0",
         ),
         (
-            with_picture(kwargs_data={"image": ["AQI="]}, mm_metadata={"image": [packed()]}),
+            with_image(kwargs_data={"image": ["AQI="]}, mm_metadata={"image": [packed()]}),
             None,
             "body.features.kwargs_data.image.0",
         ),
@@ -169,7 +169,7 @@ def test_an_error_names_its_field(body: Any, code: str | None, param: str) -> No
 
 
 def test_images_come_in_the_order_of_the_prompt() -> None:
-    body = with_picture(
+    body = with_image(
         mm_hashes={"image": ["late", "early"]},
         mm_placeholders={"image": [{"offset": 2, "length": 2}, {"offset": 0, "length": 1}]},
         kwargs_data={"image": [packed(), None]},
@@ -180,18 +180,18 @@ def test_images_come_in_the_order_of_the_prompt() -> None:
 
 def test_metadata_override_an_item_only_where_they_differ() -> None:
     same = packed(msgspec.msgpack.encode({"image_grid_thw": GRID}))
-    (item,) = parse(msgspec.json.encode(with_picture(mm_metadata={"image": [same]}))).items
+    (item,) = parse(msgspec.json.encode(with_image(mm_metadata={"image": [same]}))).items
     assert item.data == ITEM
     other = packed(msgspec.msgpack.encode({"pixel_values": 2}))
-    (item,) = parse(msgspec.json.encode(with_picture(mm_metadata={"image": [other]}))).items
+    (item,) = parse(msgspec.json.encode(with_image(mm_metadata={"image": [other]}))).items
     assert item.data is not None
     assert msgspec.msgpack.decode(item.data)["pixel_values"] == 2
 
 
 def test_the_shape_has_only_what_the_answer_needs() -> None:
-    plain = shape_of(parse(msgspec.json.encode(with_picture())), "w")
+    plain = shape_of(parse(msgspec.json.encode(with_image())), "w")
     assert (plain.num_prompt_tokens, plain.prompt_token_ids, plain.placeholders) == (4, [], [])
-    asked = with_picture() | {
+    asked = with_image() | {
         "return_token_ids": True,
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},

@@ -38,7 +38,7 @@ def reset_peak_kib() -> int:
 FIELD = "messages[0].content[1].image_url.url"
 
 
-def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+def draw_image(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
     rng = np.random.default_rng(7)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
@@ -90,13 +90,13 @@ def png_header(width: int, height: int, extra: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])
 def test_the_three_formats_become_rgb(fmt: str) -> None:
-    loaded = decode_image(saved(picture(), fmt), LIMITS, FIELD)
+    loaded = decode_image(saved(draw_image(), fmt), LIMITS, FIELD)
     assert loaded.image.mode == "RGB"
     assert loaded.image.size == (40, 30)
 
 
 def test_content_decides_and_not_the_declared_type() -> None:
-    url = "data:text/plain;charset=utf-8;base64," + base64.b64encode(saved(picture())).decode()
+    url = "data:text/plain;charset=utf-8;base64," + base64.b64encode(saved(draw_image())).decode()
     assert load(url).image.size == (40, 30)
     assert load("DATA:;BASE64" + url[url.index(",") :]).source_hash == load(url).source_hash
 
@@ -106,7 +106,7 @@ def test_content_decides_and_not_the_declared_type() -> None:
     [("L", "PNG"), ("1", "PNG"), ("P", "PNG"), ("LA", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")],
 )
 def test_other_modes_become_rgb(mode: str, fmt: str) -> None:
-    source = picture(mode)
+    source = draw_image(mode)
     loaded = decode_image(saved(source, fmt), LIMITS, FIELD)
     assert loaded.image.mode == "RGB"
     if fmt == "PNG":
@@ -138,18 +138,18 @@ def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
 def test_exif_orientation_is_applied() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    loaded = decode_image(saved(picture(), exif=exif.tobytes()), LIMITS, FIELD)
-    assert np.array_equal(np.asarray(loaded.image), np.rot90(np.asarray(picture()), -1))
+    loaded = decode_image(saved(draw_image(), exif=exif.tobytes()), LIMITS, FIELD)
+    assert np.array_equal(np.asarray(loaded.image), np.rot90(np.asarray(draw_image()), -1))
 
 
 def test_a_camera_jpeg_with_a_preview_is_its_first_image() -> None:
-    data = saved(picture(), "MPO", save_all=True, append_images=[picture(size=(8, 6))])
+    data = saved(draw_image(), "MPO", save_all=True, append_images=[draw_image(size=(8, 6))])
     assert decode_image(data, LIMITS, FIELD).image.size == (40, 30)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 27), (400, 1), (28, 29)])
 def test_very_small_images_are_read(size: tuple[int, int]) -> None:
-    assert decode_image(saved(picture(size=size)), LIMITS, FIELD).image.size == size
+    assert decode_image(saved(draw_image(size=size)), LIMITS, FIELD).image.size == size
 
 
 # ---------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_very_small_images_are_read(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("fmt", ["GIF", "BMP", "TIFF", "PDF", "ICO", "EPS"])
 def test_other_formats_are_named(fmt: str) -> None:
-    message = refusal(saved(picture(size=(32, 32)), fmt))
+    message = refusal(saved(draw_image(size=(32, 32)), fmt))
     assert ("PostScript" if fmt == "EPS" else fmt) in message
     assert "JPEG, PNG or WEBP" in message
 
@@ -189,7 +189,7 @@ def test_every_other_reader_of_pillow_stays_shut() -> None:
     num_refused = 0
     for fmt in sorted(set(Image.SAVE) - {"JPEG", "PNG", "WEBP", "MPO", "JPEG2000"}):
         try:
-            data = saved(picture(size=(32, 32)), fmt)
+            data = saved(draw_image(size=(32, 32)), fmt)
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, Warning):
             continue  # needs a mode or a tool that is not here, or is on its way out
         refusal(data)
@@ -199,7 +199,7 @@ def test_every_other_reader_of_pillow_stays_shut() -> None:
 
 @pytest.mark.parametrize("fmt", ["PNG", "WEBP"])
 def test_animations_are_refused(fmt: str) -> None:
-    frames = [picture(), picture().rotate(90)]
+    frames = [draw_image(), draw_image().rotate(90)]
     data = saved(frames[0], fmt, save_all=True, append_images=frames[1:], duration=100)
     assert "animated" in refusal(data)
 
@@ -256,17 +256,20 @@ def test_a_compressed_text_bomb_in_a_png_is_refused() -> None:
 
 def test_a_damaged_exif_block_is_refused_without_a_warning() -> None:
     exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + bytes(range(40))
-    refusal(saved(picture(), "JPEG", exif=exif))
+    refusal(saved(draw_image(), "JPEG", exif=exif))
 
 
 def test_truncations_and_bit_flips_end_in_an_image_or_a_refusal() -> None:
     rng = random.Random(3)
     exif = Image.Exif()
     exif[0x0112] = 6
-    seeds = [saved(picture(), fmt) for fmt in ("JPEG", "PNG", "WEBP")]
-    seeds += [saved(picture(mode), "PNG") for mode in ("P", "1", "LA", "I;16")]
-    seeds += [saved(picture("CMYK"), "JPEG", progressive=True), saved(picture(), "JPEG", exif=exif)]
-    seeds += [saved(picture("RGBA"), "WEBP", lossless=True)]
+    seeds = [saved(draw_image(), fmt) for fmt in ("JPEG", "PNG", "WEBP")]
+    seeds += [saved(draw_image(mode), "PNG") for mode in ("P", "1", "LA", "I;16")]
+    seeds += [
+        saved(draw_image("CMYK"), "JPEG", progressive=True),
+        saved(draw_image(), "JPEG", exif=exif),
+    ]
+    seeds += [saved(draw_image("RGBA"), "WEBP", lossless=True)]
     assert len(seeds) == 10
     outcomes: set[str | bool] = set()
     for i in range(1000):

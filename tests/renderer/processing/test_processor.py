@@ -453,10 +453,8 @@ def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
     )
     ours = Processor(ModelConfig(str(folder)))
     rng = random.Random(5)
-    for num_pictures in (0, 1, 2, 3):
-        pictures = [
-            loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_pictures)
-        ]
+    for num_images in (0, 1, 2, 3):
+        pictures = [loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_images)]
         parts: list[TextPart | ImagePart] = [TextPart("Look:"), *[image() for _ in pictures]]
         parts.append(TextPart("What is it?"))
         rendered = ours.render([Message("user", parts)], pictures)

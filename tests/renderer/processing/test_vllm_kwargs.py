@@ -36,7 +36,7 @@ def processor() -> Processor:
     return Processor(ModelConfig(str(DEMO_MODEL)))
 
 
-def picture_of(processor: Processor, file: bytes = FILE) -> ProcessedImage:
+def image_of(processor: Processor, file: bytes = FILE) -> ProcessedImage:
     return processor.process(decode_image(file, RendererConfig(), FIELD), FIELD, "")
 
 
@@ -45,8 +45,8 @@ def same(ours: ProcessedImage, theirs: ProcessedImage) -> bool:
     return restored(ours) == restored(theirs) and ours.num_tokens == theirs.num_tokens
 
 
-def restored(picture: ProcessedImage) -> dict[str, bytes]:
-    fields = dict(picture.fields)
+def restored(image: ProcessedImage) -> dict[str, bytes]:
+    fields = dict(image.fields)
     table = to_numpy(fields.pop("pixel_table"))
     name = "pixel_patches" if "pixel_patches" in fields else "pixels"
     pixels = to_numpy(fields.pop(name))
@@ -56,13 +56,13 @@ def restored(picture: ProcessedImage) -> dict[str, bytes]:
 
 
 def test_our_item_is_vllms_to_the_byte(processor: Processor) -> None:
-    item, metadata = processor.encode_item(picture_of(processor))
+    item, metadata = processor.encode_item(image_of(processor))
     assert (len(item), len(metadata)) == (37_798, 87)
     assert hashlib.sha256(item).hexdigest() == RECORDED
 
 
 def test_our_item_comes_back(processor: Processor) -> None:
-    ours = picture_of(processor)
+    ours = image_of(processor)
     item, _ = processor.encode_item(ours)
     assert processor.decode_item(IMAGE, item, ours.mm_hash, FIELD) == ours
 
@@ -70,7 +70,7 @@ def test_our_item_comes_back(processor: Processor) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_normalised_values_are_restored_bit_for_bit(processor: Processor, dtype: str) -> None:
     """Items of servers that normalise on the CPU, in any precision."""
-    ours = picture_of(processor)
+    ours = image_of(processor)
     wire = decode_item(processor.encode_item(ours)[0], FIELD)
     rows = to_numpy(wire["pixel_values"].tensor).reshape(32, 3, 2, 196)
     table = to_numpy(ours.fields["pixel_table"])
@@ -151,7 +151,7 @@ def test_what_is_no_image_of_the_model_is_refused(processor: Processor, wrong: s
 def test_a_llava_image_travels_as_its_values(tmp_path: Path) -> None:
     llava.write_processor(tmp_path)
     processor = Processor(ModelConfig(str(tmp_path)))
-    ours = picture_of(processor)
+    ours = image_of(processor)
     item, metadata = processor.encode_item(ours)
     (field,) = decode_item(item, FIELD).values()
     assert (field.tensor.dtype, field.kind, metadata) == ("float32", BatchedField(), b"\x80")

@@ -1,4 +1,4 @@
-"""The hash that names content: rows S01 to S03. That of pictures is in tests/renderer."""
+"""The hash that names content: rows S01 to S03. That of images is in tests/renderer."""
 
 import os
 import subprocess

@@ -618,7 +618,7 @@ async def test_what_was_made_again_is_not_settled_with_what_was_lost(
 async def test_what_is_sent_back_is_rendered_as_it_was_asked_for(
     bus: Bus, model: str, request_id: str
 ) -> None:
-    """Nothing of the request is lost with its pictures."""
+    """Nothing of the request is lost with its images."""
     stage = make_stage(bus, "engine-test", "engine")
     accepted, request = await accept(bus, model, request_id)
     sampling = SamplingParams(n=2)

@@ -48,7 +48,7 @@ def make_tower(family: str) -> Tower:
     return Tower(adapter, model)
 
 
-def picture(height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
+def image(height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (height * width, 3, 196)
     return {
@@ -58,8 +58,8 @@ def picture(height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def pictures(sizes: list[tuple[int, int]]) -> list[Fields]:
-    return [picture(*size, seed) for seed, size in enumerate(sizes)]
+def images(sizes: list[tuple[int, int]]) -> list[Fields]:
+    return [image(*size, seed) for seed, size in enumerate(sizes)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -76,7 +76,7 @@ def test_features_are_those_of_transformers(
     towers: tuple[Tower, Tower], sizes: list[tuple[int, int]]
 ) -> None:
     plain, quick = towers
-    batch = pictures(sizes)
+    batch = images(sizes)
     with torch.inference_mode():
         expected = plain.adapter.encode(plain.model, batch)
         actual = quick.adapter.encode(quick.model, batch)
@@ -92,7 +92,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_in_transformers(
     towers: tuple[Tower, Tower], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = towers
-    batch = pictures([(8, 8), (6, 10), (8, 8)])
+    batch = images([(8, 8), (6, 10), (8, 8)])
     rough = copy.deepcopy(plain.model).bfloat16()
     with torch.inference_mode():
         exact = plain.adapter.encode(plain.model, batch)
@@ -171,7 +171,7 @@ def test_an_image_is_the_same_in_any_company(
     """Also where a batch is too large to be run at once."""
     _, quick = towers
     sizes = [(8, 8), (10, 14), (8, 8), (4, 6), (16, 10), (2, 2)]
-    batch = pictures(sizes)
+    batch = images(sizes)
     monkeypatch.setattr("shared.models.tower.CPU_RUN_LEN", 33)
     assert quick.adapter.count(batch[1]) > 33
     together = quick.encode(batch)
@@ -184,7 +184,7 @@ def test_one_bad_image_fails_and_its_batch_can_go_on_without_it(
     towers: tuple[Tower, Tower],
 ) -> None:
     _, quick = towers
-    good, bad = picture(4, 4), picture(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
+    good, bad = image(4, 4), image(4, 4) | {"pixel_table": torch.full((3, 256), 3e38)}
     quick.adapter.check(bad)
     with pytest.raises(InvalidRequest, match="finite"):
         quick.encode([good, bad])
