@@ -80,7 +80,7 @@ async def encoders_live(bus: Bus, wanted: int) -> bool:
     return len(await living(bus, "encoder")) >= wanted
 
 
-async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 30) -> None:
+async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while not await true():
         assert time.monotonic() < deadline

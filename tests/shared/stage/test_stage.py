@@ -467,7 +467,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
         if len(begun) == 2:
             shutdown.signal()
             if hurried:
-                asyncio.get_running_loop().call_later(0.4, shutdown.signal)
+                asyncio.get_running_loop().call_later(2.0, shutdown.signal)
         try:
             await asyncio.sleep(0.2 if job.request_id == quick else 60)
         except asyncio.CancelledError:
@@ -476,7 +476,7 @@ async def test_a_drain_finishes_what_is_in_hand_and_hands_back_the_rest(
         await stage.finish(job)
         finished.append(job.request_id)
 
-    await asyncio.wait_for(serve(inbox, handle, shutdown, drain_s=30 if hurried else 0.4), 10)
+    await asyncio.wait_for(serve(inbox, handle, shutdown, drain_s=30 if hurried else 2.0), 20)
     assert finished == [quick]
     other = await consume(bus, "renderer", model)
     again = await asyncio.wait_for(other.next(), 5)
