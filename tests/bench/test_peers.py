@@ -130,7 +130,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     models = tmp_path / "models"
     models.mkdir()
     (models / "demo").symlink_to(DEMO_MODEL)
-    workloads = [Workload("text", _two_short), Workload("picture", _an_image, image_side=448)]
+    workloads = [Workload("text", _two_short), Workload("image", _an_image, image_side=448)]
     told: list[str] = []
     ours = [spec for spec in ROSTER if spec.name.startswith("pagemill")]
     setup = Setup("", threads=1, max_model_len=512, profile=True)
@@ -138,13 +138,13 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     rows = measure_model(plan, "demo")
     assert [(r.workload, r.peer) for r in rows] == [
         (workload, peer)
-        for workload in ("text", "picture")
+        for workload in ("text", "image")
         for peer in ("pagemill", "pagemill-bus")
     ], told
     assert report.differences(rows) == []
     direct = rows[2]
     assert direct.work.prefill_tokens > 48  # the template's, the text's, and the image's
-    assert {"forward", "sample", "encode pictures"} <= set(direct.repetitions[0].phases)
+    assert {"forward", "sample", "encode images"} <= set(direct.repetitions[0].phases)
     assert all(0 < r.ttft_s <= r.wall_s and r.peak_bytes > 0 for r in rows)
 
 
