@@ -65,7 +65,7 @@ class AppContext:
         self.pipelines = pipelines_of(config)
         self.metrics = metrics
         self.worker = worker
-        self.started_s = int(bus.now_ms() / 1000)
+        self.started_s = self.now_s
         self.draining = False
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
@@ -80,6 +80,11 @@ class AppContext:
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """Model cards by model, each with the loop time at which it was received."""
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def now_s(self) -> int:
+        """Unix seconds of the broker's clock."""
+        return int(self.bus.now_ms() / 1000)
 
     async def model_card(self, model: str) -> ModelCard:
         """Return the card of a model, from the cache or from a renderer.

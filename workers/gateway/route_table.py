@@ -106,7 +106,8 @@ class RouteTable:
         self._status_of = status_of
         self._refuse = refuse
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
-        self._assemblers: dict[str, MakeAssembler] = {}
+        self.assemblers: dict[str, MakeAssembler] = {}
+        """Assembler factories of this module, by the kind of a RequestRecord."""
 
     @property
     def operations(self) -> list[ApiOperation]:
@@ -126,18 +127,9 @@ class RouteTable:
 
         return declare
 
-    def assembler(self, kind: str) -> Callable[[MakeAssembler], MakeAssembler]:
-        """Declare the decorated function as the assembler factory of a kind of RequestRecord."""
-
-        def declare(make: MakeAssembler) -> MakeAssembler:
-            self._assemblers[kind] = make
-            return make
-
-        return declare
-
     def routes(self, context: AppContext) -> list[Route]:
         """Register the assemblers, and return the routes that the configuration enables."""
-        context.assemblers |= self._assemblers
+        context.assemblers |= self.assemblers
         if self.tag == SCALE_OUT and not context.limits.scale_out:
             return []
         return [

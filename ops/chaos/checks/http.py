@@ -55,13 +55,12 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
     for record in log:
         match record:
             case TokenChunk():
-                body: Any = assembler.add(0, record)
+                bodies: list[Any] = assembler.add(0, record)
             case Finish():
-                body = assembler.finish(0, record.usage)
+                bodies = assembler.finish(0, record.usage)
             case Failure():
-                body = errors.body_of(record.error)
-        if body is not None:
-            found.append((record.index, json.loads(errors.to_json(body))))
+                bodies = [errors.body_of(record.error)]
+        found += [(record.index, json.loads(errors.to_json(body))) for body in bodies]
     return found
 
 

@@ -12,24 +12,12 @@ from shared import client
 from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import (
-    ErrorInfo,
-    Failure,
-    Finish,
-    LogRecord,
-    TokenChunk,
-)
+from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from workers.gateway.app import AppContext
 from workers.gateway.backend.merge import merge_logs
-from workers.gateway.core.assembler import (
-    AbortableAssembler,
-    Events,
-    MultiEventAssembler,
-    PromptAssembler,
-    token_ids_to_decode,
-)
+from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
@@ -69,10 +57,6 @@ class ActiveRequest:
         )
         token_bytes = context.token_bytes.of(record.model)
         self._assembler = context.assemblers[record.kind](request_id, record, token_bytes)
-        self._max_events = 1
-        """Events that one log record may have. Each record reserves that many event numbers."""
-        if isinstance(self._assembler, MultiEventAssembler):
-            self._max_events = self._assembler.max_events
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
@@ -83,14 +67,16 @@ class ActiveRequest:
         """
         self._assembler.collects_answer = False
         position = [-1] * len(logs)
+        # Each record reserves as many event numbers as one may have events.
+        max_events = self._assembler.max_events
         async for part, record in merge_logs(logs):
-            position[part] = record.index * self._max_events
+            position[part] = record.index * max_events
             shown = await self._add_record(part, record, self._event_id(position), start[part])
-            for one in shown if isinstance(shown, Events) else [shown]:
-                if one is not None and position[part] >= start[part]:
+            for one in shown:
+                if position[part] >= start[part]:
                     yield event(errors.to_json(one), self._event_id(position))
                 position[part] += 1
-            position[part] = (record.index + 1) * self._max_events - 1
+            position[part] = (record.index + 1) * max_events - 1
 
     async def collect_answer(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
         """Read the logs to their ends, and return the whole answer. Raises Failed."""
@@ -100,13 +86,15 @@ class ActiveRequest:
 
     async def _add_record(
         self, part: int, record: LogRecord, event_id: str, start: int
-    ) -> Any | None:
+    ) -> list[Any]:
         match record:
             case TokenChunk():
                 if record.index == 0 and start == 0:
                     self._first_token_s.observe(time.monotonic() - self._began_s)
                 self._num_tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                token_ids = self._tokens_to_load(record)
+                token_ids = token_ids_to_decode(record)
+                if record.index == 0:
+                    token_ids.update(self._assembler.prompt_token_ids)
                 await self._context.token_bytes.load(
                     self.record.model, token_ids, self.record.tenant
                 )
@@ -114,24 +102,17 @@ class ActiveRequest:
             case Finish():
                 return self._assembler.finish(part, record.usage)
             case Failure():
-                if record.error.code == Cancelled.code and isinstance(
-                    self._assembler, AbortableAssembler
-                ):
-                    return self._assembler.abort()
-                if record.index * self._max_events < start:
-                    return None
+                is_cancelled = record.error.code == Cancelled.code
+                if is_cancelled and (shown := self._assembler.abort()) is not None:
+                    return shown
+                if record.index * self._assembler.max_events < start:
+                    return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
                 raise errors.RequestFailed(self.client_error(record), event_id)
 
     def client_error(self, failure: Failure) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
         return translate_error(failure.error, self.record.kind, self.record.options)
-
-    def _tokens_to_load(self, record: TokenChunk) -> set[int]:
-        token_ids = token_ids_to_decode(record)
-        if record.index == 0 and isinstance(self._assembler, PromptAssembler):
-            token_ids.update(self._assembler.prompt_token_ids)
-        return token_ids
 
     def follow_logs(self) -> list[AsyncIterator[LogRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended."""

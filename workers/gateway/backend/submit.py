@@ -92,11 +92,12 @@ def _record_of(
     context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan, *, durable: bool
 ) -> RequestRecord:
     first = plan.requests[0]
-    created_s = int(context.bus.now_ms() / 1000)
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
     size = logprob_size_of(plan, context.config.models[first.model].sampling_defaults)
     options = with_logprob_size(plan.options, size)
-    return RequestRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+    return RequestRecord(
+        kind, first.model, caller.tenant, context.now_s, durable, options, timeout_s
+    )
 
 
 async def _reserve_answer(context: AppContext, request: Request, record: RequestRecord) -> None:

@@ -113,7 +113,6 @@ async def abort(context: AppContext, request: Request, caller: Caller) -> Respon
     return Response(status_code=200)
 
 
-@ROUTES.assembler(KIND)
 def _assembler(
     request_id: str, record: RequestRecord, token_bytes: TokenBytes
 ) -> GenerateAssembler:
@@ -121,6 +120,9 @@ def _assembler(
         raise NotFound("there is no such request, or it has been removed", field="id")
     shape = msgspec.convert(record.options, GenerateShape)
     return GenerateAssembler(shape, record.model, record.created_s, token_bytes)
+
+
+ROUTES.assemblers[KIND] = _assembler
 
 
 async def _process_images(
@@ -151,8 +153,7 @@ async def _record_alias(
     context: AppContext, name: str, request_id: str, model: str, tenant: str
 ) -> None:
     """Record which request a name in a body refers to. It may have named another one before."""
-    now_s = int(context.bus.now_ms() / 1000)
-    alias = RequestRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
+    alias = RequestRecord(KIND, model, tenant, context.now_s, False, {_ALIAS: request_id})
     await context.bus.publish_without_id(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
 

@@ -9,25 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import body
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import needs_card, plan_chat
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
-from workers.gateway.openai.completions import (
-    CompletionAssembler,
-    CompletionOptions,
-    Echo,
-    plan_completion,
-)
+from workers.gateway.openai.chat_assembler import ChatAssembler
+from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, Completion
@@ -87,20 +80,8 @@ async def completion(context: AppContext, request: Request, caller: Caller) -> R
     )
 
 
-@ROUTES.assembler("chat")
-def _chat_assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> ChatAssembler:
-    options = msgspec.convert(record.options, ChatOptions)
-    return ChatAssembler(request_id, record.model, record.created_s, options, token_bytes)
-
-
-@ROUTES.assembler("completion")
-def _completion_assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> CompletionAssembler:
-    options = msgspec.convert(record.options, CompletionOptions)
-    return CompletionAssembler(request_id, record.model, record.created_s, options, token_bytes)
+ROUTES.assemblers["chat"] = ChatAssembler.of_record
+ROUTES.assemblers["completion"] = CompletionAssembler.of_record
 
 
 async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Caller) -> SubmitPlan:

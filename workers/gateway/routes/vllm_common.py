@@ -1,7 +1,6 @@
 """Functions that the endpoints of vLLM's token protocol share: bodies, questions to renderers,
 refusals."""
 
-from collections.abc import Collection
 from typing import Literal
 
 from starlette.requests import Request
@@ -13,7 +12,6 @@ from shared.protocol.renderer_rpc import DetokenizeRequest, FeaturesRequest, Ren
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http import body, errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import WrongContentType, unwrap_reply
@@ -72,11 +70,3 @@ async def decode_tokens(
     question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
     reply = await client.detokenize(context.bus, model, question, tenant=tenant)
     return unwrap_reply(reply).prompt
-
-
-async def load_token_bytes(
-    context: AppContext, model: str, token_ids: Collection[int], tenant: str
-) -> TokenBytes:
-    """Return the bytes of at least these tokens."""
-    await context.token_bytes.load(model, token_ids, tenant)
-    return context.token_bytes.of(model)

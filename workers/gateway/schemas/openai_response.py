@@ -36,10 +36,7 @@ class TopLogprob(Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -119,10 +116,16 @@ class ChatCompletion(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    """Lists with an entry for each token."""
+
     text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    def extend(self, more: "CompletionLogprobs") -> None:
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(more, name))
 
 
 class CompletionChoice(Struct, frozen=True):

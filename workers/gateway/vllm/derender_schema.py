@@ -11,7 +11,7 @@ from shared.protocol.detokenizer import MAX_WINDOW_TOKENS
 from shared.protocol.sampling import MAX_CHOICES, TokenId
 from workers.gateway.core.plan import MAX_PROMPTS
 from workers.gateway.schemas.generate import TextContent, TokensContent, UsageInfo
-from workers.gateway.schemas.openai_response import CallBody, CallDelta
+from workers.gateway.schemas.openai_response import CallBody, CallDelta, CompletionLogprobs
 
 CONTEXT_TOKENS = 4
 # The text so far is parsed again with each event.
@@ -61,33 +61,34 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """All text that is out, where it may contain tool calls."""
 
 
-class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    stream: Literal[False] = False
+class _Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    generate_response: Generated
-    prompt_tokens: int | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    chat_request: dict[str, Any] | None = None
 
 
-class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderStream(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An event of a stream, for either API."""
 
     stream: Literal[True]
-    model: str | None = None
     generate_chunk: Generated
     stream_state: StreamState | None = None
     prompt_tokens: int | None = None
     prompt_token_ids: list[TokenId] | None = None
 
 
+class DerenderChat(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    stream: Literal[False] = False
+    generate_response: Generated
+    prompt_tokens: int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: dict[str, Any] | None = None
+
+
 class DerenderChatStream(DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_request: dict[str, Any] | None = None
 
 
-class DerenderCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderCompletion(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: Literal[False] = False
-    model: str | None = None
     generate_responses: Annotated[list[Generated], Meta(max_length=MAX_PROMPTS)]
     prompt_tokens: list[int] | None = None
     prompt_token_ids: list[list[TokenId] | None] | None = None
@@ -137,19 +138,10 @@ class DerenderChatStreamChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
 
 
-class DerenderCompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """Lists with an entry for each token."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
 class _CompletionChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: DerenderCompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

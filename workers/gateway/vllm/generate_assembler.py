@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct
 
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Events, TokenBytes
+from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
@@ -60,7 +60,7 @@ class _ChoiceState:
         self.context: list[bytes] = []
 
 
-class GenerateAssembler:
+class GenerateAssembler(Assembler):
     """Assembler of one request. Every event has one choice, because a client that derenders the
     events carries a state for each choice."""
 
@@ -74,29 +74,28 @@ class GenerateAssembler:
         self._model = model
         self._created_s = created_s
         self._token_bytes = token_bytes
-        self.collects_answer = True
         self._choices = [_ChoiceState() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
         self._has_begun = False
 
-    def add(self, part: int, record: TokenChunk) -> Events:
+    def add(self, part: int, record: TokenChunk) -> list[GenerateChunk]:
         """Return an event for each choice that has something new."""
         if record.prompt_logprobs is not None:
             self._add_prompt_logprobs(record.prompt_logprobs)
-        return Events(
+        return [
             self._event(delta.index, choice)
             for delta in record.choices
             if (choice := self._add_delta(delta)) is not None
-        )
+        ]
 
-    def finish(self, part: int, usage: Usage) -> Events:
+    def finish(self, part: int, usage: Usage) -> list[GenerateChunk]:
         self._usage = usage.prompt_tokens, usage.completion_tokens
         return self._usage_event()
 
-    def abort(self) -> Events:
+    def abort(self) -> list[GenerateChunk]:
         open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
-        return Events([*(self._abort_choice(i) for i in open_choices), *self._usage_event()])
+        return [*(self._abort_choice(i) for i in open_choices), *self._usage_event()]
 
     def answer(self) -> GenerateResponse:
         """Return the whole answer. The last record must have been added."""
@@ -164,10 +163,10 @@ class GenerateAssembler:
             choices=[choice],
         )
 
-    def _usage_event(self) -> Events:
+    def _usage_event(self) -> list[GenerateChunk]:
         shape = self._shape
         if not shape.include_usage:
-            return Events()
+            return []
         num_prompt, num_answer = self._num_tokens()
         usage = TotalUsage(
             prompt_tokens=num_prompt,
@@ -175,7 +174,7 @@ class GenerateAssembler:
             completion_tokens=num_answer,
         )
         last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
-        return Events([last])
+        return [last]
 
     def _num_tokens(self) -> tuple[int, int]:
         """Return the numbers of prompt and answer tokens, as the last record of the log has them.
