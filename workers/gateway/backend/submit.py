@@ -44,8 +44,6 @@ async def submit(
     kind: Any,
     plan: SubmitPlan,
     *,
-    stream: bool,
-    durable: bool,
     known_as: tuple[str, bool] | None = None,
     refuse: ErrorResponder = error_response,
 ) -> Response:
@@ -59,8 +57,8 @@ async def submit(
     model = plan.requests[0].model
     context.check_model(model)
     request_id, is_named = known_as or read_request_id(request, kind, caller.tenant)
-    record = _record_of(context, kind, caller, plan, durable=durable)
-    if not stream:
+    record = _record_of(context, kind, caller, plan)
+    if not plan.stream:
         await _reserve_answer(context, request, record)
     start = read_start(request, plan.options.get("parts", 1))
     requests = await asyncio.gather(
@@ -85,18 +83,16 @@ async def submit(
             field="X-Request-Id",
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
-    return await respond(context, request, active, logs, start, stream=stream, refuse=refuse)
+    return await _respond(context, request, active, logs, start, refuse, stream=plan.stream)
 
 
-def _record_of(
-    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan, *, durable: bool
-) -> RequestRecord:
+def _record_of(context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan) -> RequestRecord:
     first = plan.requests[0]
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
     size = logprob_size_of(plan, context.config.models[first.model].sampling_defaults)
     options = with_logprob_size(plan.options, size)
     return RequestRecord(
-        kind, first.model, caller.tenant, context.now_s, durable, options, timeout_s
+        kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
     )
 
 
@@ -170,15 +166,15 @@ async def _open_logs(
     ]
 
 
-async def respond(
+async def _respond(
     context: AppContext,
     request: Request,
     active: ActiveRequest,
     logs: Sequence[AsyncIterator[LogRecord]],
     start: Sequence[int],
+    refuse: ErrorResponder,
     *,
     stream: bool,
-    refuse: ErrorResponder = error_response,
 ) -> Response:
     headers = {"x-request-id": active.request_id}
     if stream:

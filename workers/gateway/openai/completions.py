@@ -18,7 +18,7 @@ from workers.gateway.core.logprobs import MAX_CONTEXT_TOKENS, openai_logprobs, t
 from workers.gateway.core.plan import (
     SubmitPlan,
     client_fields_of,
-    lane_of,
+    generate_request,
     prompts_of,
     sampling_of,
     usage_options,
@@ -68,14 +68,6 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
         sampling["logprobs"] = request.logprobs
         if request.echo:
             sampling["prompt_logprobs"] = request.logprobs
-    common = GenerateRequest(
-        model=request.model,
-        add_special_tokens=request.add_special_tokens,
-        cache_salt=request.cache_salt,
-        lane=lane_of(request),
-        timeout_s=request.timeout_s,
-        adapter=request.adapter,
-    )
     options = usage_options(request) | {
         "parts": len(prompts),
         "n": sampling.get("n", 1),
@@ -83,13 +75,19 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
         "echo_only": echo_only,
         "fields": client_fields_of(request),
     }
-    return SubmitPlan([_with_prompt(common, prompt) for prompt in prompts], sampling, options)
+    return SubmitPlan(
+        [_generate(request, prompt) for prompt in prompts],
+        sampling,
+        options,
+        stream=bool(request.stream),
+        durable=bool(request.durable),
+    )
 
 
-def _with_prompt(common: GenerateRequest, prompt: str | list[int]) -> GenerateRequest:
+def _generate(request: CompletionRequest, prompt: str | list[int]) -> GenerateRequest:
     if isinstance(prompt, str):
-        return replace(common, prompt=prompt)
-    return replace(common, prompt_token_ids=prompt, add_special_tokens=None)
+        return generate_request(request, prompt=prompt)
+    return generate_request(request, prompt_token_ids=prompt, add_special_tokens=None)
 
 
 @dataclass(slots=True)

@@ -91,9 +91,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
         request,
         caller,
         KIND,
-        SubmitPlan([asked], parsed.sampling, options),
-        stream=bool(body.stream),
-        durable=False,
+        SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
         known_as=(request_id, is_named),
         refuse=refusal,
     )

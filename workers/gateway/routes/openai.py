@@ -49,8 +49,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     plan = plan_chat(asked, card)
     with translated_errors("chat", plan.options):
         plan = await _with_prompt_tokens(context, plan, caller)
-    stream, durable = bool(asked.stream), bool(asked.durable)
-    return await submit(context, request, caller, "chat", plan, stream=stream, durable=durable)
+    return await submit(context, request, caller, "chat", plan)
 
 
 @ROUTES.endpoint(
@@ -74,10 +73,7 @@ async def completion(context: AppContext, request: Request, caller: Caller) -> R
         if asked.echo:
             plan = await _with_echo(context, plan, caller, is_scored=asked.logprobs is not None)
         plan = await _with_prompt_tokens(context, plan, caller)
-    stream, durable = bool(asked.stream), bool(asked.durable)
-    return await submit(
-        context, request, caller, "completion", plan, stream=stream, durable=durable
-    )
+    return await submit(context, request, caller, "completion", plan)
 
 
 ROUTES.assemblers["chat"] = ChatAssembler.of_record
@@ -137,4 +133,4 @@ async def _with_echo(
             await context.token_bytes.load(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if is_scored else []))
     options: dict[str, Any] = plan.options | {"echo": msgspec.to_builtins(echoes)}
-    return SubmitPlan(requests, plan.sampling, options)
+    return replace(plan, requests=requests, options=options)
