@@ -19,6 +19,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
+from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
@@ -52,7 +53,7 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return errors.to_json(content)
+        return to_json(content)
 
 
 class AppContext:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from shared import client
 from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.state import request_registry
@@ -74,7 +75,7 @@ class ActiveRequest:
             shown = await self._add_record(part, record, self._event_id(position), start[part])
             for one in shown:
                 if position[part] >= start[part]:
-                    yield event(errors.to_json(one), self._event_id(position))
+                    yield event(to_json(one), self._event_id(position))
                 position[part] += 1
             position[part] = (record.index + 1) * max_events - 1
 

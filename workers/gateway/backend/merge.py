@@ -12,10 +12,10 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[in
 
     No log is read ahead by more than one record. A caller that stops early leaves no reader behind.
     """
-    waiting: dict[asyncio.Task[T | None], int] = {}
+    waiting: dict[asyncio.Future[T | None], int] = {}
 
     def read_next(part: int) -> None:
-        waiting[asyncio.create_task(_next(logs[part]))] = part
+        waiting[asyncio.ensure_future(anext(logs[part], None))] = part
 
     try:
         for part in range(len(logs)):
@@ -32,7 +32,3 @@ async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[in
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _next(log: AsyncIterator[T]) -> T | None:
-    return await anext(log, None)

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from shared.protocol.encoding import to_json
 from workers.gateway.http import errors
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class EventStream(Response):
         await answer(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        first = asyncio.create_task(_first(self._events))
+        # Empty when the client has already seen all events.
+        first = asyncio.ensure_future(anext(self._events, b""))
         try:
             await asyncio.wait({first}, timeout=PING_S)
             error = first.exception() if first.done() else None
@@ -92,7 +94,7 @@ class EventStream(Response):
         finally:
             first.cancel()
 
-    async def _send_events(self, first: "asyncio.Task[bytes]", send: Send) -> None:
+    async def _send_events(self, first: "asyncio.Future[bytes]", send: Send) -> None:
         writer = _Writer(send, self._ping)
         pinging = asyncio.create_task(writer.keep_alive())
         try:
@@ -121,12 +123,7 @@ def _body(data: bytes) -> Message:
 
 def _error_event(error: Exception) -> bytes:
     event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
-    return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id)
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    """Return the first event; empty when the client has already seen all of them."""
-    return await anext(events, b"")
+    return event(to_json(errors.body_of(errors.info_of(error))), event_id)
 
 
 class _Writer:

@@ -97,13 +97,8 @@ async def _count_tokens(context: AppContext, request: GenerateRequest, caller: C
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
-    question = TokenizeRequest(
-        messages=request.messages,
-        prompt=request.prompt,
-        tools=request.tools,
-        template_kwargs=request.template_kwargs,
-        add_special_tokens=request.add_special_tokens,
-    )
+    # The fields of the question are among those of the request.
+    question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
     return unwrap_reply(
         await client.tokenize(context.bus, request.model, question, tenant=caller.tenant)
     )

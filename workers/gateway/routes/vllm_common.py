@@ -16,7 +16,7 @@ from workers.gateway.http import body, errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import WrongContentType, unwrap_reply
 from workers.gateway.route_table import RouteTable
-from workers.gateway.vllm.errors import body_of, is_client_error, status_of
+from workers.gateway.vllm.errors import body_of, status_of
 
 Payload = Literal["tensors", "none"]
 
@@ -24,7 +24,7 @@ Payload = Literal["tensors", "none"]
 def refusal(error: Exception) -> Response:
     """Return the protocol's response for a client error, and the usual one for other errors."""
     info = errors.info_of(error)
-    if not is_client_error(info):
+    if info.fault != "client":
         return error_response(error)
     return Json(body_of(info), status_of(info))
 

@@ -11,7 +11,6 @@ import msgspec
 
 from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.protocol.records import ErrorInfo
-from shared.validation import split_validation_error
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (
     ErrorAnswer,
@@ -25,10 +24,6 @@ T = TypeVar("T")
 
 _STATUSES = {WrongContentType.code: 400, "invalid_media": 400, "media_not_found": 400}
 _BODY = "body"
-
-
-def is_client_error(error: ErrorInfo) -> bool:
-    return error.fault == "client"
 
 
 def status_of(error: ErrorInfo | type[PagemillError]) -> int:
@@ -67,19 +62,15 @@ def decode(
 
 
 def _refusal(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
-    what, path = split_validation_error(error)
-    path = path.partition("[")[0]
-    unknown, missing = "Object contains unknown field `", "Object missing required field `"
-    for prefix in (unknown, missing):
-        if what.startswith(prefix):
-            name = what.removeprefix(prefix).removesuffix("`")
-            path = f"{path}.{name}".removeprefix(".")
-            what = "Field required" if prefix is missing else what
+    what, path, name = errors.split_field_error(error)
+    path = f"{path.partition('[')[0]}.{name}".strip(".")
     field = f"{_BODY}.{path}" if path else _BODY
     if path in unsupported or path.partition(".")[0] in unsupported:
         return UnsupportedParameter(f"{field}: not supported here", field=field)
-    if what.startswith(unknown):
+    if what == errors.UNKNOWN_FIELD:
         return UnknownParameter(f"{field}: unknown parameter", field=field)
+    if what == errors.MISSING_FIELD:
+        what = "Field required"
     return InvalidRequest(f"{field}: {what}", field=field)
 
 

@@ -4,7 +4,10 @@ An assembler that reads the log again from its first record produces the same ev
 can continue at any gateway.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from msgspec import UNSET, Struct
 
@@ -16,12 +19,10 @@ from workers.gateway.schemas.generate import (
     GenerateChoice,
     GenerateChunk,
     GenerateResponse,
-    IdLogprobs,
     OutputMode,
     PlaceholderInfo,
     PromptLogprob,
     TextContent,
-    TextLogprobs,
     TokensContent,
     TotalUsage,
     UsageInfo,
@@ -47,17 +48,17 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     continuous_usage: bool = False
 
 
+@dataclass(slots=True)
 class _ChoiceState:
     """A choice so far."""
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.id_logprobs: list[IdLogprobs] = []
-        self.text_logprobs: list[TextLogprobs] = []
-        self.context: list[bytes] = []
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
+    """IdLogprobs or TokenLogprob, as the output mode has them."""
+    context: list[bytes] = dataclasses.field(default_factory=list)
 
 
 class GenerateAssembler(Assembler):
@@ -114,39 +115,39 @@ class GenerateAssembler(Assembler):
 
     def _add_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
         """Return the news of a choice, or None if this output mode shows none."""
-        state, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
-        ids, texts = self._logprobs_of(state, delta)
+        state, shows_text = self._choices[delta.index], self._shape.output_mode == "text"
+        logprobs = self._logprobs_of(state, delta)
         state.token_ids += delta.token_ids
         state.text += delta.text
         state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
         if self.collects_answer:
-            state.id_logprobs += ids
-            state.text_logprobs += texts
-        if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
+            state.logprobs += logprobs
+        if not (delta.token_ids or delta.finish_reason or (shows_text and delta.text)):
             return None
-        return GenerateChoice(
-            index=delta.index,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids,
-            weight_versions=_weight_versions(state) if delta.finish_reason else None,
-            text=delta.text if text_mode else UNSET,
-            logprobs=self._content(ids, texts),
-        )
+        return self._choice(delta.index, delta.token_ids, delta.text, logprobs)
 
     def _abort_choice(self, index: int) -> GenerateChunk:
-        state = self._choices[index]
-        state.finish_reason = "abort"
-        return self._event(
-            index,
-            GenerateChoice(
-                index=index,
-                finish_reason="abort",
-                token_ids=[],
-                weight_versions=_weight_versions(state),
-                text="" if self._shape.output_mode == "text" else UNSET,
-                logprobs=self._content([], []),
-            ),
+        self._choices[index].finish_reason = "abort"
+        return self._event(index, self._choice(index, [], "", []))
+
+    def _choice(
+        self, index: int, token_ids: list[int], text: str, logprobs: list[Any]
+    ) -> GenerateChoice:
+        """Return a choice with these tokens, ended if the choice has ended."""
+        shape, state = self._shape, self._choices[index]
+        content: TokensContent | TextContent | None = None
+        if shape.logprobs is not None:
+            content_type = TextContent if shape.output_mode == "text" else TokensContent
+            content = content_type(content=logprobs)
+        versions = [WeightVersionSpan(end=len(state.token_ids))] if state.finish_reason else None
+        return GenerateChoice(
+            index=index,
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+            token_ids=token_ids,
+            weight_versions=versions,
+            text=text if shape.output_mode == "text" else UNSET,
+            logprobs=content,
         )
 
     def _event(self, index: int, choice: GenerateChoice) -> GenerateChunk:
@@ -168,10 +169,9 @@ class GenerateAssembler(Assembler):
         if not shape.include_usage:
             return []
         num_prompt, num_answer = self._num_tokens()
+        total = num_prompt + num_answer
         usage = TotalUsage(
-            prompt_tokens=num_prompt,
-            total_tokens=num_prompt + num_answer,
-            completion_tokens=num_answer,
+            prompt_tokens=num_prompt, total_tokens=total, completion_tokens=num_answer
         )
         last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
         return [last]
@@ -190,35 +190,17 @@ class GenerateAssembler(Assembler):
         return {IMAGE: shape.placeholders} if shown else None
 
     def _whole_choice(self, index: int, state: _ChoiceState) -> GenerateChoice:
-        return GenerateChoice(
-            index=index,
-            finish_reason=state.finish_reason or "stop",
-            stop_reason=state.stop_reason,
-            token_ids=state.token_ids,
-            weight_versions=_weight_versions(state),
-            text=state.text if self._shape.output_mode == "text" else UNSET,
-            logprobs=self._content(state.id_logprobs, state.text_logprobs),
-        )
+        state.finish_reason = state.finish_reason or "stop"
+        return self._choice(index, state.token_ids, state.text, state.logprobs)
 
-    def _content(
-        self, ids: list[IdLogprobs], texts: list[TextLogprobs]
-    ) -> TokensContent | TextContent | None:
-        if self._shape.logprobs is None:
-            return None
-        if self._shape.output_mode == "text":
-            return TextContent(content=texts)
-        return TokensContent(content=ids)
-
-    def _logprobs_of(
-        self, state: _ChoiceState, delta: ChoiceDelta
-    ) -> tuple[list[IdLogprobs], list[TextLogprobs]]:
+    def _logprobs_of(self, state: _ChoiceState, delta: ChoiceDelta) -> list[Any]:
         ids = [
             id_logprobs(token_id, logprobs, max(self._shape.logprobs or 0, 1))
             for token_id, logprobs in zip(delta.token_ids, delta.logprobs or [], strict=False)
         ]
         if self._shape.output_mode == "tokens":
-            return ids, []
-        return [], [text_logprobs(found, state.context, self._token_bytes) for found in ids]
+            return ids
+        return [text_logprobs(found, state.context, self._token_bytes) for found in ids]
 
     def _add_prompt_logprobs(self, logprobs_of_prompt: Sequence[TokenLogprobs]) -> None:
         """The first token has no log probability, because nothing comes before it."""
@@ -245,7 +227,3 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
         total_tokens=num_prompt + num_answer,
         completion_tokens=num_answer,
     )
-
-
-def _weight_versions(choice: _ChoiceState) -> list[WeightVersionSpan]:
-    return [WeightVersionSpan(end=len(choice.token_ids))]

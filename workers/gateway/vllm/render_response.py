@@ -1,22 +1,19 @@
-"""Responses of render: the request that another server is to be sent. Pure."""
+"""Parts of the request that a prompt is rendered to, for another server. Pure."""
 
 import base64
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
-from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
+from shared.protocol.renderer_rpc import RenderedFeature
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
-from workers.gateway.schemas.generate import (
-    FeaturesInfo,
-    GenerateStreamOptions,
-    PlaceholderInfo,
-    RenderedRequest,
-)
-from workers.gateway.vllm.sampling import check_greedy, write_sampling
+from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo
+from workers.gateway.vllm.sampling import check_greedy
+
+T = TypeVar("T")
 
 
 def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
@@ -52,52 +49,24 @@ def resolve_max_tokens(max_tokens: int | None, num_prompt: int, max_model_len: i
     return room if max_tokens is None else max_tokens
 
 
-def rendered_request(
-    request_id: str,
-    rendered: RenderedFeatures,
-    sampling: SamplingParams,
-    max_tokens: int,
-    *,
-    model: str,
-    with_tensors: bool,
-    stream: bool = False,
-    stream_options: GenerateStreamOptions | None = None,
-    cache_salt: str | None = None,
-    priority: int = 0,
-) -> RenderedRequest:
-    return RenderedRequest(
-        request_id=request_id,
-        token_ids=rendered.prompt_token_ids,
-        features=_features(rendered.features, with_tensors) if rendered.features else None,
-        sampling_params=write_sampling(sampling, max_tokens, stream),
-        model=model,
-        stream=stream,
-        stream_options=stream_options if stream else None,
-        cache_salt=cache_salt,
-        priority=priority,
-    )
-
-
-def _features(rendered: Sequence[RenderedFeature], with_tensors: bool) -> FeaturesInfo:
+def features_of(rendered: Sequence[RenderedFeature], *, with_tensors: bool) -> FeaturesInfo | None:
+    """Return the items of a rendered prompt by modality, or None if there are none."""
+    if not rendered:
+        return None
     by_modality: dict[str, list[RenderedFeature]] = {}
     for feature in rendered:
         by_modality.setdefault(feature.modality, []).append(feature)
+
+    def column(read: Callable[[RenderedFeature], T]) -> dict[str, list[T]]:
+        return {modality: [read(f) for f in items] for modality, items in by_modality.items()}
+
     return FeaturesInfo(
-        mm_hashes={m: [f.mm_hash for f in items] for m, items in by_modality.items()},
-        mm_placeholders={
-            m: [PlaceholderInfo(f.placeholder.offset, f.placeholder.length) for f in items]
-            for m, items in by_modality.items()
-        },
-        kwargs_data=(
-            {m: [_encode_base64(f.kwargs_data) for f in items] for m, items in by_modality.items()}
-            if with_tensors
-            else None
+        mm_hashes=column(lambda f: f.mm_hash),
+        mm_placeholders=column(
+            lambda f: PlaceholderInfo(f.placeholder.offset, f.placeholder.length)
         ),
-        mm_metadata=(
-            {m: [_encode_base64(f.mm_metadata) for f in items] for m, items in by_modality.items()}
-            if with_tensors
-            else None
-        ),
+        kwargs_data=column(lambda f: _encode_base64(f.kwargs_data)) if with_tensors else None,
+        mm_metadata=column(lambda f: _encode_base64(f.mm_metadata)) if with_tensors else None,
     )
 
 
