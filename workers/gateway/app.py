@@ -29,7 +29,7 @@ from workers.gateway.core.memory_budget import AnswerBudget
 from workers.gateway.heartbeat_cache import HeartbeatCache
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller, Keyring
-from workers.gateway.http.body import BodyBudget
+from workers.gateway.http.body import BodyReader
 from workers.gateway.http.middleware import EdgeMiddleware
 from workers.gateway.http.rate_limits import RateLimiter
 from workers.gateway.token_bytes import TokenBytesCache
@@ -74,7 +74,7 @@ class AppContext:
         self.heartbeats = HeartbeatCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories, by the kind of a RequestRecord."""
-        self.body_budget = BodyBudget(config.gateway)
+        self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
@@ -144,7 +144,7 @@ class AppContext:
             try:
                 return await endpoint(request, caller)
             finally:
-                self.body_budget.release(request)
+                self.bodies.release(request)
                 self.answer_budget.release(request.scope)
 
         return Route(path, guarded, methods=list(methods))

@@ -1,6 +1,7 @@
 """Endpoints, each declared once at its handler: the route, its access and its documentation."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -30,7 +31,7 @@ from shared.errors import (
     WorkerFailure,
 )
 from shared.protocol.records import ErrorInfo
-from workers.gateway.app import AppContext, MakeAssembler, RouteHandler, error_response
+from workers.gateway.app import AppContext, MakeAssembler, error_response
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import ErrorResponder
@@ -98,13 +99,14 @@ class RouteTable:
         self,
         tag: str,
         *,
-        status_of: Callable[[ErrorLike], int] = errors.status_of,
         refuse: ErrorResponder = error_response,
+        **details: Any,
     ) -> None:
-        """`refuse` makes the responses for errors, and `status_of` documents their statuses."""
+        """`refuse` makes the responses for errors. `details` are fields of ApiOperation that all
+        endpoints of the module have in common."""
         self.tag = tag
-        self._status_of = status_of
         self._refuse = refuse
+        self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories of this module, by the kind of a RequestRecord."""
@@ -117,9 +119,7 @@ class RouteTable:
         self, method: str, path: str, summary: str, **details: Any
     ) -> Callable[[Handler], Handler]:
         """Declare the decorated handler as an endpoint. `details` are fields of ApiOperation."""
-        operation = ApiOperation(
-            method, path, self.tag, summary, status_of=self._status_of, **details
-        )
+        operation = ApiOperation(method, path, self.tag, summary, **self._details | details)
 
         def declare(handler: Handler) -> Handler:
             self._endpoints.append((operation, handler))
@@ -135,7 +135,7 @@ class RouteTable:
         return [
             context.route(
                 operation.path,
-                self._bind(context, handler),
+                partial(self._handle, context, handler),
                 [operation.method],
                 public=operation.public,
                 counted=operation.counted,
@@ -143,14 +143,13 @@ class RouteTable:
             for operation, handler in self._endpoints
         ]
 
-    def _bind(self, context: AppContext, handler: Handler) -> RouteHandler:
-        async def handle(request: Request, caller: Caller) -> Response:
-            try:
-                return await handler(context, request, caller)
-            except PagemillError as error:
-                return self._refuse(error)
-
-        return handle
+    async def _handle(
+        self, context: AppContext, handler: Handler, request: Request, caller: Caller
+    ) -> Response:
+        try:
+            return await handler(context, request, caller)
+        except PagemillError as error:
+            return self._refuse(error)
 
 
 _BODY_ERRORS: Errors = (

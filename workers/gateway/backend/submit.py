@@ -64,7 +64,7 @@ async def submit(
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
-    context.body_budget.release(request)
+    context.bodies.release(request)
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"

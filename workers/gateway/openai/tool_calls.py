@@ -6,14 +6,10 @@ from typing import Literal, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from shared.protocol.requests import FunctionCall, ToolCall
 from workers.gateway.openai.tool_parser import ToolParser
 from workers.gateway.openai.tool_scanner import Call, Content
-from workers.gateway.schemas.openai_response import (
-    CallBody,
-    CallDelta,
-    CalledFunction,
-    FunctionDelta,
-)
+from workers.gateway.schemas.openai_response import CallDelta, FunctionDelta
 
 T = TypeVar("T")
 
@@ -50,10 +46,10 @@ class ChoiceText:
         function = FunctionDelta(call.arguments, call.name)
         return CallDelta(call.index, function, self._call_id(call.index), "function")
 
-    def whole(self) -> tuple[str | None, list[CallBody] | UnsetType]:
+    def whole(self) -> tuple[str | None, list[ToolCall] | UnsetType]:
         """Return the content and the calls of a message."""
         calls = [
-            CallBody(self._call_id(index), CalledFunction(name, "".join(arguments)))
+            ToolCall(self._call_id(index), FunctionCall(name, "".join(arguments)))
             for index, (name, arguments) in enumerate(self._calls)
         ]
         content = "".join(self._content)

@@ -43,7 +43,7 @@ from workers.gateway.vllm.derender_schema import (
 )
 from workers.gateway.vllm.errors import decode
 
-ROUTES = vllm_route_table(SCALE_OUT)
+ROUTES = vllm_route_table(SCALE_OUT, refuses=RENDERER_ERRORS, counted=True)
 
 Whole = TypeVar("Whole")
 Event = TypeVar("Event")
@@ -66,8 +66,6 @@ _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
     "The chat completion of a response of generate; of a stream, event by event",
     answer=DerenderChatResponse | StreamAnswer,
     body=DerenderChat | DerenderChatStream,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await _read(context, request, _chat, _chat_stream)
@@ -98,8 +96,6 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     "The same for completions",
     answer=DerenderCompletionResponse | StreamAnswer,
     body=DerenderCompletion | DerenderCompletionStream,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await _read(context, request, _completion, _completion_stream)

@@ -35,9 +35,8 @@ from workers.gateway.routes.vllm_common import (
     vllm_route_table,
 )
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
-from workers.gateway.vllm.content_parts import images_of, insert_images
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.features import WireItem
+from workers.gateway.vllm.features import WireItem, images_of, insert_images
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 

@@ -15,7 +15,6 @@ from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.http import body
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
 from workers.gateway.openai.chat import needs_card, plan_chat
@@ -25,7 +24,7 @@ from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteT
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, Completion
 
-ROUTES = RouteTable("Answers")
+ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETERS, counted=True)
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -38,12 +37,9 @@ _completion = msgspec.json.Decoder(CompletionRequest)
     answer=ChatCompletion,
     body=ChatRequest,
     chunk=ChatChunk,
-    refuses=ANSWER_ERRORS,
-    parameters=STREAM_PARAMETERS,
-    counted=True,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await body.decode(request, context.limits, context.body_budget, _chat, UNSUPPORTED)
+    asked = await context.bodies.decode(request, _chat, UNSUPPORTED)
     context.check_model(asked.model)
     card = await context.model_card(asked.model) if needs_card(asked) else None
     plan = plan_chat(asked, card)
@@ -59,14 +55,9 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     answer=Completion,
     body=CompletionRequest,
     chunk=Completion,
-    refuses=ANSWER_ERRORS,
-    parameters=STREAM_PARAMETERS,
-    counted=True,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await body.decode(
-        request, context.limits, context.body_budget, _completion, UNSUPPORTED
-    )
+    asked = await context.bodies.decode(request, _completion, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)
     with translated_errors("completion", plan.options):
@@ -84,16 +75,11 @@ async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Cal
     """Add the number of prompt tokens where every chunk reports usage. A log has it at its end."""
     if not plan.options.get("continuous_usage"):
         return plan
-    counts = await asyncio.gather(
-        *(_count_tokens(context, request, caller) for request in plan.requests)
-    )
-    return replace(plan, options=plan.options | {"prompt_tokens": sum(counts)})
-
-
-async def _count_tokens(context: AppContext, request: GenerateRequest, caller: Caller) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return (await _tokenize(context, request, caller)).count
+    token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
+    texts = [request for request in plan.requests if request.prompt_token_ids is None]
+    tokenized = await asyncio.gather(*(_tokenize(context, text, caller) for text in texts))
+    num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
+    return replace(plan, options=plan.options | {"prompt_tokens": num_tokens})
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:

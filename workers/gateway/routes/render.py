@@ -32,14 +32,10 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas import openai_request
 from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.render_response import (
-    features_of,
-    resolve_max_tokens,
-    resolve_sampling,
-)
-from workers.gateway.vllm.sampling import write_sampling
+from workers.gateway.vllm.features import features_of
+from workers.gateway.vllm.sampling import resolve_max_tokens, resolve_sampling, write_sampling
 
-ROUTES = vllm_route_table(SCALE_OUT)
+ROUTES = vllm_route_table(SCALE_OUT, refuses=(*RENDERER_ERRORS, InvalidGrammar), counted=True)
 
 
 class RenderChat(openai_request.ChatRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,8 +72,6 @@ _completion = msgspec.json.Decoder(RenderCompletion).decode
     "The request to an engine that a conversation becomes",
     answer=RenderedRequest,
     body=RenderChat,
-    refuses=(*RENDERER_ERRORS, InvalidGrammar),
-    counted=True,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), _chat, UNSUPPORTED)
@@ -95,8 +89,6 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     "The request to an engine that each prompt becomes",
     answer=list[RenderedRequest],
     body=RenderCompletion,
-    refuses=(*RENDERER_ERRORS, InvalidGrammar),
-    counted=True,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), _completion, UNSUPPORTED)

@@ -27,7 +27,7 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.openai_request import ChatMessage
 from workers.gateway.vllm.errors import decode
 
-ROUTES = vllm_route_table("Tokens")
+ROUTES = vllm_route_table("Tokens", refuses=RENDERER_ERRORS, counted=True)
 
 UNSUPPORTED = frozenset({"chat_template", "media_io_kwargs", "mm_processor_kwargs"})
 
@@ -76,8 +76,6 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
     "The tokens of a text, or of a conversation",
     answer=TokenizeAnswer,
     body=TokenizeBody,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), _tokenize, UNSUPPORTED)
@@ -98,8 +96,6 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     "The text of tokens",
     answer=DetokenizeAnswer,
     body=DetokenizeBody,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), _detokenize)

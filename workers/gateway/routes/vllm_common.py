@@ -1,7 +1,7 @@
 """Functions that the endpoints of vLLM's token protocol share: bodies, questions to renderers,
 refusals."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,8 +12,9 @@ from shared.protocol.renderer_rpc import DetokenizeRequest, FeaturesRequest, Ren
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.http import body, errors
+from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.body import declares_json
 from workers.gateway.http.errors import WrongContentType, unwrap_reply
 from workers.gateway.route_table import RouteTable
 from workers.gateway.vllm.errors import body_of, status_of
@@ -29,16 +30,15 @@ def refusal(error: Exception) -> Response:
     return Json(body_of(info), status_of(info))
 
 
-def vllm_route_table(tag: str) -> RouteTable:
-    return RouteTable(tag, status_of=status_of, refuse=refusal)
+def vllm_route_table(tag: str, **details: Any) -> RouteTable:
+    return RouteTable(tag, refuse=refusal, status_of=status_of, **details)
 
 
 async def read_body(context: AppContext, request: Request) -> bytes:
     """Return the body of a request that declares JSON. Raises a RequestError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if not declares_json(request):
         raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-    return await body.read(request, context.limits, context.body_budget)
+    return await context.bodies.read(request)
 
 
 def resolve_model(context: AppContext, name: str | None) -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.records import Usage
+from shared.protocol.requests import ToolCall
 
 
 class CachedTokens(Struct, frozen=True):
@@ -71,31 +72,25 @@ class ChatChunkChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class ChatChunk(Struct, frozen=True):
+class AnswerHead(Struct, frozen=True):
+    """Fields with which every answer and every chunk begins."""
+
     id: str
     created: int
     model: str
+
+
+class ChatChunk(AnswerHead, frozen=True):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: MaybeUsage = UNSET
-
-
-class CalledFunction(Struct, frozen=True):
-    name: str
-    arguments: str
-
-
-class CallBody(Struct, frozen=True):
-    id: str
-    function: CalledFunction
-    type: str = "function"
 
 
 class AnswerMessage(Struct, frozen=True):
     content: str | None
     role: str = "assistant"
     refusal: None = None
-    tool_calls: list[CallBody] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -106,10 +101,7 @@ class ChatChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(AnswerHead, frozen=True):
     choices: list[ChatChoice]
     usage: UsageBody
     object: str = "chat.completion"
@@ -136,12 +128,9 @@ class CompletionChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class Completion(Struct, frozen=True):
+class Completion(AnswerHead, frozen=True):
     """A whole completion, or a chunk of a streamed one."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: MaybeUsage = UNSET
     object: str = "text_completion"

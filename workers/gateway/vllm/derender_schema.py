@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.protocol.detokenizer import MAX_WINDOW_TOKENS
+from shared.protocol.requests import ToolCall
 from shared.protocol.sampling import MAX_CHOICES, TokenId
 from workers.gateway.core.plan import MAX_PROMPTS
 from workers.gateway.schemas.generate import TextContent, TokensContent, UsageInfo
-from workers.gateway.schemas.openai_response import CallBody, CallDelta, CompletionLogprobs
+from workers.gateway.schemas.openai_response import CallDelta, CompletionLogprobs
 
 CONTEXT_TOKENS = 4
 # The text so far is parsed again with each event.
@@ -108,7 +109,7 @@ class DerenderChatMessage(Struct, frozen=True, kw_only=True):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[CallBody] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | None = None
 
 
