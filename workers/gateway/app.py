@@ -24,15 +24,13 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
+from workers.gateway.caches import HeartbeatCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
-from workers.gateway.heartbeat_cache import HeartbeatCache
 from workers.gateway.http import errors
-from workers.gateway.http.auth import Caller, Keyring
+from workers.gateway.http.auth import Caller, Keyring, RateLimiter
 from workers.gateway.http.body import BodyReader
 from workers.gateway.http.middleware import EdgeMiddleware
-from workers.gateway.http.rate_limits import RateLimiter
-from workers.gateway.token_bytes import TokenBytesCache
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]

@@ -9,27 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shared.errors import (
-    Cancelled,
-    ContextTooLong,
-    DeadlineExceeded,
-    InvalidGrammar,
-    InvalidMedia,
-    InvalidRequest,
-    LogTruncated,
-    MediaBlocked,
-    MediaNotFound,
-    MediaTooLarge,
-    Overloaded,
-    PagemillError,
-    PayloadTooLarge,
-    Poisoned,
-    Unavailable,
-    UnknownAdapter,
-    UnknownModel,
-    UnsupportedContent,
-    WorkerFailure,
-)
+from shared import errors as shared_errors
+from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.app import AppContext, MakeAssembler, error_response
 from workers.gateway.http import errors
@@ -79,13 +60,17 @@ class ApiOperation(Struct, frozen=True):
     @property
     def refusals(self) -> dict[int, list[str]]:
         """Error codes, by their status."""
-        found: set[type[PagemillError]] = {errors.HeadersTooLarge, WorkerFailure, *self.refuses}
+        found: set[type[PagemillError]] = {
+            errors.HeadersTooLarge,
+            shared_errors.WorkerFailure,
+            *self.refuses,
+        }
         if not self.public:
             found.add(errors.InvalidKey)
         if self.counted:
             found.add(errors.RateLimited)
         if self.body is not None:
-            found |= {InvalidRequest, *_BODY_ERRORS}
+            found |= {shared_errors.InvalidRequest, *_BODY_ERRORS}
         by_status: dict[int, list[str]] = {}
         for error in sorted(found, key=lambda error: error.code):
             by_status.setdefault(self.status_of(error), []).append(error.code)
@@ -162,27 +147,27 @@ _BODY_ERRORS: Errors = (
 """Errors that any body may have."""
 
 RENDERER_ERRORS: Errors = (
-    ContextTooLong,
-    InvalidMedia,
-    MediaBlocked,
-    MediaNotFound,
-    MediaTooLarge,
-    Overloaded,
-    PayloadTooLarge,
-    Unavailable,
-    UnknownAdapter,
-    UnknownModel,
-    UnsupportedContent,
+    shared_errors.ContextTooLong,
+    shared_errors.InvalidMedia,
+    shared_errors.MediaBlocked,
+    shared_errors.MediaNotFound,
+    shared_errors.MediaTooLarge,
+    shared_errors.Overloaded,
+    shared_errors.PayloadTooLarge,
+    shared_errors.Unavailable,
+    shared_errors.UnknownAdapter,
+    shared_errors.UnknownModel,
+    shared_errors.UnsupportedContent,
 )
 """Errors with which a renderer may reply."""
 
 ANSWER_ERRORS: Errors = (
     *RENDERER_ERRORS,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidGrammar,
-    LogTruncated,
-    Poisoned,
+    shared_errors.Cancelled,
+    shared_errors.DeadlineExceeded,
+    shared_errors.InvalidGrammar,
+    shared_errors.LogTruncated,
+    shared_errors.Poisoned,
     errors.AnswerTooLarge,
     errors.Interrupted,
     errors.ReusedId,

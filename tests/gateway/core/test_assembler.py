@@ -21,7 +21,7 @@ from shared.protocol.records import (
     Usage,
 )
 from workers.gateway.app import error_response
-from workers.gateway.backend.merge import merge_logs
+from workers.gateway.backend.active_request import merge_logs
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event

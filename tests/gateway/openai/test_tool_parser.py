@@ -32,7 +32,6 @@ def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
         else:
             name, arguments = calls[piece.index]
             calls[piece.index] = name, arguments + piece.arguments
-    assert parser.has_calls == bool(calls)
     return content, calls
 
 

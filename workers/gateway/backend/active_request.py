@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.requests import Request
@@ -17,13 +17,14 @@ from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, Token
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
 from workers.gateway.app import AppContext
-from workers.gateway.backend.merge import merge_logs
 from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
+
+T = TypeVar("T")
 
 _log = structlog.get_logger()
 
@@ -161,6 +162,33 @@ class ActiveRequest:
 
     def _event_id(self, position: Sequence[int]) -> str:
         return format_event_id(position) if self.has_event_ids else ""
+
+
+async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Yield records as they arrive, each with the number of its log. Raises what a log raises.
+
+    No log is read ahead by more than one record. A caller that stops early leaves no reader behind.
+    """
+    waiting: dict[asyncio.Future[T | None], int] = {}
+
+    def read_next(part: int) -> None:
+        waiting[asyncio.ensure_future(anext(logs[part], None))] = part
+
+    try:
+        for part in range(len(logs)):
+            read_next(part)
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                part, record = waiting[task], task.result()
+                del waiting[task]
+                if record is not None:
+                    yield part, record
+                    read_next(part)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:

@@ -122,7 +122,23 @@ def generate_request(request: CommonRequest, **prompt: Any) -> GenerateRequest:
     )
 
 
-def usage_options(request: CommonRequest) -> dict[str, Any]:
+def plan_of(
+    request: CommonRequest,
+    requests: list[GenerateRequest],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> SubmitPlan:
+    """Return the plan, with the options and the delivery that all requests have in common."""
+    return SubmitPlan(
+        requests,
+        sampling,
+        _usage_options(request) | options,
+        stream=bool(request.stream),
+        durable=bool(request.durable),
+    )
+
+
+def _usage_options(request: CommonRequest) -> dict[str, Any]:
     """Return the answer's options on usage. Raises InvalidRequest for stream options without a
     stream."""
     options = request.stream_options

@@ -20,8 +20,8 @@ from workers.gateway.core.plan import (
     SubmitPlan,
     client_fields_of,
     generate_request,
+    plan_of,
     sampling_of,
-    usage_options,
 )
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.openai.strict_tools import call_schema, strict_structure
@@ -79,16 +79,10 @@ def plan_chat(
     if is_unconstrained:
         # The tags by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
-    options = usage_options(request) | {"logprobs": bool(request.logprobs), "fields": fields}
+    options: dict[str, Any] = {"logprobs": bool(request.logprobs), "fields": fields}
     if tools.form is not None:
         options |= {"form": tools.form, "names": tools.names, "one_call": tools.one_call}
-    return SubmitPlan(
-        [_generate(request, card)],
-        sampling,
-        options,
-        stream=bool(request.stream),
-        durable=bool(request.durable),
-    )
+    return plan_of(request, [_generate(request, card)], sampling, options)
 
 
 def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:

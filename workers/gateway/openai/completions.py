@@ -19,9 +19,9 @@ from workers.gateway.core.plan import (
     SubmitPlan,
     client_fields_of,
     generate_request,
+    plan_of,
     prompts_of,
     sampling_of,
-    usage_options,
 )
 from workers.gateway.openai.assembler import AnswerOptions, ChoiceSoFar, OpenAIAssembler
 from workers.gateway.schemas.openai_request import CompletionRequest
@@ -68,20 +68,15 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
         sampling["logprobs"] = request.logprobs
         if request.echo:
             sampling["prompt_logprobs"] = request.logprobs
-    options = usage_options(request) | {
+    options = {
         "parts": len(prompts),
         "n": sampling.get("n", 1),
         "logprobs": request.logprobs is not None,
         "echo_only": echo_only,
         "fields": client_fields_of(request),
     }
-    return SubmitPlan(
-        [_generate(request, prompt) for prompt in prompts],
-        sampling,
-        options,
-        stream=bool(request.stream),
-        durable=bool(request.durable),
-    )
+    requests = [_generate(request, prompt) for prompt in prompts]
+    return plan_of(request, requests, sampling, options)
 
 
 def _generate(request: CompletionRequest, prompt: str | list[int]) -> GenerateRequest:

@@ -26,10 +26,6 @@ class ToolParser:
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
 
-    @property
-    def has_calls(self) -> bool:
-        return self._reader.num_calls > 0
-
     def feed(self, text: str) -> list[Piece]:
         """Return the content and calls that are complete with this text."""
         for character in text:

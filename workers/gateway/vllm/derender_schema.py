@@ -62,22 +62,20 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """All text that is out, where it may contain tool calls."""
 
 
-class _Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
-
-
-class DerenderStream(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An event of a stream, for either API."""
 
     stream: Literal[True]
+    model: str | None = None
     generate_chunk: Generated
     stream_state: StreamState | None = None
     prompt_tokens: int | None = None
     prompt_token_ids: list[TokenId] | None = None
 
 
-class DerenderChat(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: Literal[False] = False
+    model: str | None = None
     generate_response: Generated
     prompt_tokens: int | None = None
     prompt_token_ids: list[TokenId] | None = None
@@ -88,8 +86,9 @@ class DerenderChatStream(DerenderStream, frozen=True, kw_only=True, forbid_unkno
     chat_request: dict[str, Any] | None = None
 
 
-class DerenderCompletion(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DerenderCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: Literal[False] = False
+    model: str | None = None
     generate_responses: Annotated[list[Generated], Meta(max_length=MAX_PROMPTS)]
     prompt_tokens: list[int] | None = None
     prompt_token_ids: list[list[TokenId] | None] | None = None

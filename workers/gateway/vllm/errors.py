@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.protocol.records import ErrorInfo
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (
     ErrorAnswer,
-    ErrorBody,
     UnknownParameter,
     UnsupportedParameter,
     WrongContentType,
@@ -31,19 +31,14 @@ def status_of(error: ErrorInfo | type[PagemillError]) -> int:
 
 
 def body_of(error: ErrorInfo) -> ErrorAnswer:
-    openai = errors.body_of(error).error
-    error_type = _type_of(status_of(error), error.field) or openai.type
-    return ErrorAnswer(ErrorBody(openai.message, error_type, openai.param, openai.code))
-
-
-def _type_of(status: int, field: str | None) -> str | None:
-    """Return the protocol's type, or None for an error that the request itself did not cause."""
+    """Return the body. An error that the request itself did not cause has OpenAI's type."""
+    body, status = errors.body_of(error).error, status_of(error)
     if status == 404:
-        return "NotFoundError"
-    if status not in (400, 422):
-        return None
-    is_in_body = field is not None and field.partition(".")[0] == _BODY
-    return "Bad Request" if is_in_body else "BadRequestError"
+        body = replace(body, type="NotFoundError")
+    elif status in (400, 422):
+        is_in_body = (error.field or "").partition(".")[0] == _BODY
+        body = replace(body, type="Bad Request" if is_in_body else "BadRequestError")
+    return ErrorAnswer(body)
 
 
 def decode(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, Struct
 
 from shared.protocol.multimodal import IMAGE
@@ -168,11 +169,7 @@ class GenerateAssembler(Assembler):
         shape = self._shape
         if not shape.include_usage:
             return []
-        num_prompt, num_answer = self._num_tokens()
-        total = num_prompt + num_answer
-        usage = TotalUsage(
-            prompt_tokens=num_prompt, total_tokens=total, completion_tokens=num_answer
-        )
+        usage = msgspec.convert(usage_of(*self._num_tokens()), TotalUsage, from_attributes=True)
         last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
         return [last]
 
