@@ -16,6 +16,7 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
+from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import translate_error
@@ -120,6 +121,11 @@ class ActiveRequest:
         """Return the logs, each read to its end or to the time at which it must have ended."""
         rest_s = max(0.0, self._rest_s)
         return [client.follow(self._context.bus, part, timeout_s=rest_s) for part in self.parts]
+
+    async def last_records(self) -> list[LogRecord | None]:
+        """Return the last record of each log, None for a log that has none."""
+        bus = self._context.bus
+        return await asyncio.gather(*(last_record(bus, part) for part in self.parts))
 
     @property
     def is_overdue(self) -> bool:

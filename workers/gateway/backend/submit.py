@@ -21,7 +21,6 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
-from shared.state.token_log import last_record
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.uploads import store_large_images
@@ -157,7 +156,7 @@ async def _open_logs(
     """
     lasts: Sequence[LogRecord | None] = [None] * len(active.parts)
     if is_named:
-        lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
+        lasts = await active.last_records()
     return [
         _publish(context, active, part, request, plan.sampling) if last is None else followed
         for part, request, followed, last in zip(

@@ -23,13 +23,10 @@ def token_text(token: bytes, before: Sequence[bytes]) -> str:
         text = (prefix + token).decode(errors="replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue
-        return text[len(_complete_text(prefix)) :]
+        # The prefix without an incomplete character at its end.
+        before_token = prefix.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+        return text[len(before_token) :]
     return ""
-
-
-def _complete_text(data: bytes) -> str:
-    """Return the text without an incomplete character at its end."""
-    return data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def openai_logprobs(

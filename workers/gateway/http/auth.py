@@ -77,20 +77,15 @@ class _KeyUsage:
         limit = self._key.max_concurrent
         if limit is not None and self.in_flight >= limit:
             raise RateLimited(f"this key may have {limit} requests at one time", BUSY_S)
-        self._take_token(now_s)
-        self.in_flight += 1
-
-    def _take_token(self, now_s: float) -> None:
         rate = self._key.max_requests_per_minute
-        if rate is None:
-            return
-        earned = (now_s - self._filled_s) * rate / 60
-        self._tokens, self._filled_s = min(float(rate), self._tokens + earned), now_s
-        if self._tokens < 1:
-            raise RateLimited(
-                f"this key may send {rate} requests a minute", (1 - self._tokens) * 60 / rate
-            )
-        self._tokens -= 1
+        if rate is not None:
+            earned = (now_s - self._filled_s) * rate / 60
+            self._tokens, self._filled_s = min(float(rate), self._tokens + earned), now_s
+            if self._tokens < 1:
+                wait_s = (1 - self._tokens) * 60 / rate
+                raise RateLimited(f"this key may send {rate} requests a minute", wait_s)
+            self._tokens -= 1
+        self.in_flight += 1
 
 
 class RateLimiter:

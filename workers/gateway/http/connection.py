@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
@@ -186,10 +187,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _start_head_timer(self) -> None:
-        self._set_timer(self._limits.config.header_timeout_s, self._refuse_late_head)
-
-    def _refuse_late_head(self) -> None:
-        self._refuse(errors.RequestTimeout("the request's headers did not arrive in time"))
+        late = errors.RequestTimeout("the request's headers did not arrive in time")
+        self._set_timer(self._limits.config.header_timeout_s, partial(self._refuse, late))
 
     def _set_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()

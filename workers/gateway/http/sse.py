@@ -1,6 +1,7 @@
 """Server-sent events: their encoding, and the streaming response."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ class EventStream(Response):
         self._shutting_down = shutting_down
         self._numbered = numbered
         self._started = False
+        self._written_s = time.monotonic()
         self._answer_of = answer_of
         self._ping = PING_NUMBERED if numbered else PING
 
@@ -95,21 +97,33 @@ class EventStream(Response):
             first.cancel()
 
     async def _send_events(self, first: "asyncio.Future[bytes]", send: Send) -> None:
-        writer = _Writer(send, self._ping)
-        pinging = asyncio.create_task(writer.keep_alive())
+        pinging = asyncio.create_task(self._keep_alive(send))
         try:
             if not first.done():
-                await writer.ping()
-            await writer.write(await first)
+                await self._write(self._ping, send)
+            await self._write(await first, send)
             async for encoded in self._events:
-                await writer.write(encoded)
+                await self._write(encoded, send)
         except Exception as error:
             if not isinstance(error, errors.RequestFailed):
                 self._answer_of(error)  # It logs the error; its response is not needed.
-            await writer.write(_error_event(error))
+            await self._write(_error_event(error), send)
         finally:
             pinging.cancel()
         await send(_END)
+
+    async def _write(self, data: bytes, send: Send) -> None:
+        await send(_body(data))
+        self._written_s = time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Ping when nothing was written for PING_S."""
+        while True:
+            rest_s = self._written_s + PING_S - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                await self._write(self._ping, send)
 
 
 # [DONE] and the end of the body are one message, because a client that has read [DONE] may take the
@@ -124,31 +138,6 @@ def _body(data: bytes) -> Message:
 def _error_event(error: Exception) -> bytes:
     event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
     return event(to_json(errors.body_of(errors.info_of(error))), event_id)
-
-
-class _Writer:
-    """Writes chunks of a body, and pings when nothing was written for PING_S."""
-
-    def __init__(self, send: Send, ping: bytes) -> None:
-        self._send = send
-        self._ping = ping
-        self._loop = asyncio.get_running_loop()
-        self._written_s = self._loop.time()
-
-    async def write(self, data: bytes) -> None:
-        await self._send(_body(data))
-        self._written_s = self._loop.time()
-
-    async def ping(self) -> None:
-        await self.write(self._ping)
-
-    async def keep_alive(self) -> None:
-        while True:
-            rest_s = self._written_s + PING_S - self._loop.time()
-            if rest_s > 0:
-                await asyncio.sleep(rest_s)
-            else:
-                await self.ping()
 
 
 async def run_until_disconnect(

@@ -131,14 +131,12 @@ def _logprobs_of(request: ChatRequest) -> dict[str, int]:
 def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
     """Return the plan for tool calls. Raises a RequestError if the calls could not be found."""
     tools, choice = request.tools or [], request.tool_choice
-    if not tools:
-        if choice not in (None, "none"):
-            raise InvalidRequest("tool_choice requires tools", field="tool_choice")
+    if not tools and choice not in (None, "none"):
+        raise InvalidRequest("tool_choice requires tools", field="tool_choice")
+    if not tools or choice == "none":
         return ToolPlan()
     one_call = request.parallel_tool_calls is False
     names = [tool.function.name for tool in tools]
-    if choice == "none":
-        return ToolPlan()
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
         if wanted not in names:

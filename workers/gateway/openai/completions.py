@@ -142,9 +142,8 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
         choice = self._choices.setdefault(index, _Choice())
         text, logprobs = delta.text, CompletionLogprobs([], [], [], [])
         if not choice.begun and self._options.echo:
-            echo = self._options.echo[part]
-            text = echo.text + text
-            self._echo(choice, echo, self._prompt_logprobs.get(part), logprobs)
+            text = self._options.echo[part].text + text
+            self._echo(part, choice, logprobs)
         if self._options.logprobs and delta.logprobs:
             for entry in openai_logprobs(delta.token_ids, delta.logprobs, self._token_bytes):
                 choice.add_token(logprobs, bytes(entry.bytes), entry)
@@ -164,14 +163,9 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
             or_unset(choice.stop_reason),
         )
 
-    def _echo(
-        self,
-        choice: _Choice,
-        echo: Echo,
-        prompt_logprobs: list[TokenLogprobs] | None,
-        logprobs: CompletionLogprobs,
-    ) -> None:
+    def _echo(self, part: int, choice: _Choice, logprobs: CompletionLogprobs) -> None:
         """Add the prompt to `logprobs`. Its first token has no log probability."""
+        echo, prompt_logprobs = self._options.echo[part], self._prompt_logprobs.get(part)
         if prompt_logprobs is None or not echo.token_ids:
             choice.offset = len(echo.text)
             return

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.protocol.detokenizer import EMPTY_WINDOW, MAX_CONTEXT_TOKENS, TokenWindow, read_text
+from shared.protocol.renderer_rpc import ModelCard
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import RENDERER_ERRORS, SCALE_OUT
@@ -70,9 +71,10 @@ _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await _read(context, request, _chat, _chat_stream)
     model, given = resolve_model(context, asked.model), asked.chat_request or {}
-    card = await context.model_card(model) if given.get("tools") else None
-    chat_format = derender.chat_format_of(model, given, card)
-    derenderer = _Derenderer(context, caller.tenant, model, chat_format)
+    card = await context.model_card(model)
+    derenderer = _Derenderer(
+        context, caller.tenant, card, derender.chat_format_of(model, given, card)
+    )
     if isinstance(asked, DerenderStream):
         return Json(await derenderer.event(asked))
     answer = asked.generate_response
@@ -100,8 +102,9 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await _read(context, request, _completion, _completion_stream)
     model = resolve_model(context, asked.model)
+    card = await context.model_card(model)
     completion_format = derender.completion_format_of(asked.completion_request or {})
-    derenderer = _Derenderer(context, caller.tenant, model, completion_format)
+    derenderer = _Derenderer(context, caller.tenant, card, completion_format)
     if isinstance(asked, DerenderStream):
         return Json(await derenderer.event(asked))
     derender.check_lengths(asked)
@@ -138,14 +141,14 @@ class _Derenderer:
 
     context: AppContext
     tenant: str
-    model: str
+    card: ModelCard
     format: ChatFormat | CompletionFormat
 
     async def choices(
         self, answers: Sequence[Generated], prompts: Sequence[list[int] | None]
     ) -> list[Any]:
         """Return the choices of all answers. The choices of an answer continue the same prompt."""
-        await self._check_sizes(answers, prompts)
+        derender.check_sizes(answers, prompts, self.card.max_model_len)
         windows = await asyncio.gather(
             *(
                 self._read_prompt(prompt or answer.prompt_token_ids)
@@ -163,7 +166,7 @@ class _Derenderer:
     async def event(self, asked: DerenderStream) -> StreamAnswer:
         event, state = asked.generate_chunk, asked.stream_state or StreamState()
         choice = derender.only_choice(event)
-        await self._check_sizes([event], [asked.prompt_token_ids])
+        derender.check_sizes([event], [asked.prompt_token_ids], self.card.max_model_len)
         window = derender.window_of(state)
         if asked.stream_state is None:
             window = await self._read_prompt(asked.prompt_token_ids or event.prompt_token_ids)
@@ -179,7 +182,7 @@ class _Derenderer:
         chunk = self.format.chunk_type(
             id=event.request_id,
             created=self.context.now_s,
-            model=self.model,
+            model=self.card.model,
             choices=choices,
             usage=derender.usage_of_event(event, asked.prompt_tokens),
             metrics=event.metrics,
@@ -188,12 +191,6 @@ class _Derenderer:
         if self.format.keeps_text:
             after = msgspec.structs.replace(after, text=state.text + text)
         return StreamAnswer(chunk=chunk, stream_state=after)
-
-    async def _check_sizes(
-        self, answers: Sequence[Generated], prompts: Sequence[list[int] | None]
-    ) -> None:
-        card = await self.context.model_card(self.model)
-        derender.check_sizes(answers, prompts, card.max_model_len)
 
     async def _whole_choice(
         self, answer: Generated, choice: GeneratedChoice, window: TokenWindow
@@ -221,7 +218,7 @@ class _Derenderer:
         try:
             wanted = next(steps)
             while True:
-                text = await decode_tokens(self.context, self.model, wanted, skip, self.tenant)
+                text = await decode_tokens(self.context, self.card.model, wanted, skip, self.tenant)
                 wanted = steps.send(text)
         except StopIteration as done:
             result: tuple[str, TokenWindow] = done.value
@@ -229,5 +226,5 @@ class _Derenderer:
 
     async def _logprobs(self, choice: GeneratedChoice, context: list[int]) -> TextContent | None:
         token_ids, cache = derender.logprob_token_ids(choice, context), self.context.token_bytes
-        await cache.load(self.model, token_ids, self.tenant)
-        return derender.logprobs_of(choice, context, cache.of(self.model))
+        await cache.load(self.card.model, token_ids, self.tenant)
+        return derender.logprobs_of(choice, context, cache.of(self.card.model))

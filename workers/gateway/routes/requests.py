@@ -1,6 +1,5 @@
 """`/v1/requests/{id}`: the state of a request, its stream, and its cancellation."""
 
-import asyncio
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -11,7 +10,7 @@ from shared import client
 from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
-from shared.state.token_log import is_final, last_record
+from shared.state.token_log import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.core.ids import read_start
@@ -91,7 +90,7 @@ async def show(context: AppContext, request: Request, caller: Caller) -> Respons
 async def stream(context: AppContext, request: Request, caller: Caller) -> Response:
     active = await find_request(context, request, caller)
     if active.is_overdue:
-        await _read_last_records(context, active)
+        await _read_last_records(active)
     start = read_start(request, len(active.parts))
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
@@ -119,20 +118,20 @@ async def cancel(context: AppContext, request: Request, caller: Caller) -> Respo
     return Json(Cancelling(active.request_id), 202)
 
 
-async def _read_last_records(context: AppContext, active: ActiveRequest) -> list[LogRecord | None]:
+async def _read_last_records(active: ActiveRequest) -> list[LogRecord | None]:
     """Return the last record of each log.
 
     Raises NotFound for a request that must have ended and has no log: the log has been removed, or
     the gateway died before it published the request.
     """
-    lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
+    lasts = await active.last_records()
     if active.is_overdue and not any(lasts):
         raise NotFound("there is no such request, or it has been removed", field="id")
     return lasts
 
 
 async def _describe(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
-    lasts = await _read_last_records(context, active)
+    lasts = await _read_last_records(active)
     ended = [last for last in lasts if last is not None and is_final(last)]
     # The part that the others wait for.
     open_part = next(

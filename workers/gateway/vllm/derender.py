@@ -114,8 +114,8 @@ def completion_format_of(request: dict[str, Any]) -> CompletionFormat:
     return CompletionFormat(_skips_special(request))
 
 
-def chat_format_of(model: str, request: dict[str, Any], card: ModelCard | None) -> ChatFormat:
-    """`card` is needed where there are tools. Raises a RequestError with the field."""
+def chat_format_of(model: str, request: dict[str, Any], card: ModelCard) -> ChatFormat:
+    """Raises a RequestError with the field."""
     given = {name: request[name] for name in _FORMAT_FIELDS if request.get(name) is not None}
     try:
         asked = msgspec.convert(
