@@ -49,10 +49,6 @@ class ToolPlan(Struct, frozen=True):
     """StructuredOutputs mapping that constrains the answer."""
 
 
-def needs_card(request: ChatRequest) -> bool:
-    return bool(request.tools)
-
-
 def plan_chat(
     request: ChatRequest, card: ModelCard | None = None, *, strict: bool = True
 ) -> SubmitPlan:

@@ -17,7 +17,7 @@ from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
-from workers.gateway.openai.chat import needs_card, plan_chat
+from workers.gateway.openai.chat import plan_chat
 from workers.gateway.openai.chat_assembler import ChatAssembler
 from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
@@ -41,7 +41,7 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = await context.bodies.decode(request, _chat, UNSUPPORTED)
     context.check_model(asked.model)
-    card = await context.model_card(asked.model) if needs_card(asked) else None
+    card = await context.model_card(asked.model) if asked.tools else None
     plan = plan_chat(asked, card)
     with translated_errors("chat", plan.options):
         plan = await _with_prompt_tokens(context, plan, caller)

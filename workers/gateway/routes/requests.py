@@ -94,12 +94,9 @@ async def stream(context: AppContext, request: Request, caller: Caller) -> Respo
     start = read_start(request, len(active.parts))
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
-
-    def ignore_disconnect() -> None:
-        """A client that only looks on does not end the request."""
-
+    # A client that only looks on does not end the request.
     return EventStream(
-        events, ignore_disconnect, context.shutting_down, error_response, headers, numbered=True
+        events, lambda: None, context.shutting_down, error_response, headers, numbered=True
     )
 
 
