@@ -63,10 +63,10 @@ class BodyReader:
     async def decode(
         self,
         request: Request,
-        decoder: "msgspec.json.Decoder[T]",
+        body_type: type[T],
         unsupported: frozenset[str] = frozenset(),
     ) -> T:
-        """Return the body as the decoder's type. Raises a RequestError that names the wrong field.
+        """Return the body as this type. Raises a RequestError that names the wrong field.
 
         `unsupported` are names of fields that are known but not implemented, see
         `validation_error`.
@@ -75,7 +75,7 @@ class BodyReader:
             raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
         body = await self.read(request)
         try:
-            return decoder.decode(body)
+            return msgspec.json.decode(body, type=body_type)
         except msgspec.ValidationError as error:
             raise validation_error(error, unsupported) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

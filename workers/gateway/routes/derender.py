@@ -6,7 +6,7 @@ one event to the next.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,13 +54,6 @@ class _StreamFlag(Struct):
     stream: bool = False
 
 
-_stream_flag = msgspec.json.Decoder(_StreamFlag).decode
-_chat = msgspec.json.Decoder(DerenderChat).decode
-_chat_stream = msgspec.json.Decoder(DerenderChatStream).decode
-_completion = msgspec.json.Decoder(DerenderCompletion).decode
-_completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
-
-
 @ROUTES.endpoint(
     "POST",
     "/v1/chat/completions/derender",
@@ -69,7 +62,7 @@ _completion_stream = msgspec.json.Decoder(DerenderCompletionStream).decode
     body=DerenderChat | DerenderChatStream,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await _read(context, request, _chat, _chat_stream)
+    asked = await _read(context, request, DerenderChat, DerenderChatStream)
     model, given = resolve_model(context, asked.model), asked.chat_request or {}
     card = await context.model_card(model)
     derenderer = _Derenderer(
@@ -100,7 +93,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     body=DerenderCompletion | DerenderCompletionStream,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await _read(context, request, _completion, _completion_stream)
+    asked = await _read(context, request, DerenderCompletion, DerenderCompletionStream)
     model = resolve_model(context, asked.model)
     card = await context.model_card(model)
     completion_format = derender.completion_format_of(asked.completion_request or {})
@@ -123,16 +116,13 @@ async def completion(context: AppContext, request: Request, caller: Caller) -> R
 
 
 async def _read(
-    context: AppContext,
-    request: Request,
-    decode_whole: Callable[[bytes], Whole],
-    decode_event: Callable[[bytes], Event],
+    context: AppContext, request: Request, whole: type[Whole], event: type[Event]
 ) -> Whole | Event:
     """Return the body, which is an event of a stream if its field `stream` is true."""
     data = await read_body(context, request)
-    if decode(data, _stream_flag).stream:
-        return decode(data, decode_event)
-    return decode(data, decode_whole)
+    if decode(data, _StreamFlag).stream:
+        return decode(data, event)
+    return decode(data, whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,6 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: Annotated[list[str], Meta(max_length=1024)]
 
 
-_abort = msgspec.json.Decoder(AbortBody).decode
-
-
 @ROUTES.endpoint(
     "POST",
     "/inference/v1/generate",
@@ -105,7 +102,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
 )
 async def abort(context: AppContext, request: Request, caller: Caller) -> Response:
     """As the protocol has it, requests that are unknown or have ended are no error."""
-    asked = decode(await read_body(context, request), _abort)
+    asked = decode(await read_body(context, request), AbortBody)
     await asyncio.gather(*(_abort_one(context, name, caller.tenant) for name in asked.request_ids))
     return Response(status_code=200)
 

@@ -26,9 +26,6 @@ from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, C
 
 ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETERS, counted=True)
 
-_chat = msgspec.json.Decoder(ChatRequest)
-_completion = msgspec.json.Decoder(CompletionRequest)
-
 
 @ROUTES.endpoint(
     "POST",
@@ -39,7 +36,7 @@ _completion = msgspec.json.Decoder(CompletionRequest)
     chunk=ChatChunk,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await context.bodies.decode(request, _chat, UNSUPPORTED)
+    asked = await context.bodies.decode(request, ChatRequest, UNSUPPORTED)
     context.check_model(asked.model)
     card = await context.model_card(asked.model) if asked.tools else None
     plan = plan_chat(asked, card)
@@ -57,7 +54,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     chunk=Completion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await context.bodies.decode(request, _completion, UNSUPPORTED)
+    asked = await context.bodies.decode(request, CompletionRequest, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)
     with translated_errors("completion", plan.options):

@@ -8,7 +8,6 @@ import asyncio
 import secrets
 from typing import Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -62,9 +61,6 @@ RenderBody = RenderChat | RenderCompletion
 # vLLM's renderers know this option too.
 UNSUPPORTED = openai_request.UNSUPPORTED | {"return_token_offsets"}
 
-_chat = msgspec.json.Decoder(RenderChat).decode
-_completion = msgspec.json.Decoder(RenderCompletion).decode
-
 
 @ROUTES.endpoint(
     "POST",
@@ -74,7 +70,7 @@ _completion = msgspec.json.Decoder(RenderCompletion).decode
     body=RenderChat,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _chat, UNSUPPORTED)
+    asked = decode(await read_body(context, request), RenderChat, UNSUPPORTED)
     model = resolve_model(context, asked.model)
     card = await context.model_card(model) if asked.tools else None
     # Other engines read other grammars.
@@ -91,7 +87,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     body=RenderCompletion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _completion, UNSUPPORTED)
+    asked = decode(await read_body(context, request), RenderCompletion, UNSUPPORTED)
     resolve_model(context, asked.model)
     if asked.echo:
         raise UnsupportedParameter("echo: a rendered request has no answer yet", field="echo")

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -66,10 +65,6 @@ class DetokenizeAnswer(Struct, frozen=True):
     prompt: str
 
 
-_tokenize = msgspec.json.Decoder(TokenizeBody).decode
-_detokenize = msgspec.json.Decoder(DetokenizeBody).decode
-
-
 @ROUTES.endpoint(
     "POST",
     "/tokenize",
@@ -78,7 +73,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody).decode
     body=TokenizeBody,
 )
 async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _tokenize, UNSUPPORTED)
+    asked = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
     model = resolve_model(context, asked.model)
     question = question_of(asked)
     with translated_errors("chat", {}):
@@ -98,7 +93,7 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     body=DetokenizeBody,
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _detokenize)
+    asked = decode(await read_body(context, request), DetokenizeBody)
     model = resolve_model(context, asked.model)
     text = await decode_tokens(context, model, asked.tokens, False, caller.tenant)
     return Json(DetokenizeAnswer(text))

@@ -4,7 +4,6 @@ Statuses and types are those of the protocol, where they differ from OpenAI's. T
 Pagemill's own, because the protocol's do not tell errors apart.
 """
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -41,15 +40,13 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     return ErrorAnswer(body)
 
 
-def decode(
-    data: bytes, decoder: Callable[[bytes], T], unsupported: frozenset[str] = frozenset()
-) -> T:
+def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozenset()) -> T:
     """Decode a body. Raises a RequestError with `body.` and the path as field.
 
     `unsupported` are paths that the protocol has and this server does not support.
     """
     try:
-        return decoder(data)
+        return msgspec.json.decode(data, type=body_type)
     except msgspec.ValidationError as error:
         raise _refusal(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
