@@ -28,20 +28,9 @@ from workers.gateway.routes.vllm_common import (
 )
 from workers.gateway.schemas.generate import TextContent
 from workers.gateway.vllm import derender
+from workers.gateway.vllm import derender_schema as schema
 from workers.gateway.vllm.derender import ChatFormat, CompletionFormat, Decoded
-from workers.gateway.vllm.derender_schema import (
-    DerenderChat,
-    DerenderChatResponse,
-    DerenderChatStream,
-    DerenderCompletion,
-    DerenderCompletionResponse,
-    DerenderCompletionStream,
-    DerenderStream,
-    Generated,
-    GeneratedChoice,
-    StreamAnswer,
-    StreamState,
-)
+from workers.gateway.vllm.derender_schema import Generated, GeneratedChoice, StreamState
 from workers.gateway.vllm.errors import decode
 
 ROUTES = vllm_route_table(SCALE_OUT, refuses=RENDERER_ERRORS, counted=True)
@@ -58,21 +47,21 @@ class _StreamFlag(Struct):
     "POST",
     "/v1/chat/completions/derender",
     "The chat completion of a response of generate; of a stream, event by event",
-    answer=DerenderChatResponse | StreamAnswer,
-    body=DerenderChat | DerenderChatStream,
+    answer=schema.DerenderChatResponse | schema.StreamAnswer,
+    body=schema.DerenderChat | schema.DerenderChatStream,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await _read(context, request, DerenderChat, DerenderChatStream)
+    asked = await _read(context, request, schema.DerenderChat, schema.DerenderChatStream)
     model, given = resolve_model(context, asked.model), asked.chat_request or {}
     card = await context.model_card(model)
     derenderer = _Derenderer(
         context, caller.tenant, card, derender.chat_format_of(model, given, card)
     )
-    if isinstance(asked, DerenderStream):
+    if isinstance(asked, schema.DerenderStream):
         return Json(await derenderer.event(asked))
     answer = asked.generate_response
     return Json(
-        DerenderChatResponse(
+        schema.DerenderChatResponse(
             id=answer.request_id,
             created=context.now_s,
             model=model,
@@ -89,22 +78,24 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     "POST",
     "/v1/completions/derender",
     "The same for completions",
-    answer=DerenderCompletionResponse | StreamAnswer,
-    body=DerenderCompletion | DerenderCompletionStream,
+    answer=schema.DerenderCompletionResponse | schema.StreamAnswer,
+    body=schema.DerenderCompletion | schema.DerenderCompletionStream,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await _read(context, request, DerenderCompletion, DerenderCompletionStream)
+    asked = await _read(
+        context, request, schema.DerenderCompletion, schema.DerenderCompletionStream
+    )
     model = resolve_model(context, asked.model)
     card = await context.model_card(model)
     completion_format = derender.completion_format_of(asked.completion_request or {})
     derenderer = _Derenderer(context, caller.tenant, card, completion_format)
-    if isinstance(asked, DerenderStream):
+    if isinstance(asked, schema.DerenderStream):
         return Json(await derenderer.event(asked))
     derender.check_lengths(asked)
     answers = asked.generate_responses
     choices = await derenderer.choices(answers, asked.prompt_token_ids or [None] * len(answers))
     return Json(
-        DerenderCompletionResponse(
+        schema.DerenderCompletionResponse(
             id=answers[0].request_id,
             created=context.now_s,
             model=model,
@@ -153,7 +144,7 @@ class _Derenderer:
             )
         )
 
-    async def event(self, asked: DerenderStream) -> StreamAnswer:
+    async def event(self, asked: schema.DerenderStream) -> schema.StreamAnswer:
         event, state = asked.generate_chunk, asked.stream_state or StreamState()
         choice = derender.only_choice(event)
         derender.check_sizes([event], [asked.prompt_token_ids], self.card.max_model_len)
@@ -180,7 +171,7 @@ class _Derenderer:
         after = derender.next_state(state, window, choice, text)
         if self.format.keeps_text:
             after = msgspec.structs.replace(after, text=state.text + text)
-        return StreamAnswer(chunk=chunk, stream_state=after)
+        return schema.StreamAnswer(chunk=chunk, stream_state=after)
 
     async def _whole_choice(
         self, answer: Generated, choice: GeneratedChoice, window: TokenWindow

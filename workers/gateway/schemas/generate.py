@@ -31,8 +31,11 @@ class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class GenerateStreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    """Include usage in every chunk."""
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
