@@ -1,7 +1,7 @@
 """Common part of the assemblers of OpenAI's API. Pure."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
@@ -37,6 +37,7 @@ Options = TypeVar("Options", bound=AnswerOptions)
 Choice = TypeVar("Choice", bound=ChoiceSoFar)
 
 
+@dataclass(eq=False)
 class OpenAIAssembler(Assembler, Generic[Options, Choice]):
     """Assembler whose chunks and whole answers have the same head, and lists of choices."""
 
@@ -44,21 +45,14 @@ class OpenAIAssembler(Assembler, Generic[Options, Choice]):
     chunk_type: ClassVar[type[Any]]
     answer_type: ClassVar[type[Any]]
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        created_s: int,
-        options: Options,
-        token_bytes: TokenBytes,
-    ) -> None:
-        self._id = request_id
-        self._head = request_id, created_s, model
-        self._options = options
-        self._token_bytes = token_bytes
-        self._choices: dict[int, Choice] = {}
-        self._num_tokens = 0
-        self._usages: list[Usage] = []
+    request_id: str
+    model: str
+    created_s: int
+    options: Options
+    token_bytes: TokenBytes
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usages: list[Usage] = field(default_factory=list)
+    num_tokens: int = 0
 
     @classmethod
     def of_record(cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes) -> Self:
@@ -66,28 +60,31 @@ class OpenAIAssembler(Assembler, Generic[Options, Choice]):
         return cls(request_id, record.model, record.created_s, options, token_bytes)
 
     def add(self, part: int, record: TokenChunk) -> list[Any]:
-        self._num_tokens += sum(len(delta.token_ids) for delta in record.choices)
+        self.num_tokens += sum(len(delta.token_ids) for delta in record.choices)
         advanced = [self._advance(part, delta) for delta in record.choices]
         shown = [choice for choice in advanced if choice is not None]
         if not shown:
             return []
         usage: MaybeUsage = UNSET
-        if self._options.continuous_usage:
-            usage = usage_of([Usage(self._options.prompt_tokens, self._num_tokens)])
-        elif self._options.include_usage:
+        if self.options.continuous_usage:
+            usage = usage_of([Usage(self.options.prompt_tokens, self.num_tokens)])
+        elif self.options.include_usage:
             usage = None
-        return [self.chunk_type(*self._head, shown, usage=usage)]
+        return [self._message(self.chunk_type, shown, usage)]
 
     def finish(self, part: int, usage: Usage) -> list[Any]:
-        self._usages.append(usage)
-        wanted = self._options.include_usage or self._options.continuous_usage
-        if not wanted or len(self._usages) < self._options.parts:
+        self.usages.append(usage)
+        wanted = self.options.include_usage or self.options.continuous_usage
+        if not wanted or len(self.usages) < self.options.parts:
             return []
-        return [self.chunk_type(*self._head, [], usage=usage_of(self._usages))]
+        return [self._message(self.chunk_type, [], usage_of(self.usages))]
 
     def answer(self) -> Any:
-        choices = [self._whole(index, choice) for index, choice in sorted(self._choices.items())]
-        return self.answer_type(*self._head, choices, usage=usage_of(self._usages))
+        choices = [self._whole(index, choice) for index, choice in sorted(self.choices.items())]
+        return self._message(self.answer_type, choices, usage_of(self.usages))
+
+    def _message(self, message_type: type[Any], choices: list[Any], usage: MaybeUsage) -> Any:
+        return message_type(self.request_id, self.created_s, self.model, choices, usage=usage)
 
     @abstractmethod
     def _advance(self, part: int, delta: ChoiceDelta) -> Any | None:

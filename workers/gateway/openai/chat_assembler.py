@@ -40,16 +40,16 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
     options_type, chunk_type, answer_type = ChatOptions, ChatChunk, ChatCompletion
 
     def _advance(self, part: int, delta: ChoiceDelta) -> ChatChunkChoice | None:
-        choice, options = self._choices.get(delta.index), self._options
+        choice, options = self.choices.get(delta.index), self.options
         if choice is None:
-            name = f"{self._id}:{delta.index}"
+            name = f"{self.request_id}:{delta.index}"
             text = ChoiceText(name, options.form, options.names, one_call=options.one_call)
-            choice = self._choices[delta.index] = _Choice(text)
+            choice = self.choices[delta.index] = _Choice(text)
         is_last = delta.finish_reason is not None
         content, calls = choice.text.feed(delta.text, is_last=is_last)
         logprobs = None
         if options.logprobs and delta.logprobs:
-            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self._token_bytes))
+            logprobs = list(openai_logprobs(delta.token_ids, delta.logprobs, self.token_bytes))
             if self.collects_answer:
                 choice.logprobs += logprobs
         if is_last:
@@ -75,7 +75,7 @@ class ChatAssembler(OpenAIAssembler[ChatOptions, _Choice]):
         return ChatChoice(
             index,
             AnswerMessage(content, tool_calls=calls),
-            ChatLogprobs(choice.logprobs) if self._options.logprobs else None,
+            ChatLogprobs(choice.logprobs) if self.options.logprobs else None,
             choice.finish_reason,
             or_unset(choice.stop_reason),
         )

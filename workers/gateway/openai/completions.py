@@ -4,7 +4,6 @@ Each prompt is a request of its own on the bus. The choices of the i-th prompt b
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -107,24 +106,24 @@ class _Choice(ChoiceSoFar):
         self.context = [*self.context, token][-MAX_CONTEXT_TOKENS:]
 
 
+@dataclass(eq=False)
 class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
     """Assembler of completions."""
 
     options_type, chunk_type, answer_type = CompletionOptions, Completion, Completion
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Log probabilities of the prompts, by part."""
 
     def add(self, part: int, record: TokenChunk) -> list[Completion]:
         if record.prompt_logprobs is not None:
-            self._prompt_logprobs[part] = record.prompt_logprobs
-        if self._options.echo_only:
+            self.prompt_logprobs[part] = record.prompt_logprobs
+        if self.options.echo_only:
             record = replace(record, choices=[_without_tokens(delta) for delta in record.choices])
         return super().add(part, record)
 
     def finish(self, part: int, usage: Usage) -> list[Completion]:
-        if self._options.echo_only:
+        if self.options.echo_only:
             usage = replace(usage, completion_tokens=0)
         return super().finish(part, usage)
 
@@ -132,20 +131,20 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
         return CompletionChoice(
             index,
             choice.text,
-            choice.logprobs if self._options.logprobs else None,
+            choice.logprobs if self.options.logprobs else None,
             choice.finish_reason,
             or_unset(choice.stop_reason),
         )
 
     def _advance(self, part: int, delta: ChoiceDelta) -> CompletionChoice | None:
-        index = part * self._options.n + delta.index
-        choice = self._choices.setdefault(index, _Choice())
+        index = part * self.options.n + delta.index
+        choice = self.choices.setdefault(index, _Choice())
         text, logprobs = delta.text, CompletionLogprobs([], [], [], [])
-        if not choice.begun and self._options.echo:
-            text = self._options.echo[part].text + text
+        if not choice.begun and self.options.echo:
+            text = self.options.echo[part].text + text
             self._echo(part, choice, logprobs)
-        if self._options.logprobs and delta.logprobs:
-            for entry in openai_logprobs(delta.token_ids, delta.logprobs, self._token_bytes):
+        if self.options.logprobs and delta.logprobs:
+            for entry in openai_logprobs(delta.token_ids, delta.logprobs, self.token_bytes):
                 choice.add_token(logprobs, bytes(entry.bytes), entry)
         choice.text += text
         if self.collects_answer:
@@ -158,19 +157,19 @@ class CompletionAssembler(OpenAIAssembler[CompletionOptions, _Choice]):
         return CompletionChoice(
             index,
             text,
-            logprobs if self._options.logprobs else None,
+            logprobs if self.options.logprobs else None,
             choice.finish_reason if delta.finish_reason is not None else None,
             or_unset(choice.stop_reason),
         )
 
     def _echo(self, part: int, choice: _Choice, logprobs: CompletionLogprobs) -> None:
         """Add the prompt to `logprobs`. Its first token has no log probability."""
-        echo, prompt_logprobs = self._options.echo[part], self._prompt_logprobs.get(part)
+        echo, prompt_logprobs = self.options.echo[part], self.prompt_logprobs.get(part)
         if prompt_logprobs is None or not echo.token_ids:
             choice.offset = len(echo.text)
             return
-        choice.add_token(logprobs, self._token_bytes[echo.token_ids[0]], None)
-        for entry in openai_logprobs(echo.token_ids[1:], prompt_logprobs, self._token_bytes):
+        choice.add_token(logprobs, self.token_bytes[echo.token_ids[0]], None)
+        for entry in openai_logprobs(echo.token_ids[1:], prompt_logprobs, self.token_bytes):
             choice.add_token(logprobs, bytes(entry.bytes), entry)
 
 
