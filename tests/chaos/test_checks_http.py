@@ -19,6 +19,7 @@ from ops.chaos.history import (
     RequestSent,
     SessionFailed,
 )
+from shared.protocol.encoding import to_json
 from shared.protocol.records import LogRecord
 from tests.chaos.test_checker import (
     FINISH,
@@ -29,7 +30,6 @@ from tests.chaos.test_checker import (
     make_run,
     with_final,
 )
-from workers.gateway.http import errors
 
 CREATED_S = 5
 
@@ -39,7 +39,7 @@ def shown(
 ) -> list[tuple[int | None, str]]:
     planned = edit(make_run().planned[ID], http=True, streamed=streamed)
     events = events_of(planned, log, CREATED_S)
-    return [(at, errors.to_json(data).decode()) for at, data in events if (at or 0) >= start]
+    return [(at, to_json(data).decode()) for at, data in events if (at or 0) >= start]
 
 
 def reading(

@@ -19,19 +19,18 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.config import Config
 from shared.errors import PagemillError, UnknownModel
+from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
 from shared.telemetry.metrics import Metrics
+from workers.gateway.caches import HeartbeatCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import AnswerBudget
-from workers.gateway.heartbeat_cache import HeartbeatCache
 from workers.gateway.http import errors
-from workers.gateway.http.auth import Caller, Keyring
-from workers.gateway.http.body import BodyBudget
+from workers.gateway.http.auth import Caller, Keyring, RateLimiter
+from workers.gateway.http.body import BodyReader
 from workers.gateway.http.middleware import EdgeMiddleware
-from workers.gateway.http.rate_limits import RateLimiter
-from workers.gateway.token_bytes import TokenBytesCache
 
 RouteHandler = Callable[[Request, Caller], Awaitable[Response]]
 MakeAssembler = Callable[[str, RequestRecord, TokenBytes], Assembler]
@@ -52,7 +51,7 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return errors.to_json(content)
+        return to_json(content)
 
 
 class AppContext:
@@ -65,7 +64,7 @@ class AppContext:
         self.pipelines = pipelines_of(config)
         self.metrics = metrics
         self.worker = worker
-        self.started_s = int(bus.now_ms() / 1000)
+        self.started_s = self.now_s
         self.draining = False
         self.shutting_down = asyncio.Event()
         """Set when the time of the drain is over: from then on nothing is waited for."""
@@ -73,13 +72,18 @@ class AppContext:
         self.heartbeats = HeartbeatCache(bus)
         self.assemblers: dict[str, MakeAssembler] = {}
         """Assembler factories, by the kind of a RequestRecord."""
-        self.body_budget = BodyBudget(config.gateway)
+        self.bodies = BodyReader(config.gateway)
         self.answer_budget = AnswerBudget(config.gateway)
         self._keyring = Keyring(config.gateway.api_keys)
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """Model cards by model, each with the loop time at which it was received."""
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def now_s(self) -> int:
+        """Unix seconds of the broker's clock."""
+        return int(self.bus.now_ms() / 1000)
 
     async def model_card(self, model: str) -> ModelCard:
         """Return the card of a model, from the cache or from a renderer.
@@ -138,7 +142,7 @@ class AppContext:
             try:
                 return await endpoint(request, caller)
             finally:
-                self.body_budget.release(request)
+                self.bodies.release(request)
                 self.answer_budget.release(request.scope)
 
         return Route(path, guarded, methods=list(methods))

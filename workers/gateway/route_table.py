@@ -1,6 +1,7 @@
 """Endpoints, each declared once at its handler: the route, its access and its documentation."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -8,29 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shared.errors import (
-    Cancelled,
-    ContextTooLong,
-    DeadlineExceeded,
-    InvalidGrammar,
-    InvalidMedia,
-    InvalidRequest,
-    LogTruncated,
-    MediaBlocked,
-    MediaNotFound,
-    MediaTooLarge,
-    Overloaded,
-    PagemillError,
-    PayloadTooLarge,
-    Poisoned,
-    Unavailable,
-    UnknownAdapter,
-    UnknownModel,
-    UnsupportedContent,
-    WorkerFailure,
-)
+from shared import errors as shared_errors
+from shared.errors import PagemillError
 from shared.protocol.records import ErrorInfo
-from workers.gateway.app import AppContext, MakeAssembler, RouteHandler, error_response
+from workers.gateway.app import AppContext, MakeAssembler, error_response
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import ErrorResponder
@@ -78,13 +60,17 @@ class ApiOperation(Struct, frozen=True):
     @property
     def refusals(self) -> dict[int, list[str]]:
         """Error codes, by their status."""
-        found: set[type[PagemillError]] = {errors.HeadersTooLarge, WorkerFailure, *self.refuses}
+        found: set[type[PagemillError]] = {
+            errors.HeadersTooLarge,
+            shared_errors.WorkerFailure,
+            *self.refuses,
+        }
         if not self.public:
             found.add(errors.InvalidKey)
         if self.counted:
             found.add(errors.RateLimited)
         if self.body is not None:
-            found |= {InvalidRequest, *_BODY_ERRORS}
+            found |= {shared_errors.InvalidRequest, *_BODY_ERRORS}
         by_status: dict[int, list[str]] = {}
         for error in sorted(found, key=lambda error: error.code):
             by_status.setdefault(self.status_of(error), []).append(error.code)
@@ -98,15 +84,17 @@ class RouteTable:
         self,
         tag: str,
         *,
-        status_of: Callable[[ErrorLike], int] = errors.status_of,
         refuse: ErrorResponder = error_response,
+        **details: Any,
     ) -> None:
-        """`refuse` makes the responses for errors, and `status_of` documents their statuses."""
+        """`refuse` makes the responses for errors. `details` are fields of ApiOperation that all
+        endpoints of the module have in common."""
         self.tag = tag
-        self._status_of = status_of
         self._refuse = refuse
+        self._details = details
         self._endpoints: list[tuple[ApiOperation, Handler]] = []
-        self._assemblers: dict[str, MakeAssembler] = {}
+        self.assemblers: dict[str, MakeAssembler] = {}
+        """Assembler factories of this module, by the kind of a RequestRecord."""
 
     @property
     def operations(self) -> list[ApiOperation]:
@@ -116,9 +104,7 @@ class RouteTable:
         self, method: str, path: str, summary: str, **details: Any
     ) -> Callable[[Handler], Handler]:
         """Declare the decorated handler as an endpoint. `details` are fields of ApiOperation."""
-        operation = ApiOperation(
-            method, path, self.tag, summary, status_of=self._status_of, **details
-        )
+        operation = ApiOperation(method, path, self.tag, summary, **self._details | details)
 
         def declare(handler: Handler) -> Handler:
             self._endpoints.append((operation, handler))
@@ -126,24 +112,15 @@ class RouteTable:
 
         return declare
 
-    def assembler(self, kind: str) -> Callable[[MakeAssembler], MakeAssembler]:
-        """Declare the decorated function as the assembler factory of a kind of RequestRecord."""
-
-        def declare(make: MakeAssembler) -> MakeAssembler:
-            self._assemblers[kind] = make
-            return make
-
-        return declare
-
     def routes(self, context: AppContext) -> list[Route]:
         """Register the assemblers, and return the routes that the configuration enables."""
-        context.assemblers |= self._assemblers
+        context.assemblers |= self.assemblers
         if self.tag == SCALE_OUT and not context.limits.scale_out:
             return []
         return [
             context.route(
                 operation.path,
-                self._bind(context, handler),
+                partial(self._handle, context, handler),
                 [operation.method],
                 public=operation.public,
                 counted=operation.counted,
@@ -151,14 +128,13 @@ class RouteTable:
             for operation, handler in self._endpoints
         ]
 
-    def _bind(self, context: AppContext, handler: Handler) -> RouteHandler:
-        async def handle(request: Request, caller: Caller) -> Response:
-            try:
-                return await handler(context, request, caller)
-            except PagemillError as error:
-                return self._refuse(error)
-
-        return handle
+    async def _handle(
+        self, context: AppContext, handler: Handler, request: Request, caller: Caller
+    ) -> Response:
+        try:
+            return await handler(context, request, caller)
+        except PagemillError as error:
+            return self._refuse(error)
 
 
 _BODY_ERRORS: Errors = (
@@ -171,27 +147,27 @@ _BODY_ERRORS: Errors = (
 """Errors that any body may have."""
 
 RENDERER_ERRORS: Errors = (
-    ContextTooLong,
-    InvalidMedia,
-    MediaBlocked,
-    MediaNotFound,
-    MediaTooLarge,
-    Overloaded,
-    PayloadTooLarge,
-    Unavailable,
-    UnknownAdapter,
-    UnknownModel,
-    UnsupportedContent,
+    shared_errors.ContextTooLong,
+    shared_errors.InvalidMedia,
+    shared_errors.MediaBlocked,
+    shared_errors.MediaNotFound,
+    shared_errors.MediaTooLarge,
+    shared_errors.Overloaded,
+    shared_errors.PayloadTooLarge,
+    shared_errors.Unavailable,
+    shared_errors.UnknownAdapter,
+    shared_errors.UnknownModel,
+    shared_errors.UnsupportedContent,
 )
 """Errors with which a renderer may reply."""
 
 ANSWER_ERRORS: Errors = (
     *RENDERER_ERRORS,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidGrammar,
-    LogTruncated,
-    Poisoned,
+    shared_errors.Cancelled,
+    shared_errors.DeadlineExceeded,
+    shared_errors.InvalidGrammar,
+    shared_errors.LogTruncated,
+    shared_errors.Poisoned,
     errors.AnswerTooLarge,
     errors.Interrupted,
     errors.ReusedId,

@@ -111,10 +111,7 @@ def _server(app: AppContext, entrance: ConnectionLimits) -> _Server:
     config = uvicorn.Config(
         build_application(app, all_routes(app)),
         # uvicorn expects a class here, and does nothing with it but call it.
-        http=cast(
-            type[asyncio.Protocol],
-            partial(LimitedHttpProtocol, entrance),
-        ),
+        http=cast(type[asyncio.Protocol], partial(LimitedHttpProtocol, entrance)),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -15,6 +15,7 @@ from ops.chaos.checks.violation import Violation
 from ops.chaos.clients.http_exchange import DONE
 from ops.chaos.expected_answers import Expected
 from ops.chaos.plan import MODEL, Planned
+from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.state.token_log import is_final
 from workers.gateway.http import errors
@@ -55,13 +56,12 @@ def events_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
     for record in log:
         match record:
             case TokenChunk():
-                body: Any = assembler.add(0, record)
+                bodies: list[Any] = assembler.add(0, record)
             case Finish():
-                body = assembler.finish(0, record.usage)
+                bodies = assembler.finish(0, record.usage)
             case Failure():
-                body = errors.body_of(record.error)
-        if body is not None:
-            found.append((record.index, json.loads(errors.to_json(body))))
+                bodies = [errors.body_of(record.error)]
+        found += [(record.index, json.loads(to_json(body))) for body in bodies]
     return found
 
 
@@ -78,7 +78,7 @@ def answer_of(planned: Planned, log: list[LogRecord], created_s: int) -> list[Ev
                 body = assembler.answer()
             case Failure():
                 body = errors.body_of(record.error)
-    return [] if body is None else [(0, json.loads(errors.to_json(body)))]
+    return [] if body is None else [(0, json.loads(to_json(body)))]
 
 
 def _record_faults(run: RecordedRun) -> Iterator[Violation]:

@@ -21,7 +21,7 @@ from shared.protocol.records import (
     Usage,
 )
 from workers.gateway.app import error_response
-from workers.gateway.backend.merge import merge_logs
+from workers.gateway.backend.active_request import merge_logs
 from workers.gateway.http import sse
 from workers.gateway.http.errors import RequestFailed
 from workers.gateway.http.sse import EventStream, event
@@ -67,9 +67,9 @@ def test_a_streamed_chat_equals_the_whole_one(records: list[TokenChunk]) -> None
         return ChatAssembler("chatcmpl-1", "demo", 5, options, TOKEN_BYTES)
 
     first, second = assembler(), assembler()
-    chunks = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
-    assert chunks == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
-    streamed = [choice for chunk in chunks if chunk is not None for choice in chunk.choices]
+    events = [first.add(0, record) for record in records] + [first.finish(0, USAGE)]
+    assert events == [second.add(0, record) for record in records] + [second.finish(0, USAGE)]
+    streamed = [choice for chunks in events for chunk in chunks for choice in chunk.choices]
     for whole in first.answer().choices:
         own = [tree(choice) for choice in streamed if choice.index == whole.index]
         assert [c["delta"].get("role") for c in own] == ["assistant"] + [None] * (len(own) - 1)
@@ -90,9 +90,8 @@ def test_streamed_completions_equal_the_whole_ones(
     streamed = []
     for part, records in enumerate((one, other)):
         for record in records:
-            chunk = assembler.add(part, record)
-            streamed += [] if chunk is None else chunk.choices
-        assert assembler.finish(part, USAGE) is None
+            streamed += [c for chunk in assembler.add(part, record) for c in chunk.choices]
+        assert assembler.finish(part, USAGE) == []
     answer = assembler.answer()
     assert tree(answer.usage)["total_tokens"] == 24
     for whole in answer.choices:
@@ -112,8 +111,7 @@ def test_text_offsets_count_characters_of_several_tokens() -> None:
     assembler = CompletionAssembler("cmpl-1", "demo", 5, options, token_bytes)
     scored = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in token_bytes]
     delta = ChoiceDelta(0, 0, list(token_bytes), text, "stop", logprobs=scored)
-    chunk = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
-    assert chunk is not None
+    (chunk,) = assembler.add(0, TokenChunk(0, 1, [delta], scored[1:]))
     assert chunk.choices[0].logprobs is not None
     offsets = chunk.choices[0].logprobs.text_offset
     assert offsets == [0, 1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7]
@@ -129,8 +127,7 @@ def test_a_stream_does_not_collect_log_probabilities() -> None:
     for assembler in assemblers:
         assembler.collects_answer = False
         for index in range(3):
-            chunk = assembler.add(0, TokenChunk(index, 1, [delta]))
-            assert chunk is not None
+            (chunk,) = assembler.add(0, TokenChunk(index, 1, [delta]))
             assert chunk.choices[0].logprobs is not None
         assembler.finish(0, USAGE)
         whole = tree(assembler.answer())["choices"][0]["logprobs"]

@@ -19,10 +19,9 @@ from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.openai.test_chat import events, question
 from workers.gateway.app import AppContext, error_response
-from workers.gateway.http.auth import Caller, Keyring, digest, make_key
+from workers.gateway.http.auth import Caller, Keyring, RateLimiter, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited
 from workers.gateway.http.middleware import EdgeMiddleware
-from workers.gateway.http.rate_limits import RateLimiter
 from workers.gateway.openapi.document import OPERATIONS
 from workers.gateway.worker import all_routes
 

@@ -33,7 +33,6 @@ def read(form: str, pieces: list[str], *, one_call: bool = False) -> Read:
         else:
             name, arguments = calls[part.index]
             calls[part.index] = name, arguments + part.arguments
-    assert parser.has_calls == bool(calls)
     return content, calls
 
 

@@ -3,7 +3,7 @@
 from shared.protocol.messages import AttemptRecord
 from shared.protocol.records import StageSpan
 from shared.state.request_status import RequestStatus, State
-from workers.gateway.routes.timeline import TimelineEntry, timeline_of
+from workers.gateway.routes.requests import TimelineEntry, timeline_of
 
 COORDINATOR = StageSpan("coordinator", "c-1", 1, 100.0, 101.0)
 RENDERER = StageSpan("renderer", "r-1", 1, 102.0, 110.0)

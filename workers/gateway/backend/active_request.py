@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.requests import Request
@@ -11,30 +11,21 @@ from starlette.requests import Request
 from shared import client
 from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
+from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import (
-    ErrorInfo,
-    Failure,
-    Finish,
-    LogRecord,
-    TokenChunk,
-)
+from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
+from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
-from workers.gateway.backend.merge import merge_logs
-from workers.gateway.core.assembler import (
-    AbortableAssembler,
-    Events,
-    MultiEventAssembler,
-    PromptAssembler,
-    token_ids_to_decode,
-)
+from workers.gateway.core.assembler import token_ids_to_decode
 from workers.gateway.core.field_names import translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import event
+
+T = TypeVar("T")
 
 _log = structlog.get_logger()
 
@@ -69,10 +60,6 @@ class ActiveRequest:
         )
         token_bytes = context.token_bytes.of(record.model)
         self._assembler = context.assemblers[record.kind](request_id, record, token_bytes)
-        self._max_events = 1
-        """Events that one log record may have. Each record reserves that many event numbers."""
-        if isinstance(self._assembler, MultiEventAssembler):
-            self._max_events = self._assembler.max_events
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]
@@ -83,14 +70,16 @@ class ActiveRequest:
         """
         self._assembler.collects_answer = False
         position = [-1] * len(logs)
+        # Each record reserves as many event numbers as one may have events.
+        max_events = self._assembler.max_events
         async for part, record in merge_logs(logs):
-            position[part] = record.index * self._max_events
+            position[part] = record.index * max_events
             shown = await self._add_record(part, record, self._event_id(position), start[part])
-            for one in shown if isinstance(shown, Events) else [shown]:
-                if one is not None and position[part] >= start[part]:
-                    yield event(errors.to_json(one), self._event_id(position))
+            for one in shown:
+                if position[part] >= start[part]:
+                    yield event(to_json(one), self._event_id(position))
                 position[part] += 1
-            position[part] = (record.index + 1) * self._max_events - 1
+            position[part] = (record.index + 1) * max_events - 1
 
     async def collect_answer(self, logs: Sequence[AsyncIterator[LogRecord]]) -> Any:
         """Read the logs to their ends, and return the whole answer. Raises Failed."""
@@ -100,13 +89,15 @@ class ActiveRequest:
 
     async def _add_record(
         self, part: int, record: LogRecord, event_id: str, start: int
-    ) -> Any | None:
+    ) -> list[Any]:
         match record:
             case TokenChunk():
                 if record.index == 0 and start == 0:
                     self._first_token_s.observe(time.monotonic() - self._began_s)
                 self._num_tokens.add(sum(len(delta.token_ids) for delta in record.choices))
-                token_ids = self._tokens_to_load(record)
+                token_ids = token_ids_to_decode(record)
+                if record.index == 0:
+                    token_ids.update(self._assembler.prompt_token_ids)
                 await self._context.token_bytes.load(
                     self.record.model, token_ids, self.record.tenant
                 )
@@ -114,12 +105,11 @@ class ActiveRequest:
             case Finish():
                 return self._assembler.finish(part, record.usage)
             case Failure():
-                if record.error.code == Cancelled.code and isinstance(
-                    self._assembler, AbortableAssembler
-                ):
-                    return self._assembler.abort()
-                if record.index * self._max_events < start:
-                    return None
+                is_cancelled = record.error.code == Cancelled.code
+                if is_cancelled and (shown := self._assembler.abort()) is not None:
+                    return shown
+                if record.index * self._assembler.max_events < start:
+                    return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
                 raise errors.RequestFailed(self.client_error(record), event_id)
 
@@ -127,16 +117,15 @@ class ActiveRequest:
         """Return the error with the field by the name that the request's endpoint has for it."""
         return translate_error(failure.error, self.record.kind, self.record.options)
 
-    def _tokens_to_load(self, record: TokenChunk) -> set[int]:
-        token_ids = token_ids_to_decode(record)
-        if record.index == 0 and isinstance(self._assembler, PromptAssembler):
-            token_ids.update(self._assembler.prompt_token_ids)
-        return token_ids
-
     def follow_logs(self) -> list[AsyncIterator[LogRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended."""
         rest_s = max(0.0, self._rest_s)
         return [client.follow(self._context.bus, part, timeout_s=rest_s) for part in self.parts]
+
+    async def last_records(self) -> list[LogRecord | None]:
+        """Return the last record of each log, None for a log that has none."""
+        bus = self._context.bus
+        return await asyncio.gather(*(last_record(bus, part) for part in self.parts))
 
     @property
     def is_overdue(self) -> bool:
@@ -179,6 +168,33 @@ class ActiveRequest:
 
     def _event_id(self, position: Sequence[int]) -> str:
         return format_event_id(position) if self.has_event_ids else ""
+
+
+async def merge_logs(logs: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Yield records as they arrive, each with the number of its log. Raises what a log raises.
+
+    No log is read ahead by more than one record. A caller that stops early leaves no reader behind.
+    """
+    waiting: dict[asyncio.Future[T | None], int] = {}
+
+    def read_next(part: int) -> None:
+        waiting[asyncio.ensure_future(anext(logs[part], None))] = part
+
+    try:
+        for part in range(len(logs)):
+            read_next(part)
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                part, record = waiting[task], task.result()
+                del waiting[task]
+                if record is not None:
+                    yield part, record
+                    read_next(part)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def find_request(context: AppContext, request: Request, caller: Caller) -> ActiveRequest:

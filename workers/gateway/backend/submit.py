@@ -21,7 +21,6 @@ from shared.protocol.messages import RequestRecord
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_registry
-from shared.state.token_log import last_record
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.uploads import store_large_images
@@ -44,8 +43,6 @@ async def submit(
     kind: Any,
     plan: SubmitPlan,
     *,
-    stream: bool,
-    durable: bool,
     known_as: tuple[str, bool] | None = None,
     refuse: ErrorResponder = error_response,
 ) -> Response:
@@ -59,14 +56,14 @@ async def submit(
     model = plan.requests[0].model
     context.check_model(model)
     request_id, is_named = known_as or read_request_id(request, kind, caller.tenant)
-    record = _record_of(context, kind, caller, plan, durable=durable)
-    if not stream:
+    record = _record_of(context, kind, caller, plan)
+    if not plan.stream:
         await _reserve_answer(context, request, record)
     start = read_start(request, plan.options.get("parts", 1))
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
-    context.body_budget.release(request)
+    context.bodies.release(request)
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"
@@ -85,18 +82,17 @@ async def submit(
             field="X-Request-Id",
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
-    return await respond(context, request, active, logs, start, stream=stream, refuse=refuse)
+    return await _respond(context, request, active, logs, start, refuse, stream=plan.stream)
 
 
-def _record_of(
-    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan, *, durable: bool
-) -> RequestRecord:
+def _record_of(context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan) -> RequestRecord:
     first = plan.requests[0]
-    created_s = int(context.bus.now_ms() / 1000)
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
     size = logprob_size_of(plan, context.config.models[first.model].sampling_defaults)
     options = with_logprob_size(plan.options, size)
-    return RequestRecord(kind, first.model, caller.tenant, created_s, durable, options, timeout_s)
+    return RequestRecord(
+        kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
+    )
 
 
 async def _reserve_answer(context: AppContext, request: Request, record: RequestRecord) -> None:
@@ -160,7 +156,7 @@ async def _open_logs(
     """
     lasts: Sequence[LogRecord | None] = [None] * len(active.parts)
     if is_named:
-        lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
+        lasts = await active.last_records()
     return [
         _publish(context, active, part, request, plan.sampling) if last is None else followed
         for part, request, followed, last in zip(
@@ -169,15 +165,15 @@ async def _open_logs(
     ]
 
 
-async def respond(
+async def _respond(
     context: AppContext,
     request: Request,
     active: ActiveRequest,
     logs: Sequence[AsyncIterator[LogRecord]],
     start: Sequence[int],
+    refuse: ErrorResponder,
     *,
     stream: bool,
-    refuse: ErrorResponder = error_response,
 ) -> Response:
     headers = {"x-request-id": active.request_id}
     if stream:

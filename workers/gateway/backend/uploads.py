@@ -1,18 +1,13 @@
 """Images that are too large for a message: stored as media, and referred to by a `media:` URL."""
 
 import base64
+from typing import TypeGuard
 
 from msgspec.structs import replace
 
 from shared import client
 from shared.errors import InvalidMedia
-from shared.protocol.requests import (
-    ContentPart,
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-)
+from shared.protocol.requests import ContentPart, GenerateRequest, ImagePart, ImageURL
 from workers.gateway.app import AppContext
 
 # Lengths of data: URLs. A message has room for 8 MiB, so each of many images may use less of it.
@@ -28,53 +23,49 @@ async def store_large_images(
 
     Raises InvalidMedia with the field, or Unavailable.
     """
-    if request.messages is None:
-        return request
     lengths = [
-        len(part.image_url.url)
-        for message in request.messages
+        len(part.url)
+        for message in request.messages or []
         if isinstance(message.content, list)
         for part in message.content
-        if isinstance(part, ImagePart) and part.image_url.url.startswith("data:")
+        if _is_inline(part)
     ]
     limit = MAX_INLINE if sum(lengths) <= MAX_INLINE_TOGETHER else MAX_INLINE_OF_MANY
     if all(length <= limit for length in lengths):
         return request
+
+    async def store(part: ContentPart, field: str) -> ContentPart:
+        if not _is_inline(part) or len(part.url) <= limit:
+            return part
+        stored = await client.pin_media(context.bus, _decode_data(part.url, field), tenant)
+        return ImagePart(ImageURL(stored, part.image_url.detail))
+
     messages = [
-        await _store_in_message(context, message, f"messages[{i}]", limit, tenant)
-        for i, message in enumerate(request.messages)
+        replace(
+            message,
+            content=[
+                await store(part, f"messages[{i}].content[{j}]")
+                for j, part in enumerate(message.content)
+            ],
+        )
+        if isinstance(message.content, list)
+        else message
+        for i, message in enumerate(request.messages or [])
     ]
     return replace(request, messages=messages)
 
 
-async def _store_in_message(
-    context: AppContext, message: Message, field: str, limit: int, tenant: str
-) -> Message:
-    if not isinstance(message.content, list):
-        return message
-    parts = [
-        await _store_part(context, part, f"{field}.content[{i}]", limit, tenant)
-        for i, part in enumerate(message.content)
-    ]
-    return replace(message, content=parts)
+def _is_inline(part: ContentPart) -> TypeGuard[ImagePart]:
+    return isinstance(part, ImagePart) and part.url.startswith("data:")
 
 
-async def _store_part(
-    context: AppContext, part: ContentPart, field: str, limit: int, tenant: str
-) -> ContentPart:
-    if not isinstance(part, ImagePart):
-        return part
-    url = part.image_url.url
-    if not url.startswith("data:") or len(url) <= limit:
-        return part
+def _decode_data(url: str, field: str) -> bytes:
+    """Return the content of a data: URL. Raises InvalidMedia with the field."""
     head, _, data = url.partition(",")
-    if not head.endswith(";base64"):
-        raise InvalidMedia(
-            f"{field}: a data: URL must be base64-encoded", field=f"{field}.image_url.url"
-        )
     try:
-        raw = base64.b64decode(data, validate=True)
+        if head.endswith(";base64"):
+            return base64.b64decode(data, validate=True)
+        complaint = "a data: URL must be base64-encoded"
     except ValueError:
-        raise InvalidMedia(f"{field}: not base64", field=f"{field}.image_url.url") from None
-    stored = await client.pin_media(context.bus, raw, tenant)
-    return ImagePart(ImageURL(stored, part.image_url.detail))
+        complaint = "not base64"
+    raise InvalidMedia(f"{field}: {complaint}", field=f"{field}.image_url.url")

@@ -5,61 +5,47 @@ else. Given the same records again, in another process or years later, it produc
 This is how a stream resumes at another gateway.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from shared.protocol.records import TokenChunk, Usage
 
-
-class TokenBytes(Protocol):
-    """Bytes of tokens, by token id."""
-
-    def __getitem__(self, token_id: int, /) -> bytes: ...
+TokenBytes = Mapping[int, bytes]
+"""Bytes of tokens, by token id."""
 
 
-class Assembler(Protocol):
+class Assembler(ABC):
     """Assembles one answer. A request with several prompts has several logs, its parts."""
 
-    collects_answer: bool
+    collects_answer = True
     """False when `answer` will not be called. Log probabilities are then dropped after they have
     been shown, because there may be gigabytes of them."""
+    max_events = 1
+    """Limit on the events of one record."""
+    prompt_token_ids: Sequence[int] = ()
+    """Prompt tokens whose bytes are needed. No record contains them."""
 
-    def add(self, part: int, record: TokenChunk) -> Any | None:
-        """Return what a stream shows of a record: an event, Events, or None for nothing."""
+    @abstractmethod
+    def add(self, part: int, record: TokenChunk) -> list[Any]:
+        """Return the events that a stream shows of a record."""
 
-    def finish(self, part: int, usage: Usage) -> Any | None:
-        """Return what a stream shows when a part has ended, like `add`."""
+    @abstractmethod
+    def finish(self, part: int, usage: Usage) -> list[Any]:
+        """Return the events that a stream shows when a part has ended."""
 
+    def abort(self) -> list[Any] | None:
+        """Return the events that a stream shows when the request is cancelled.
+
+        None: a cancelled request has no answer.
+        """
+        return None
+
+    @abstractmethod
     def answer(self) -> Any:
         """Return the whole answer, after all parts have finished."""
-
-
-class Events(list[Any]):
-    """Several events of one record."""
-
-
-@runtime_checkable
-class MultiEventAssembler(Protocol):
-    """An assembler that may show a record as several events."""
-
-    max_events: int
-    """Limit on the events of one record."""
-
-
-@runtime_checkable
-class AbortableAssembler(Protocol):
-    """An assembler that answers a cancelled request with what was generated before."""
-
-    def abort(self) -> Any | None:
-        """Return what a stream shows when the request is cancelled."""
-
-
-@runtime_checkable
-class PromptAssembler(Protocol):
-    """An assembler that needs the bytes of prompt tokens, which no record contains."""
-
-    prompt_token_ids: list[int]
 
 
 def token_ids_to_decode(record: TokenChunk) -> set[int]:

@@ -5,7 +5,7 @@ from itertools import islice
 
 from shared.protocol.records import TokenLogprobs
 from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.schemas.generate import IdLogprob, IdLogprobs, TextLogprob, TextLogprobs
+from workers.gateway.schemas.generate import IdLogprob, IdLogprobs
 from workers.gateway.schemas.openai_response import TokenLogprob, TopLogprob
 
 # A character has at most 4 bytes. With the 3 tokens before a token, all its characters are whole.
@@ -23,13 +23,10 @@ def token_text(token: bytes, before: Sequence[bytes]) -> str:
         text = (prefix + token).decode(errors="replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue
-        return text[len(_complete_text(prefix)) :]
+        # The prefix without an incomplete character at its end.
+        before_token = prefix.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+        return text[len(before_token) :]
     return ""
-
-
-def _complete_text(data: bytes) -> str:
-    """Return the text without an incomplete character at its end."""
-    return data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def openai_logprobs(
@@ -65,25 +62,17 @@ def id_logprobs(token_id: int, logprobs: TokenLogprobs, num_top: int) -> IdLogpr
     )
 
 
-def text_logprobs(entry: IdLogprobs, context: list[bytes], token_bytes: TokenBytes) -> TextLogprobs:
+def text_logprobs(entry: IdLogprobs, context: list[bytes], token_bytes: TokenBytes) -> TokenLogprob:
     """Return the same entry with texts instead of token ids.
 
     `context` has the bytes of the tokens before this one, which is appended to it.
     """
 
-    def text_of(token_id: int) -> str:
-        return token_text(token_bytes[token_id], context)
+    def spelt(one: IdLogprob) -> tuple[str, float, list[int]]:
+        text = token_text(token_bytes[one.token_id], context)
+        return text, one.logprob, list(text.encode())
 
-    token = text_of(entry.token_id)
-    converted = TextLogprobs(
-        token=token,
-        logprob=entry.logprob,
-        bytes=list(token.encode()),
-        top_logprobs=[
-            TextLogprob(token=text, logprob=top.logprob, bytes=list(text.encode()))
-            for top in entry.top_logprobs
-            for text in [text_of(top.token_id)]
-        ],
-    )
+    tops = [TopLogprob(*spelt(top)) for top in entry.top_logprobs]
+    converted = TokenLogprob(*spelt(entry), tops)
     context.append(token_bytes[entry.token_id])
     return converted

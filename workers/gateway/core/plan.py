@@ -5,8 +5,8 @@ configured defaults, even where they are equal to the defaults of SamplingParams
 """
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -19,11 +19,14 @@ from workers.gateway.schemas.openai_request import (
     CompletionRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    NamedSchema,
     TokenIds,
 )
 from workers.gateway.schemas.sampling_fields import SAME_FORM
 
 MAX_PROMPTS = 64
+
+_GUIDED = ("json", "regex", "choice", "grammar")
 
 
 class SubmitPlan(Struct, frozen=True):
@@ -33,6 +36,8 @@ class SubmitPlan(Struct, frozen=True):
     sampling: dict[str, Any]
     options: dict[str, Any]
     """Options of the RequestRecord, on which the form of the answer depends."""
+    stream: bool = False
+    durable: bool = False
 
 
 def sampling_of(request: CommonRequest) -> dict[str, Any]:
@@ -66,68 +71,74 @@ def structure_of(request: CommonRequest) -> tuple[str, dict[str, Any]] | None:
 
     Raises InvalidRequest if there are several.
     """
-    found = [*_from_format(request), *_from_structure(request), *_from_guided(request)]
+    found = list(_constraints_of(request))
     if len(found) > 1:
         fields = ", ".join(field for field, _ in found)
         raise InvalidRequest(f"give only one of {fields}", field=found[1][0])
     return found[0] if found else None
 
 
-Found = Iterable[tuple[str, dict[str, Any]]]
-
-
-def _from_format(request: CommonRequest) -> Found:
+def _constraints_of(request: CommonRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what `structure_of` returns, for every field that constrains the answer."""
     match request.response_format:
-        case JsonObjectFormat():
+        case JsonObjectFormat() | JsonSchemaFormat(json_schema=NamedSchema(schema=None)):
             yield "response_format", {"json_object": True}
         case JsonSchemaFormat(json_schema=named):
-            schema = named.schema
-            yield (
-                "response_format",
-                {"json_object": True} if schema is None else {"json_schema": schema},
-            )
-
-
-def _from_structure(request: CommonRequest) -> Found:
-    given = request.structured_outputs
-    if given is None:
-        return
-    if given.json is not None:
-        yield "structured_outputs.json", _schema(given.json, "structured_outputs.json")
-    if given.json_object:
-        yield "structured_outputs.json_object", {"json_object": True}
-    for name in ("regex", "choice", "grammar"):
-        value = getattr(given, name)
-        if value is not None:
-            yield f"structured_outputs.{name}", {name: value}
-
-
-def _from_guided(request: CommonRequest) -> Found:
-    if request.guided_json is not None:
-        yield "guided_json", _schema(request.guided_json, "guided_json")
-    for name in ("regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{name}")
-        if value is not None:
-            yield f"guided_{name}", {name: value}
+            yield "response_format", {"json_schema": named.schema}
+    guided = {name: getattr(request, f"guided_{name}") for name in _GUIDED}
+    outputs = request.structured_outputs
+    for prefix, given in (
+        ("structured_outputs.", {} if outputs is None else msgspec.structs.asdict(outputs)),
+        ("guided_", guided),
+    ):
+        for name, value in given.items():
+            if value is not None and value is not False:
+                field = f"{prefix}{name}"
+                yield field, _schema(value, field) if name == "json" else {name: value}
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return {"json_schema": given}
-    try:
-        schema = json.loads(given)
-    except (ValueError, RecursionError):
-        schema = None
+    schema: Any = given
+    if isinstance(given, str):
+        try:
+            schema = json.loads(given)
+        except (ValueError, RecursionError):
+            schema = None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{field} is not a JSON schema", field=field)
     return {"json_schema": schema}
 
 
-def lane_of(request: CommonRequest) -> Literal["interactive", "batch"]:
-    return "batch" if (request.priority or 0) > 0 else "interactive"
+def generate_request(request: CommonRequest, **prompt: Any) -> GenerateRequest:
+    """Return the request for the bus. `prompt` are the fields that the endpoint has made of its
+    prompt."""
+    return GenerateRequest(
+        model=request.model,
+        cache_salt=request.cache_salt,
+        lane="batch" if (request.priority or 0) > 0 else "interactive",
+        timeout_s=request.timeout_s,
+        adapter=request.adapter,
+        **{"add_special_tokens": request.add_special_tokens} | prompt,
+    )
 
 
-def usage_options(request: CommonRequest) -> dict[str, Any]:
+def plan_of(
+    request: CommonRequest,
+    requests: list[GenerateRequest],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> SubmitPlan:
+    """Return the plan, with the options and the delivery that all requests have in common."""
+    return SubmitPlan(
+        requests,
+        sampling,
+        _usage_options(request) | options,
+        stream=bool(request.stream),
+        durable=bool(request.durable),
+    )
+
+
+def _usage_options(request: CommonRequest) -> dict[str, Any]:
     """Return the answer's options on usage. Raises InvalidRequest for stream options without a
     stream."""
     options = request.stream_options

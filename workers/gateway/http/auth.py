@@ -1,15 +1,21 @@
-"""API key authentication: only SHA-256 digests are stored, and compared in constant time. Pure."""
+"""API keys: authentication and rate limits. Pure.
+
+Only SHA-256 digests are stored, and compared in constant time. Each gateway counts requests by
+itself, so with two gateways a key may use twice its limit.
+"""
 
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.config import ApiKey
-from workers.gateway.http.errors import InvalidKey
+from workers.gateway.http.errors import InvalidKey, RateLimited
 
 PREFIX = "pm-"
+# Retry-After of a client that must wait until another of its requests ends.
+BUSY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +62,50 @@ class Keyring:
         if found is None:
             raise InvalidKey("the API key is not valid")
         return Caller(found.name, found.name if found.tenant is None else found.tenant, found)
+
+
+class _KeyUsage:
+    """A token bucket that fills evenly, and the number of requests in flight."""
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self._key = key
+        self._tokens = float(key.max_requests_per_minute or 0)
+        self._filled_s = now_s
+        self.in_flight = 0
+
+    def acquire(self, now_s: float) -> None:
+        limit = self._key.max_concurrent
+        if limit is not None and self.in_flight >= limit:
+            raise RateLimited(f"this key may have {limit} requests at one time", BUSY_S)
+        rate = self._key.max_requests_per_minute
+        if rate is not None:
+            earned = (now_s - self._filled_s) * rate / 60
+            self._tokens, self._filled_s = min(float(rate), self._tokens + earned), now_s
+            if self._tokens < 1:
+                wait_s = (1 - self._tokens) * 60 / rate
+                raise RateLimited(f"this key may send {rate} requests a minute", wait_s)
+            self._tokens -= 1
+        self.in_flight += 1
+
+
+class RateLimiter:
+    """Counts the requests of all keys."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
+        self._clock = clock
+        self._key_usage: dict[str, _KeyUsage] = {}
+
+    def acquire(self, caller: Caller) -> None:
+        """Count a request of `caller`, until `release`. Raises RateLimited."""
+        if caller.key is None:
+            return
+        now_s = self._clock()
+        usage = self._key_usage.get(caller.key.sha256)
+        if usage is None:
+            usage = self._key_usage[caller.key.sha256] = _KeyUsage(caller.key, now_s)
+        usage.acquire(now_s)
+
+    def release(self, caller: Caller) -> None:
+        if caller.key is not None:
+            self._key_usage[caller.key.sha256].in_flight -= 1

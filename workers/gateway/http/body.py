@@ -24,76 +24,77 @@ MAX_VALUES = 2**20
 MAX_LARGEST = 16
 
 
-class BodyBudget:
-    """Memory budget for the bodies of all requests that have not been published yet."""
+class BodyReader:
+    """Reads bodies, within limits on each and on the memory of all that are not published yet."""
 
     def __init__(self, limits: GatewayConfig) -> None:
+        self._limits = limits
         self._free_bytes = MAX_LARGEST * limits.max_body_mib * 2**20
 
-    def reserve(self, request: Request, num_bytes: int) -> None:
-        """Reserve memory until `release`. Raises Overloaded."""
-        if num_bytes > self._free_bytes:
-            raise Overloaded("too many large request bodies are being received")
-        self._free_bytes -= num_bytes
-        request.scope["body_bytes"] = request.scope.get("body_bytes", 0) + num_bytes
+    async def read(self, request: Request) -> bytes:
+        """Return the request's body. Its memory is reserved until `release`.
+
+        Raises BodyTooLarge as soon as the limit is passed, Overloaded, RequestTimeout,
+        WrongContentType for a compressed body, or ClientDisconnect.
+        """
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise WrongContentType("the body must not be compressed: leave Content-Encoding out")
+        limit, timeout_s = self._limits.max_body_mib * 2**20, self._limits.body_timeout_s
+        too_large = BodyTooLarge(f"a body may have {self._limits.max_body_mib} MiB")
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > limit:
+            raise too_large
+        parts, total = [], 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for part in request.stream():
+                    total += len(part)
+                    if total > limit:
+                        raise too_large
+                    self._reserve(request, len(part))
+                    parts.append(part)
+        except TimeoutError:
+            raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
+        body = b"".join(parts)
+        if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+            raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
+        return body
+
+    async def decode(
+        self,
+        request: Request,
+        body_type: type[T],
+        unsupported: frozenset[str] = frozenset(),
+    ) -> T:
+        """Return the body as this type. Raises a RequestError that names the wrong field.
+
+        `unsupported` are names of fields that are known but not implemented, see
+        `validation_error`.
+        """
+        if not declares_json(request):
+            raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
+        body = await self.read(request)
+        try:
+            return msgspec.json.decode(body, type=body_type)
+        except msgspec.ValidationError as error:
+            raise validation_error(error, unsupported) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
 
     def release(self, request: Request) -> None:
         """Free everything that this request has reserved. A second call has no effect."""
         self._free_bytes += request.scope.pop("body_bytes", 0)
 
-
-async def read(request: Request, limits: GatewayConfig, budget: BodyBudget) -> bytes:
-    """Return the request's body.
-
-    Raises BodyTooLarge as soon as the limit is passed, Overloaded, RequestTimeout, WrongContentType
-    for a compressed body, or ClientDisconnect.
-    """
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise WrongContentType("the body must not be compressed: leave Content-Encoding out")
-    limit = limits.max_body_mib * 2**20
-    too_large = BodyTooLarge(f"a body may have {limits.max_body_mib} MiB")
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > limit:
-        raise too_large
-    parts, total = [], 0
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            async for part in request.stream():
-                total += len(part)
-                if total > limit:
-                    raise too_large
-                budget.reserve(request, len(part))
-                parts.append(part)
-    except TimeoutError:
-        message = f"the body did not arrive within {limits.body_timeout_s:g} s"
-        raise RequestTimeout(message) from None
-    body = b"".join(parts)
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise BodyTooLarge(f"a body may have {MAX_VALUES} values")
-    return body
+    def _reserve(self, request: Request, num_bytes: int) -> None:
+        if num_bytes > self._free_bytes:
+            raise Overloaded("too many large request bodies are being received")
+        self._free_bytes -= num_bytes
+        request.scope["body_bytes"] = request.scope.get("body_bytes", 0) + num_bytes
 
 
-async def decode(
-    request: Request,
-    limits: GatewayConfig,
-    budget: BodyBudget,
-    decoder: "msgspec.json.Decoder[T]",
-    unsupported: frozenset[str] = frozenset(),
-) -> T:
-    """Return the body as the decoder's type. Raises a RequestError that names the wrong field.
-
-    `unsupported` are names of fields that are known but not implemented, see `validation_error`.
-    """
+def declares_json(request: Request) -> bool:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
-    body = await read(request, limits, budget)
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, unsupported) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {_reason(error)}") from error
+    return kind == "application/json"
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,8 @@ client does not read its response is aborted.
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
@@ -15,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded, PagemillError
+from shared.protocol.encoding import to_json
 from shared.telemetry.metrics import Counter
 from workers.gateway.http import errors
 
@@ -28,21 +31,18 @@ LINGER_S = 2.0
 MAX_REJECTED = 64
 
 
+@dataclass(slots=True, eq=False)
 class ConnectionLimits:
     """Limits and counters that all connections share."""
 
-    def __init__(
-        self, limits: GatewayConfig, max_connections: int, refused: Counter, slow: Counter
-    ) -> None:
-        """`refused` counts the connections above the limit, `slow` those that did not read."""
-        self.max_header_bytes = limits.max_header_kib * 2**10
-        self.header_timeout_s = limits.header_timeout_s
-        self.send_timeout_s = limits.send_timeout_s
-        self.max_connections = max_connections
-        self.refused = refused
-        self.slow = slow
-        self.rejected: set[LimitedHttpProtocol] = set()
-        """Connections above the limit that have got an error response and are not closed yet."""
+    config: GatewayConfig
+    max_connections: int
+    refused: Counter
+    """Connections above the limit."""
+    slow: Counter
+    """Connections that did not read."""
+    rejected: "set[LimitedHttpProtocol]" = field(default_factory=set)
+    """Connections above the limit that have got an error response and are not closed yet."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -80,7 +80,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.max_header_bytes:
+        if self._in_head and self._head_bytes > self._limits.config.max_header_kib * 2**10:
             self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
         elif self._is_idle and self._timer is None:
             # The data is no request yet, and has ended the keep-alive timeout.
@@ -151,7 +151,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # An error response cannot be sent in the middle of another response.
         if not is_responding:
             info = errors.info_of(error)
-            body = errors.to_json(errors.body_of(info))
+            body = to_json(errors.body_of(info))
             after_s = info.retry_after_s
             self.transport.write(
                 STATUS_LINE[errors.status_of(info)]
@@ -169,7 +169,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._send_timer is None and num_unread:
             self._num_unread = num_unread
             self._send_timer = self.loop.call_later(
-                self._limits.send_timeout_s, self._check_send_progress
+                self._limits.config.send_timeout_s, self._check_send_progress
             )
 
     def _stop_send_timer(self) -> None:
@@ -187,10 +187,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _start_head_timer(self) -> None:
-        self._set_timer(self._limits.header_timeout_s, self._refuse_late_head)
-
-    def _refuse_late_head(self) -> None:
-        self._refuse(errors.RequestTimeout("the request's headers did not arrive in time"))
+        late = errors.RequestTimeout("the request's headers did not arrive in time")
+        self._set_timer(self._limits.config.header_timeout_s, partial(self._refuse, late))
 
     def _set_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         self._stop_timer()

@@ -4,7 +4,7 @@ A client's own error carries its message and field. An internal error gets a fix
 not reveal what went wrong inside.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,10 @@ from shared.validation import split_validation_error
 
 T = TypeVar("T")
 
+UNKNOWN_FIELD = "Object contains unknown field `"
+MISSING_FIELD = "Object missing required field `"
+"""Beginnings of msgspec's complaints."""
+
 
 class InvalidKey(RequestError):
     code = "invalid_api_key"
@@ -30,9 +34,9 @@ class InvalidKey(RequestError):
 class RateLimited(RequestError):
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)
-        self.wait_s = retry_after_s
+        self.wait_s = wait_s
 
 
 class UnknownParameter(RequestError):
@@ -189,18 +193,13 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
 
     `unsupported` are the names of parameters that are known but not implemented.
     """
-    complaint, field = split_validation_error(error)
-    unknown = "Object contains unknown field `"
-    if complaint.startswith(unknown):
-        name = complaint.removeprefix(unknown).removesuffix("`")
-        path = f"{field}.{name}".removeprefix(".")
+    complaint, field, name = split_field_error(error)
+    path = f"{field}.{name}".strip(".")
+    if complaint == UNKNOWN_FIELD:
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)
         return UnknownParameter(f"unknown parameter: {path}", field=path)
-    missing = "Object missing required field `"
-    if complaint.startswith(missing):
-        name = complaint.removeprefix(missing).removesuffix("`")
-        path = f"{field}.{name}".removeprefix(".")
+    if complaint == MISSING_FIELD:
         return InvalidRequest(f"{path} is missing", field=path)
     for part in UNSUPPORTED_CONTENT:
         if complaint == f"Invalid value {part!r}":
@@ -213,8 +212,13 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
     return InvalidRequest(f"{field or 'the body'}: {complaint}", field=field or None)
 
 
-def to_json(answer: Any) -> bytes:
-    return msgspec.json.encode(answer)
+def split_field_error(error: msgspec.ValidationError) -> tuple[str, str, str]:
+    """Return the complaint, the path, and the name of a field that is unknown or missing there."""
+    complaint, path = split_validation_error(error)
+    for kind in (UNKNOWN_FIELD, MISSING_FIELD):
+        if complaint.startswith(kind):
+            return kind, path, complaint.removeprefix(kind).removesuffix("`")
+    return complaint, path, ""
 
 
 def unwrap_reply(reply: T | ErrorReply) -> T:

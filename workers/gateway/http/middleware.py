@@ -7,6 +7,7 @@ headers too and preflight requests are subject to the same limits and metrics as
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -116,18 +117,16 @@ class EdgeMiddleware:
         seconds.observe(time.monotonic() - response.began_s)
 
 
+@dataclass(slots=True)
 class _ResponseSender:
     """Sends one response: adds headers, counts bytes, releases the key's rate-limit slot."""
 
-    __slots__ = ("_cors", "_scope", "_send", "began_s", "num_bytes", "status")
-
-    def __init__(self, scope: Scope, send: Send, cors: Headers) -> None:
-        self._scope = scope
-        self._send = send
-        self._cors = cors
-        self.began_s = time.monotonic()
-        self.status: int | None = None
-        self.num_bytes = 0
+    scope: Scope
+    forward: Send
+    cors: Headers
+    began_s: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    num_bytes: int = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -135,17 +134,17 @@ class _ResponseSender:
             own = list(message["headers"])
             names = {name for name, _ in own}
             added = [header for header in DEFAULTS if header[0] not in names]
-            message = {**message, "headers": [*own, *added, *SECURITY, *self._cors]}
+            message = {**message, "headers": [*own, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
             if not message.get("more_body", False):
                 # A client may send its next request before this coroutine runs again.
                 self.release_slot()
-        await self._send(message)
+        await self.forward(message)
 
     def release_slot(self) -> None:
         """Stop counting the request for its key's limits. A second call has no effect."""
-        release = self._scope.pop("release_slot", None)
+        release = self.scope.pop("release_slot", None)
         if release is not None:
             release()
 

@@ -1,6 +1,7 @@
 """Server-sent events: their encoding, and the streaming response."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -8,6 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from shared.protocol.encoding import to_json
 from workers.gateway.http import errors
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ class EventStream(Response):
         self._shutting_down = shutting_down
         self._numbered = numbered
         self._started = False
+        self._written_s = time.monotonic()
         self._answer_of = answer_of
         self._ping = PING_NUMBERED if numbered else PING
 
@@ -79,7 +82,8 @@ class EventStream(Response):
         await answer(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        first = asyncio.create_task(_first(self._events))
+        # Empty when the client has already seen all events.
+        first = asyncio.ensure_future(anext(self._events, b""))
         try:
             await asyncio.wait({first}, timeout=PING_S)
             error = first.exception() if first.done() else None
@@ -92,22 +96,34 @@ class EventStream(Response):
         finally:
             first.cancel()
 
-    async def _send_events(self, first: "asyncio.Task[bytes]", send: Send) -> None:
-        writer = _Writer(send, self._ping)
-        pinging = asyncio.create_task(writer.keep_alive())
+    async def _send_events(self, first: "asyncio.Future[bytes]", send: Send) -> None:
+        pinging = asyncio.create_task(self._keep_alive(send))
         try:
             if not first.done():
-                await writer.ping()
-            await writer.write(await first)
+                await self._write(self._ping, send)
+            await self._write(await first, send)
             async for encoded in self._events:
-                await writer.write(encoded)
+                await self._write(encoded, send)
         except Exception as error:
             if not isinstance(error, errors.RequestFailed):
                 self._answer_of(error)  # It logs the error; its response is not needed.
-            await writer.write(_error_event(error))
+            await self._write(_error_event(error), send)
         finally:
             pinging.cancel()
         await send(_END)
+
+    async def _write(self, data: bytes, send: Send) -> None:
+        await send(_body(data))
+        self._written_s = time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Ping when nothing was written for PING_S."""
+        while True:
+            rest_s = self._written_s + PING_S - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                await self._write(self._ping, send)
 
 
 # [DONE] and the end of the body are one message, because a client that has read [DONE] may take the
@@ -121,37 +137,7 @@ def _body(data: bytes) -> Message:
 
 def _error_event(error: Exception) -> bytes:
     event_id = error.event_id if isinstance(error, errors.RequestFailed) else ""
-    return event(errors.to_json(errors.body_of(errors.info_of(error))), event_id)
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    """Return the first event; empty when the client has already seen all of them."""
-    return await anext(events, b"")
-
-
-class _Writer:
-    """Writes chunks of a body, and pings when nothing was written for PING_S."""
-
-    def __init__(self, send: Send, ping: bytes) -> None:
-        self._send = send
-        self._ping = ping
-        self._loop = asyncio.get_running_loop()
-        self._written_s = self._loop.time()
-
-    async def write(self, data: bytes) -> None:
-        await self._send(_body(data))
-        self._written_s = self._loop.time()
-
-    async def ping(self) -> None:
-        await self.write(self._ping)
-
-    async def keep_alive(self) -> None:
-        while True:
-            rest_s = self._written_s + PING_S - self._loop.time()
-            if rest_s > 0:
-                await asyncio.sleep(rest_s)
-            else:
-                await self.ping()
+    return event(to_json(errors.body_of(errors.info_of(error))), event_id)
 
 
 async def run_until_disconnect(

@@ -19,12 +19,12 @@ from workers.gateway.core.plan import (
     STRUCTURE_FIELD,
     SubmitPlan,
     client_fields_of,
-    lane_of,
+    generate_request,
+    plan_of,
     sampling_of,
-    usage_options,
 )
 from workers.gateway.http.errors import UnsupportedParameter
-from workers.gateway.openai.strict_tools import strict_structure
+from workers.gateway.openai.strict_tools import call_schema, strict_structure
 from workers.gateway.schemas.openai_request import (
     ChatMessage,
     ChatPart,
@@ -47,10 +47,6 @@ class ToolPlan(Struct, frozen=True):
     one_call: bool = False
     structure: dict[str, Any] | None = None
     """StructuredOutputs mapping that constrains the answer."""
-
-
-def needs_card(request: ChatRequest) -> bool:
-    return bool(request.tools)
 
 
 def plan_chat(
@@ -79,10 +75,10 @@ def plan_chat(
     if is_unconstrained:
         # The tags by which calls are found may be special tokens.
         sampling["skip_special_tokens"] = False
-    options = usage_options(request) | {"logprobs": bool(request.logprobs), "fields": fields}
+    options: dict[str, Any] = {"logprobs": bool(request.logprobs), "fields": fields}
     if tools.form is not None:
         options |= {"form": tools.form, "names": tools.names, "one_call": tools.one_call}
-    return SubmitPlan([_generate(request, card)], sampling, options)
+    return plan_of(request, [_generate(request, card)], sampling, options)
 
 
 def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
@@ -91,41 +87,23 @@ def _generate(request: ChatRequest, card: ModelCard | None) -> GenerateRequest:
         value = getattr(request, name)
         if value is not None:
             kwargs[name] = value
-    shown = request.tools or []
-    if request.tool_choice == "none" or (card is not None and not card.takes_tools):
-        shown = []
-    return GenerateRequest(
-        model=request.model,
-        messages=[
-            message_of(message, f"messages[{i}]") for i, message in enumerate(request.messages)
-        ],
-        tools=shown,
+    shows_tools = request.tool_choice != "none" and (card is None or card.takes_tools)
+    return generate_request(
+        request,
+        messages=[message_of(given, f"messages[{i}]") for i, given in enumerate(request.messages)],
+        tools=(request.tools or []) if shows_tools else [],
         template_kwargs=kwargs,
-        add_special_tokens=request.add_special_tokens,
-        cache_salt=request.cache_salt,
-        lane=lane_of(request),
-        timeout_s=request.timeout_s,
-        adapter=request.adapter,
     )
 
 
 def message_of(message: ChatMessage, field: str) -> Message:
     """Return the message for the bus. Raises InvalidRequest for one without content."""
-    content = message.content
-    if isinstance(content, list):
-        parts = [_part_of(part) for part in content]
-        return _message(message, parts)
-    if content is None and message.refusal is not None:
-        return _message(message, message.refusal)
+    content = message.refusal if message.content is None else message.content
     if content is None and not message.tool_calls:
         raise InvalidRequest("a message needs content", field=f"{field}.content")
-    return _message(message, content)
-
-
-def _message(message: ChatMessage, content: str | list[ContentPart] | None) -> Message:
     return Message(
         role="system" if message.role == "developer" else message.role,
-        content=content,
+        content=[_part_of(part) for part in content] if isinstance(content, list) else content,
         tool_calls=[ToolCall(call.id, call.function) for call in message.tool_calls or []],
         tool_call_id=message.tool_call_id,
         name=message.name,
@@ -149,14 +127,12 @@ def _logprobs_of(request: ChatRequest) -> dict[str, int]:
 def tool_plan(request: ChatRequest, card: ModelCard | None) -> ToolPlan:
     """Return the plan for tool calls. Raises a RequestError if the calls could not be found."""
     tools, choice = request.tools or [], request.tool_choice
-    if not tools:
-        if choice not in (None, "none"):
-            raise InvalidRequest("tool_choice requires tools", field="tool_choice")
+    if not tools and choice not in (None, "none"):
+        raise InvalidRequest("tool_choice requires tools", field="tool_choice")
+    if not tools or choice == "none":
         return ToolPlan()
     one_call = request.parallel_tool_calls is False
     names = [tool.function.name for tool in tools]
-    if choice == "none":
-        return ToolPlan()
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
         if wanted not in names:
@@ -198,17 +174,7 @@ def _calls_schema(tools: list[Tool], *, one_call: bool) -> dict[str, Any]:
     for tool in tools:
         arguments = dict(_arguments_schema(tool))
         definitions |= arguments.pop("$defs", {})
-        calls.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "parameters": arguments,
-                },
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+        calls.append(call_schema(tool, "parameters", arguments))
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if one_call:
         schema["maxItems"] = 1

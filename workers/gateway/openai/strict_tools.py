@@ -78,13 +78,15 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a call. Definitions move to its top, where `$ref` finds them."""
     arguments = dict(tool.function.parameters or {}) if tool.function.strict else {}
     definitions = arguments.pop("$defs", None)
-    schema: dict[str, Any] = {
+    schema = call_schema(tool, "arguments", {"type": "object"} | arguments)
+    return schema | _SPACING | ({"$defs": definitions} if definitions else {})
+
+
+def call_schema(tool: Tool, key: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call, with its arguments under `key`."""
+    return {
         "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "arguments": {"type": "object"} | arguments,
-        },
-        "required": ["name", "arguments"],
+        "properties": {"name": {"const": tool.function.name}, key: arguments},
+        "required": ["name", key],
         "additionalProperties": False,
     }
-    return schema | _SPACING | ({"$defs": definitions} if definitions else {})

@@ -26,10 +26,6 @@ class ToolParser:
         self._reading = _FORMS[form](self._reader)
         next(self._reading)
 
-    @property
-    def has_calls(self) -> bool:
-        return self._reader.num_calls > 0
-
     def feed(self, text: str) -> list[Piece]:
         """Return the content and calls that are complete with this text."""
         for character in text:
@@ -65,14 +61,12 @@ def _hermes(reader: CallReader) -> Reading:
 
 def _llama3_json(reader: CallReader) -> Reading:
     """Read an answer that consists of calls, with semicolons between them."""
-    tag = "<|python_tag|>"
-    character = yield from reader.after_space()
-    if character == "<":
-        for wanted in tag[1:]:
-            if (yield from reader.next_char()) != wanted:
-                yield from _rest(reader)
-        character = yield from reader.after_space()
     try:
+        character = yield from reader.after_space()
+        if character == "<":
+            for wanted in "|python_tag|>":
+                reader.expect(wanted, (yield from reader.next_char()))
+            character = yield from reader.after_space()
         while True:
             reader.expect("{", character)
             yield from reader.call()

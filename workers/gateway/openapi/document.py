@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shared.protocol.encoding import to_json
 from shared.stage.runtime import VERSION
 from workers.gateway.app import AppContext
 from workers.gateway.http import errors
@@ -49,7 +50,7 @@ OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 @cache
 def _encoded(scale_out: bool) -> bytes:
-    return errors.to_json(document(scale_out=scale_out))
+    return to_json(document(scale_out=scale_out))
 
 
 def document(*, scale_out: bool = True) -> dict[str, Any]:

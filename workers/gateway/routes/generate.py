@@ -35,9 +35,8 @@ from workers.gateway.routes.vllm_common import (
     vllm_route_table,
 )
 from workers.gateway.schemas.generate import GenerateChunk, GenerateResponse, RenderedRequest
-from workers.gateway.vllm.content_parts import images_of, insert_images
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.features import WireItem
+from workers.gateway.vllm.features import WireItem, images_of, insert_images
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 from workers.gateway.vllm.generate_request import ParsedRequest, parse, shape_of
 
@@ -50,9 +49,6 @@ _ALIAS = "alias_of"
 
 class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     request_ids: Annotated[list[str], Meta(max_length=1024)]
-
-
-_abort = msgspec.json.Decoder(AbortBody).decode
 
 
 @ROUTES.endpoint(
@@ -91,9 +87,7 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
         request,
         caller,
         KIND,
-        SubmitPlan([asked], parsed.sampling, options),
-        stream=bool(body.stream),
-        durable=False,
+        SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
         known_as=(request_id, is_named),
         refuse=refusal,
     )
@@ -108,12 +102,11 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
 )
 async def abort(context: AppContext, request: Request, caller: Caller) -> Response:
     """As the protocol has it, requests that are unknown or have ended are no error."""
-    asked = decode(await read_body(context, request), _abort)
+    asked = decode(await read_body(context, request), AbortBody)
     await asyncio.gather(*(_abort_one(context, name, caller.tenant) for name in asked.request_ids))
     return Response(status_code=200)
 
 
-@ROUTES.assembler(KIND)
 def _assembler(
     request_id: str, record: RequestRecord, token_bytes: TokenBytes
 ) -> GenerateAssembler:
@@ -121,6 +114,9 @@ def _assembler(
         raise NotFound("there is no such request, or it has been removed", field="id")
     shape = msgspec.convert(record.options, GenerateShape)
     return GenerateAssembler(shape, record.model, record.created_s, token_bytes)
+
+
+ROUTES.assemblers[KIND] = _assembler
 
 
 async def _process_images(
@@ -151,8 +147,7 @@ async def _record_alias(
     context: AppContext, name: str, request_id: str, model: str, tenant: str
 ) -> None:
     """Record which request a name in a body refers to. It may have named another one before."""
-    now_s = int(context.bus.now_ms() / 1000)
-    alias = RequestRecord(KIND, model, tenant, now_s, False, {_ALIAS: request_id})
+    alias = RequestRecord(KIND, model, tenant, context.now_s, False, {_ALIAS: request_id})
     await context.bus.publish_without_id(subjects.job(_alias_of(name, tenant)), to_json(alias))
 
 

@@ -9,33 +9,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import DetokenizeRequest, Tokenized, TokenizeRequest
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
-from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.plan import SubmitPlan
-from workers.gateway.http import body
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
-from workers.gateway.openai.chat import needs_card, plan_chat
-from workers.gateway.openai.chat_assembler import ChatAssembler, ChatOptions
-from workers.gateway.openai.completions import (
-    CompletionAssembler,
-    CompletionOptions,
-    Echo,
-    plan_completion,
-)
+from workers.gateway.openai.chat import plan_chat
+from workers.gateway.openai.chat_assembler import ChatAssembler
+from workers.gateway.openai.completions import CompletionAssembler, Echo, plan_completion
 from workers.gateway.route_table import ANSWER_ERRORS, STREAM_PARAMETERS, RouteTable
 from workers.gateway.schemas.openai_request import UNSUPPORTED, ChatRequest, CompletionRequest
 from workers.gateway.schemas.openai_response import ChatChunk, ChatCompletion, Completion
 
-ROUTES = RouteTable("Answers")
-
-_chat = msgspec.json.Decoder(ChatRequest)
-_completion = msgspec.json.Decoder(CompletionRequest)
+ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETERS, counted=True)
 
 
 @ROUTES.endpoint(
@@ -45,19 +34,15 @@ _completion = msgspec.json.Decoder(CompletionRequest)
     answer=ChatCompletion,
     body=ChatRequest,
     chunk=ChatChunk,
-    refuses=ANSWER_ERRORS,
-    parameters=STREAM_PARAMETERS,
-    counted=True,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await body.decode(request, context.limits, context.body_budget, _chat, UNSUPPORTED)
+    asked = await context.bodies.decode(request, ChatRequest, UNSUPPORTED)
     context.check_model(asked.model)
-    card = await context.model_card(asked.model) if needs_card(asked) else None
+    card = await context.model_card(asked.model) if asked.tools else None
     plan = plan_chat(asked, card)
     with translated_errors("chat", plan.options):
         plan = await _with_prompt_tokens(context, plan, caller)
-    stream, durable = bool(asked.stream), bool(asked.durable)
-    return await submit(context, request, caller, "chat", plan, stream=stream, durable=durable)
+    return await submit(context, request, caller, "chat", plan)
 
 
 @ROUTES.endpoint(
@@ -67,66 +52,36 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     answer=Completion,
     body=CompletionRequest,
     chunk=Completion,
-    refuses=ANSWER_ERRORS,
-    parameters=STREAM_PARAMETERS,
-    counted=True,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = await body.decode(
-        request, context.limits, context.body_budget, _completion, UNSUPPORTED
-    )
+    asked = await context.bodies.decode(request, CompletionRequest, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)
     with translated_errors("completion", plan.options):
         if asked.echo:
             plan = await _with_echo(context, plan, caller, is_scored=asked.logprobs is not None)
         plan = await _with_prompt_tokens(context, plan, caller)
-    stream, durable = bool(asked.stream), bool(asked.durable)
-    return await submit(
-        context, request, caller, "completion", plan, stream=stream, durable=durable
-    )
+    return await submit(context, request, caller, "completion", plan)
 
 
-@ROUTES.assembler("chat")
-def _chat_assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> ChatAssembler:
-    options = msgspec.convert(record.options, ChatOptions)
-    return ChatAssembler(request_id, record.model, record.created_s, options, token_bytes)
-
-
-@ROUTES.assembler("completion")
-def _completion_assembler(
-    request_id: str, record: RequestRecord, token_bytes: TokenBytes
-) -> CompletionAssembler:
-    options = msgspec.convert(record.options, CompletionOptions)
-    return CompletionAssembler(request_id, record.model, record.created_s, options, token_bytes)
+ROUTES.assemblers["chat"] = ChatAssembler.of_record
+ROUTES.assemblers["completion"] = CompletionAssembler.of_record
 
 
 async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Caller) -> SubmitPlan:
     """Add the number of prompt tokens where every chunk reports usage. A log has it at its end."""
     if not plan.options.get("continuous_usage"):
         return plan
-    counts = await asyncio.gather(
-        *(_count_tokens(context, request, caller) for request in plan.requests)
-    )
-    return replace(plan, options=plan.options | {"prompt_tokens": sum(counts)})
-
-
-async def _count_tokens(context: AppContext, request: GenerateRequest, caller: Caller) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return (await _tokenize(context, request, caller)).count
+    token_ids = [r.prompt_token_ids for r in plan.requests if r.prompt_token_ids is not None]
+    texts = [request for request in plan.requests if request.prompt_token_ids is None]
+    tokenized = await asyncio.gather(*(_tokenize(context, text, caller) for text in texts))
+    num_tokens = sum(map(len, token_ids)) + sum(reply.count for reply in tokenized)
+    return replace(plan, options=plan.options | {"prompt_tokens": num_tokens})
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
-    question = TokenizeRequest(
-        messages=request.messages,
-        prompt=request.prompt,
-        tools=request.tools,
-        template_kwargs=request.template_kwargs,
-        add_special_tokens=request.add_special_tokens,
-    )
+    # The fields of the question are among those of the request.
+    question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
     return unwrap_reply(
         await client.tokenize(context.bus, request.model, question, tenant=caller.tenant)
     )
@@ -156,4 +111,4 @@ async def _with_echo(
             await context.token_bytes.load(request.model, token_ids, caller.tenant)
         echoes.append(Echo(text, token_ids or [] if is_scored else []))
     options: dict[str, Any] = plan.options | {"echo": msgspec.to_builtins(echoes)}
-    return SubmitPlan(requests, plan.sampling, options)
+    return replace(plan, requests=requests, options=options)

@@ -8,7 +8,6 @@ import asyncio
 import secrets
 from typing import Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,13 +31,10 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas import openai_request
 from workers.gateway.schemas.generate import GenerateStreamOptions, RenderedRequest
 from workers.gateway.vllm.errors import decode
-from workers.gateway.vllm.render_response import (
-    rendered_request,
-    resolve_max_tokens,
-    resolve_sampling,
-)
+from workers.gateway.vllm.features import features_of
+from workers.gateway.vllm.sampling import resolve_max_tokens, resolve_sampling, write_sampling
 
-ROUTES = vllm_route_table(SCALE_OUT)
+ROUTES = vllm_route_table(SCALE_OUT, refuses=(*RENDERER_ERRORS, InvalidGrammar), counted=True)
 
 
 class RenderChat(openai_request.ChatRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,9 +61,6 @@ RenderBody = RenderChat | RenderCompletion
 # vLLM's renderers know this option too.
 UNSUPPORTED = openai_request.UNSUPPORTED | {"return_token_offsets"}
 
-_chat = msgspec.json.Decoder(RenderChat).decode
-_completion = msgspec.json.Decoder(RenderCompletion).decode
-
 
 @ROUTES.endpoint(
     "POST",
@@ -75,11 +68,9 @@ _completion = msgspec.json.Decoder(RenderCompletion).decode
     "The request to an engine that a conversation becomes",
     answer=RenderedRequest,
     body=RenderChat,
-    refuses=(*RENDERER_ERRORS, InvalidGrammar),
-    counted=True,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _chat, UNSUPPORTED)
+    asked = decode(await read_body(context, request), RenderChat, UNSUPPORTED)
     model = resolve_model(context, asked.model)
     card = await context.model_card(model) if asked.tools else None
     # Other engines read other grammars.
@@ -94,11 +85,9 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     "The request to an engine that each prompt becomes",
     answer=list[RenderedRequest],
     body=RenderCompletion,
-    refuses=(*RENDERER_ERRORS, InvalidGrammar),
-    counted=True,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _completion, UNSUPPORTED)
+    asked = decode(await read_body(context, request), RenderCompletion, UNSUPPORTED)
     resolve_model(context, asked.model)
     if asked.echo:
         raise UnsupportedParameter("echo: a rendered request has no answer yet", field="echo")
@@ -122,7 +111,9 @@ async def _render(
     plan: SubmitPlan,
     caller: Caller,
 ) -> RenderedRequest:
-    model, payload = request.model, _payload_of(asked)
+    model, payload = request.model, asked.mm_payload
+    if payload is None:
+        payload = "none" if asked.return_mm_kwargs is False else "tensors"
     defaults = context.config.models[model].sampling_defaults
     kind = "completion" if isinstance(asked, RenderCompletion) else "chat"
     with translated_errors(kind, plan.options):
@@ -132,15 +123,20 @@ async def _render(
         )
         num_prompt = len(rendered.prompt_token_ids)
         max_tokens = resolve_max_tokens(sampling.max_tokens, num_prompt, card.max_model_len)
-    return rendered_request(
-        wire_id,
-        rendered,
-        sampling,
-        max_tokens,
+    stream, options = bool(asked.stream), asked.stream_options
+    return RenderedRequest(
+        request_id=wire_id,
+        token_ids=rendered.prompt_token_ids,
+        features=features_of(rendered.features, with_tensors=payload == "tensors"),
+        sampling_params=write_sampling(sampling, max_tokens, stream),
         model=model,
-        with_tensors=payload == "tensors",
-        stream=bool(asked.stream),
-        stream_options=_stream_options(asked),
+        stream=stream,
+        stream_options=GenerateStreamOptions(
+            include_usage=options.include_usage,
+            continuous_usage_stats=options.continuous_usage_stats,
+        )
+        if stream and options is not None
+        else None,
         cache_salt=asked.cache_salt,
         priority=asked.priority or 0,
     )
@@ -148,19 +144,3 @@ async def _render(
 
 def _base_id(request: Request, asked: RenderBody) -> str:
     return request.headers.get("x-request-id") or asked.request_id or secrets.token_hex(8)
-
-
-def _payload_of(asked: RenderBody) -> Payload:
-    if asked.mm_payload is not None:
-        return asked.mm_payload
-    return "none" if asked.return_mm_kwargs is False else "tensors"
-
-
-def _stream_options(asked: RenderBody) -> GenerateStreamOptions | None:
-    options = asked.stream_options
-    if options is None:
-        return None
-    return GenerateStreamOptions(
-        include_usage=options.include_usage,
-        continuous_usage_stats=options.continuous_usage_stats,
-    )

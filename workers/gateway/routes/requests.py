@@ -1,6 +1,5 @@
 """`/v1/requests/{id}`: the state of a request, its stream, and its cancellation."""
 
-import asyncio
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -11,7 +10,7 @@ from shared import client
 from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
-from shared.state.token_log import is_final, last_record
+from shared.state.token_log import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.core.ids import read_start
@@ -20,12 +19,22 @@ from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
 from workers.gateway.route_table import ANSWER_ERRORS, FROM, LAST_EVENT, RouteTable
-from workers.gateway.routes.timeline import TimelineEntry, timeline_of
 
 ROUTES = RouteTable("Requests")
 PATH = "/v1/requests/{id}"
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
+
+
+class TimelineEntry(Struct, frozen=True):
+    """One stage of a request. Times are Unix milliseconds of one clock, the broker's."""
+
+    stage: str
+    worker: str
+    attempt: int
+    began_ms: float
+    ended_ms: float | None
+    """null while the request is in this stage, and if it ended elsewhere meanwhile."""
 
 
 class RequestBody(Struct, frozen=True):
@@ -81,16 +90,13 @@ async def show(context: AppContext, request: Request, caller: Caller) -> Respons
 async def stream(context: AppContext, request: Request, caller: Caller) -> Response:
     active = await find_request(context, request, caller)
     if active.is_overdue:
-        await _read_last_records(context, active)
+        await _read_last_records(active)
     start = read_start(request, len(active.parts))
     headers = {"x-request-id": active.request_id}
     events = active.events(active.follow_logs(), start)
-
-    def ignore_disconnect() -> None:
-        """A client that only looks on does not end the request."""
-
+    # A client that only looks on does not end the request.
     return EventStream(
-        events, ignore_disconnect, context.shutting_down, error_response, headers, numbered=True
+        events, lambda: None, context.shutting_down, error_response, headers, numbered=True
     )
 
 
@@ -109,20 +115,20 @@ async def cancel(context: AppContext, request: Request, caller: Caller) -> Respo
     return Json(Cancelling(active.request_id), 202)
 
 
-async def _read_last_records(context: AppContext, active: ActiveRequest) -> list[LogRecord | None]:
+async def _read_last_records(active: ActiveRequest) -> list[LogRecord | None]:
     """Return the last record of each log.
 
     Raises NotFound for a request that must have ended and has no log: the log has been removed, or
     the gateway died before it published the request.
     """
-    lasts = await asyncio.gather(*(last_record(context.bus, part) for part in active.parts))
+    lasts = await active.last_records()
     if active.is_overdue and not any(lasts):
         raise NotFound("there is no such request, or it has been removed", field="id")
     return lasts
 
 
 async def _describe(context: AppContext, request: Request, active: ActiveRequest) -> RequestBody:
-    lasts = await _read_last_records(context, active)
+    lasts = await _read_last_records(active)
     ended = [last for last in lasts if last is not None and is_final(last)]
     # The part that the others wait for.
     open_part = next(
@@ -166,3 +172,20 @@ def _state(
     if len(ended) == len(lasts):
         return "finished"
     return "running" if any(lasts) or status.state == "running" else "queued"
+
+
+def timeline_of(status: request_status.RequestStatus) -> list[TimelineEntry]:
+    """Return the stages that a request has left and the one it is in, ordered by time."""
+    entries = [
+        TimelineEntry(span.stage, span.worker, span.attempt, span.received_ms, span.sent_ms)
+        for span in status.path
+    ]
+    until_ms = max((span.sent_ms for span in status.path), default=0.0)
+    # The latest attempt of each stage that has claimed the request since.
+    since = {a.stage: a for a in status.attempts if a.began_ms >= until_ms}
+    if status.state == "queued" and status.stage is not None:
+        since.pop(status.stage, None)
+    entries += [
+        TimelineEntry(a.stage, a.worker, a.number, a.began_ms, None) for a in since.values()
+    ]
+    return sorted(entries, key=lambda entry: entry.began_ms)

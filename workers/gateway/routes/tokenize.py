@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +26,7 @@ from workers.gateway.routes.vllm_common import (
 from workers.gateway.schemas.openai_request import ChatMessage
 from workers.gateway.vllm.errors import decode
 
-ROUTES = vllm_route_table("Tokens")
+ROUTES = vllm_route_table("Tokens", refuses=RENDERER_ERRORS, counted=True)
 
 UNSUPPORTED = frozenset({"chat_template", "media_io_kwargs", "mm_processor_kwargs"})
 
@@ -66,21 +65,15 @@ class DetokenizeAnswer(Struct, frozen=True):
     prompt: str
 
 
-_tokenize = msgspec.json.Decoder(TokenizeBody).decode
-_detokenize = msgspec.json.Decoder(DetokenizeBody).decode
-
-
 @ROUTES.endpoint(
     "POST",
     "/tokenize",
     "The tokens of a text, or of a conversation",
     answer=TokenizeAnswer,
     body=TokenizeBody,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def tokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _tokenize, UNSUPPORTED)
+    asked = decode(await read_body(context, request), TokenizeBody, UNSUPPORTED)
     model = resolve_model(context, asked.model)
     question = question_of(asked)
     with translated_errors("chat", {}):
@@ -98,11 +91,9 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
     "The text of tokens",
     answer=DetokenizeAnswer,
     body=DetokenizeBody,
-    refuses=RENDERER_ERRORS,
-    counted=True,
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
-    asked = decode(await read_body(context, request), _detokenize)
+    asked = decode(await read_body(context, request), DetokenizeBody)
     model = resolve_model(context, asked.model)
     text = await decode_tokens(context, model, asked.tokens, False, caller.tenant)
     return Json(DetokenizeAnswer(text))

@@ -1,8 +1,7 @@
 """Functions that the endpoints of vLLM's token protocol share: bodies, questions to renderers,
 refusals."""
 
-from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +12,12 @@ from shared.protocol.renderer_rpc import DetokenizeRequest, FeaturesRequest, Ren
 from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.core.assembler import TokenBytes
-from workers.gateway.http import body, errors
+from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
+from workers.gateway.http.body import declares_json
 from workers.gateway.http.errors import WrongContentType, unwrap_reply
 from workers.gateway.route_table import RouteTable
-from workers.gateway.vllm.errors import body_of, is_client_error, status_of
+from workers.gateway.vllm.errors import body_of, status_of
 
 Payload = Literal["tensors", "none"]
 
@@ -26,21 +25,20 @@ Payload = Literal["tensors", "none"]
 def refusal(error: Exception) -> Response:
     """Return the protocol's response for a client error, and the usual one for other errors."""
     info = errors.info_of(error)
-    if not is_client_error(info):
+    if info.fault != "client":
         return error_response(error)
     return Json(body_of(info), status_of(info))
 
 
-def vllm_route_table(tag: str) -> RouteTable:
-    return RouteTable(tag, status_of=status_of, refuse=refusal)
+def vllm_route_table(tag: str, **details: Any) -> RouteTable:
+    return RouteTable(tag, refuse=refusal, status_of=status_of, **details)
 
 
 async def read_body(context: AppContext, request: Request) -> bytes:
     """Return the body of a request that declares JSON. Raises a RequestError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if not declares_json(request):
         raise WrongContentType("Unsupported Media Type: Only 'application/json' is allowed")
-    return await body.read(request, context.limits, context.body_budget)
+    return await context.bodies.read(request)
 
 
 def resolve_model(context: AppContext, name: str | None) -> str:
@@ -72,11 +70,3 @@ async def decode_tokens(
     question = DetokenizeRequest(token_ids, skip_special_tokens=skip_special_tokens)
     reply = await client.detokenize(context.bus, model, question, tenant=tenant)
     return unwrap_reply(reply).prompt
-
-
-async def load_token_bytes(
-    context: AppContext, model: str, token_ids: Collection[int], tenant: str
-) -> TokenBytes:
-    """Return the bytes of at least these tokens."""
-    await context.token_bytes.load(model, token_ids, tenant)
-    return context.token_bytes.of(model)

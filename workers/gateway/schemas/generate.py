@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from workers.gateway.schemas.openai_response import TokenLogprob
+
 OutputMode = Literal["tokens", "text"]
 MAX_ID_LEN = 256
 
@@ -29,8 +31,11 @@ class FeaturesInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class GenerateStreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    """Include usage in every chunk."""
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,26 +83,10 @@ class IdLogprob(Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class IdLogprobs(Struct, frozen=True, kw_only=True):
+class IdLogprobs(IdLogprob, frozen=True, kw_only=True):
     """Log probability of the chosen token, and of the top tokens: it first, then others by rank."""
 
-    token_id: int
-    logprob: float
-    rank: int | None = None
-    top_logprobs: list[IdLogprob] = []
-
-
-class TextLogprob(Struct, frozen=True, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class TextLogprobs(Struct, frozen=True, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-    top_logprobs: list[TextLogprob] = []
+    top_logprobs: list[IdLogprob] = field(default_factory=list)
 
 
 class TokensContent(Struct, frozen=True, kw_only=True):
@@ -105,7 +94,7 @@ class TokensContent(Struct, frozen=True, kw_only=True):
 
 
 class TextContent(Struct, frozen=True, kw_only=True):
-    content: list[TextLogprobs] | None = None
+    content: list[TokenLogprob] | None = None
 
 
 class PromptLogprob(Struct, frozen=True, kw_only=True):

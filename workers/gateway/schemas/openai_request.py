@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from shared.protocol.requests import FunctionCall, ImageURL, Tool
 from shared.protocol.sampling import NumLogprobs, StopString, StopStrings, TokenId
+from workers.gateway.schemas.generate import GenerateStreamOptions
 from workers.gateway.schemas.sampling_fields import SamplingFields
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -32,12 +33,7 @@ UNSUPPORTED = frozenset(
 )
 
 
-class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of a streamed answer."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    """Include usage in every chunk."""
+class StreamOptions(GenerateStreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from shared.protocol.records import Usage
+from shared.protocol.requests import ToolCall
 
 
 class CachedTokens(Struct, frozen=True):
@@ -36,10 +37,7 @@ class TopLogprob(Struct, frozen=True):
     bytes: list[int]
 
 
-class TokenLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -74,31 +72,25 @@ class ChatChunkChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class ChatChunk(Struct, frozen=True):
+class AnswerHead(Struct, frozen=True):
+    """Fields with which every answer and every chunk begins."""
+
     id: str
     created: int
     model: str
+
+
+class ChatChunk(AnswerHead, frozen=True):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: MaybeUsage = UNSET
-
-
-class CalledFunction(Struct, frozen=True):
-    name: str
-    arguments: str
-
-
-class CallBody(Struct, frozen=True):
-    id: str
-    function: CalledFunction
-    type: str = "function"
 
 
 class AnswerMessage(Struct, frozen=True):
     content: str | None
     role: str = "assistant"
     refusal: None = None
-    tool_calls: list[CallBody] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -109,20 +101,23 @@ class ChatChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(AnswerHead, frozen=True):
     choices: list[ChatChoice]
     usage: UsageBody
     object: str = "chat.completion"
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    """Lists with an entry for each token."""
+
     text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    def extend(self, more: "CompletionLogprobs") -> None:
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(more, name))
 
 
 class CompletionChoice(Struct, frozen=True):
@@ -133,12 +128,9 @@ class CompletionChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
 
 
-class Completion(Struct, frozen=True):
+class Completion(AnswerHead, frozen=True):
     """A whole completion, or a chunk of a streamed one."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: MaybeUsage = UNSET
     object: str = "text_completion"

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.protocol.detokenizer import MAX_WINDOW_TOKENS
+from shared.protocol.requests import ToolCall
 from shared.protocol.sampling import MAX_CHOICES, TokenId
 from workers.gateway.core.plan import MAX_PROMPTS
 from workers.gateway.schemas.generate import TextContent, TokensContent, UsageInfo
-from workers.gateway.schemas.openai_response import CallBody, CallDelta
+from workers.gateway.schemas.openai_response import CallDelta, CompletionLogprobs
 
 CONTEXT_TOKENS = 4
 # The text so far is parsed again with each event.
@@ -61,15 +62,6 @@ class StreamState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """All text that is out, where it may contain tool calls."""
 
 
-class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    stream: Literal[False] = False
-    model: str | None = None
-    generate_response: Generated
-    prompt_tokens: int | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    chat_request: dict[str, Any] | None = None
-
-
 class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An event of a stream, for either API."""
 
@@ -79,6 +71,15 @@ class DerenderStream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stream_state: StreamState | None = None
     prompt_tokens: int | None = None
     prompt_token_ids: list[TokenId] | None = None
+
+
+class DerenderChat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    stream: Literal[False] = False
+    model: str | None = None
+    generate_response: Generated
+    prompt_tokens: int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: dict[str, Any] | None = None
 
 
 class DerenderChatStream(DerenderStream, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +108,7 @@ class DerenderChatMessage(Struct, frozen=True, kw_only=True):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[CallBody] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | None = None
 
 
@@ -137,19 +138,10 @@ class DerenderChatStreamChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
 
 
-class DerenderCompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """Lists with an entry for each token."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
 class _CompletionChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: DerenderCompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -4,18 +4,16 @@ Statuses and types are those of the protocol, where they differ from OpenAI's. T
 Pagemill's own, because the protocol's do not tell errors apart.
 """
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.errors import InvalidRequest, PagemillError, RequestError
 from shared.protocol.records import ErrorInfo
-from shared.validation import split_validation_error
 from workers.gateway.http import errors
 from workers.gateway.http.errors import (
     ErrorAnswer,
-    ErrorBody,
     UnknownParameter,
     UnsupportedParameter,
     WrongContentType,
@@ -27,39 +25,28 @@ _STATUSES = {WrongContentType.code: 400, "invalid_media": 400, "media_not_found"
 _BODY = "body"
 
 
-def is_client_error(error: ErrorInfo) -> bool:
-    return error.fault == "client"
-
-
 def status_of(error: ErrorInfo | type[PagemillError]) -> int:
     return _STATUSES.get(error.code, errors.status_of(error))
 
 
 def body_of(error: ErrorInfo) -> ErrorAnswer:
-    openai = errors.body_of(error).error
-    error_type = _type_of(status_of(error), error.field) or openai.type
-    return ErrorAnswer(ErrorBody(openai.message, error_type, openai.param, openai.code))
-
-
-def _type_of(status: int, field: str | None) -> str | None:
-    """Return the protocol's type, or None for an error that the request itself did not cause."""
+    """Return the body. An error that the request itself did not cause has OpenAI's type."""
+    body, status = errors.body_of(error).error, status_of(error)
     if status == 404:
-        return "NotFoundError"
-    if status not in (400, 422):
-        return None
-    is_in_body = field is not None and field.partition(".")[0] == _BODY
-    return "Bad Request" if is_in_body else "BadRequestError"
+        body = replace(body, type="NotFoundError")
+    elif status in (400, 422):
+        is_in_body = (error.field or "").partition(".")[0] == _BODY
+        body = replace(body, type="Bad Request" if is_in_body else "BadRequestError")
+    return ErrorAnswer(body)
 
 
-def decode(
-    data: bytes, decoder: Callable[[bytes], T], unsupported: frozenset[str] = frozenset()
-) -> T:
+def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozenset()) -> T:
     """Decode a body. Raises a RequestError with `body.` and the path as field.
 
     `unsupported` are paths that the protocol has and this server does not support.
     """
     try:
-        return decoder(data)
+        return msgspec.json.decode(data, type=body_type)
     except msgspec.ValidationError as error:
         raise _refusal(error, unsupported) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -67,19 +54,15 @@ def decode(
 
 
 def _refusal(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
-    what, path = split_validation_error(error)
-    path = path.partition("[")[0]
-    unknown, missing = "Object contains unknown field `", "Object missing required field `"
-    for prefix in (unknown, missing):
-        if what.startswith(prefix):
-            name = what.removeprefix(prefix).removesuffix("`")
-            path = f"{path}.{name}".removeprefix(".")
-            what = "Field required" if prefix is missing else what
+    what, path, name = errors.split_field_error(error)
+    path = f"{path.partition('[')[0]}.{name}".strip(".")
     field = f"{_BODY}.{path}" if path else _BODY
     if path in unsupported or path.partition(".")[0] in unsupported:
         return UnsupportedParameter(f"{field}: not supported here", field=field)
-    if what.startswith(unknown):
+    if what == errors.UNKNOWN_FIELD:
         return UnknownParameter(f"{field}: unknown parameter", field=field)
+    if what == errors.MISSING_FIELD:
+        what = "Field required"
     return InvalidRequest(f"{field}: {what}", field=field)
 
 

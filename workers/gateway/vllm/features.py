@@ -1,19 +1,26 @@
-"""Images in a generate body: consistency checks, and their bytes. Pure."""
+"""Images of the token protocol: rendered ones with their bytes and consistency checks, and
+unprocessed ones beside token ids that have one placeholder for each. Pure."""
 
 import base64
 import binascii
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, UnsupportedContent
 from shared.protocol.multimodal import IMAGE
+from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
+from shared.protocol.requests import ImagePart, ImageURL
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo
 from workers.gateway.vllm.errors import body_error
 
+T = TypeVar("T")
+
+_UNSUPPORTED = ("audio_url", "video_url")
 _decode_item = msgspec.msgpack.Decoder().decode
 _encode_item = msgspec.msgpack.Encoder().encode
 
@@ -119,3 +126,77 @@ def _decode_map(item: bytes, field: str) -> dict[Any, Any]:
     if not isinstance(decoded, dict):
         raise InvalidRequest("not an item in msgpack: it is not a map", field=field)
     return decoded
+
+
+def features_of(rendered: Sequence[RenderedFeature], *, with_tensors: bool) -> FeaturesInfo | None:
+    """Return the items of a rendered prompt by modality, or None if there are none."""
+    if not rendered:
+        return None
+    by_modality: dict[str, list[RenderedFeature]] = {}
+    for feature in rendered:
+        by_modality.setdefault(feature.modality, []).append(feature)
+
+    def column(read: Callable[[RenderedFeature], T]) -> dict[str, list[T]]:
+        return {modality: [read(f) for f in items] for modality, items in by_modality.items()}
+
+    return FeaturesInfo(
+        mm_hashes=column(lambda f: f.mm_hash),
+        mm_placeholders=column(
+            lambda f: PlaceholderInfo(f.placeholder.offset, f.placeholder.length)
+        ),
+        kwargs_data=column(lambda f: _encode_base64(f.kwargs_data)) if with_tensors else None,
+        mm_metadata=column(lambda f: _encode_base64(f.mm_metadata)) if with_tensors else None,
+    )
+
+
+def _encode_base64(data: bytes | None) -> str | None:
+    return None if data is None else base64.b64encode(data).decode()
+
+
+def images_of(parts: list[dict[str, Any]]) -> list[ImagePart]:
+    """Raises a RequestError for a part that is not an image."""
+    return [_image(part, f"content_parts[{i}]") for i, part in enumerate(parts)]
+
+
+def _image(part: dict[str, Any], path: str) -> ImagePart:
+    kind, url = part.get("type"), part.get("url")
+    if kind in _UNSUPPORTED:
+        raise UnsupportedContent(f"{kind} is not supported by this model", field=f"body.{path}")
+    if kind != "image_url" or not isinstance(url, str):
+        raise body_error(path, "a part must be of type image_url and have a url")
+    for name in part.keys() - {"type", "url"}:
+        if part[name] is not None:
+            raise body_error(f"{path}.{name}", f"{name} is not supported here")
+    return ImagePart(ImageURL(url))
+
+
+def insert_images(
+    token_ids: list[int], rendered: RenderedFeatures
+) -> tuple[list[int], list[WireItem]]:
+    """Return the prompt with every placeholder expanded to its image's tokens, and the images.
+
+    `rendered` has the images in another prompt. Raises InvalidRequest where the numbers of images
+    and placeholders differ.
+    """
+    runs = [
+        rendered.prompt_token_ids[feature.placeholder.offset :][: feature.placeholder.length]
+        for feature in rendered.features
+    ]
+    expanded: list[int] = []
+    items: list[WireItem] = []
+    markers = {run[0] for run in runs}
+    for token_id in token_ids:
+        if token_id not in markers:
+            expanded.append(token_id)
+            continue
+        if len(items) == len(runs):
+            raise body_error(
+                "content_parts", "token_ids have more placeholders than there are images"
+            )
+        run, feature = runs[len(items)], rendered.features[len(items)]
+        place = PlaceholderInfo(len(expanded), len(run))
+        items.append(WireItem(feature.mm_hash, place, feature.kwargs_data))
+        expanded += run
+    if len(items) < len(runs):
+        raise body_error("content_parts", "token_ids have fewer placeholders than there are images")
+    return expanded, items

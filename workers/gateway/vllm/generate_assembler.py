@@ -4,24 +4,26 @@ An assembler that reads the log again from its first record produces the same ev
 can continue at any gateway.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from msgspec import UNSET, Struct
 
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.records import ChoiceDelta, TokenChunk, TokenLogprobs, Usage
-from workers.gateway.core.assembler import Events, TokenBytes
+from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.logprobs import id_logprobs, ranked_tokens, text_logprobs, token_text
 from workers.gateway.schemas.generate import (
     GenerateChoice,
     GenerateChunk,
     GenerateResponse,
-    IdLogprobs,
     OutputMode,
     PlaceholderInfo,
     PromptLogprob,
     TextContent,
-    TextLogprobs,
     TokensContent,
     TotalUsage,
     UsageInfo,
@@ -47,20 +49,20 @@ class GenerateShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
     continuous_usage: bool = False
 
 
+@dataclass(slots=True)
 class _ChoiceState:
     """A choice so far."""
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.id_logprobs: list[IdLogprobs] = []
-        self.text_logprobs: list[TextLogprobs] = []
-        self.context: list[bytes] = []
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
+    """IdLogprobs or TokenLogprob, as the output mode has them."""
+    context: list[bytes] = dataclasses.field(default_factory=list)
 
 
-class GenerateAssembler:
+class GenerateAssembler(Assembler):
     """Assembler of one request. Every event has one choice, because a client that derenders the
     events carries a state for each choice."""
 
@@ -74,29 +76,28 @@ class GenerateAssembler:
         self._model = model
         self._created_s = created_s
         self._token_bytes = token_bytes
-        self.collects_answer = True
         self._choices = [_ChoiceState() for _ in range(shape.n)]
         self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
         self._usage: tuple[int, int] | None = None
         self._has_begun = False
 
-    def add(self, part: int, record: TokenChunk) -> Events:
+    def add(self, part: int, record: TokenChunk) -> list[GenerateChunk]:
         """Return an event for each choice that has something new."""
         if record.prompt_logprobs is not None:
             self._add_prompt_logprobs(record.prompt_logprobs)
-        return Events(
+        return [
             self._event(delta.index, choice)
             for delta in record.choices
             if (choice := self._add_delta(delta)) is not None
-        )
+        ]
 
-    def finish(self, part: int, usage: Usage) -> Events:
+    def finish(self, part: int, usage: Usage) -> list[GenerateChunk]:
         self._usage = usage.prompt_tokens, usage.completion_tokens
         return self._usage_event()
 
-    def abort(self) -> Events:
+    def abort(self) -> list[GenerateChunk]:
         open_choices = [i for i, c in enumerate(self._choices) if c.finish_reason is None]
-        return Events([*(self._abort_choice(i) for i in open_choices), *self._usage_event()])
+        return [*(self._abort_choice(i) for i in open_choices), *self._usage_event()]
 
     def answer(self) -> GenerateResponse:
         """Return the whole answer. The last record must have been added."""
@@ -115,39 +116,39 @@ class GenerateAssembler:
 
     def _add_delta(self, delta: ChoiceDelta) -> GenerateChoice | None:
         """Return the news of a choice, or None if this output mode shows none."""
-        state, text_mode = self._choices[delta.index], self._shape.output_mode == "text"
-        ids, texts = self._logprobs_of(state, delta)
+        state, shows_text = self._choices[delta.index], self._shape.output_mode == "text"
+        logprobs = self._logprobs_of(state, delta)
         state.token_ids += delta.token_ids
         state.text += delta.text
         state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
         if self.collects_answer:
-            state.id_logprobs += ids
-            state.text_logprobs += texts
-        if not (delta.token_ids or delta.finish_reason or (text_mode and delta.text)):
+            state.logprobs += logprobs
+        if not (delta.token_ids or delta.finish_reason or (shows_text and delta.text)):
             return None
-        return GenerateChoice(
-            index=delta.index,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids,
-            weight_versions=_weight_versions(state) if delta.finish_reason else None,
-            text=delta.text if text_mode else UNSET,
-            logprobs=self._content(ids, texts),
-        )
+        return self._choice(delta.index, delta.token_ids, delta.text, logprobs)
 
     def _abort_choice(self, index: int) -> GenerateChunk:
-        state = self._choices[index]
-        state.finish_reason = "abort"
-        return self._event(
-            index,
-            GenerateChoice(
-                index=index,
-                finish_reason="abort",
-                token_ids=[],
-                weight_versions=_weight_versions(state),
-                text="" if self._shape.output_mode == "text" else UNSET,
-                logprobs=self._content([], []),
-            ),
+        self._choices[index].finish_reason = "abort"
+        return self._event(index, self._choice(index, [], "", []))
+
+    def _choice(
+        self, index: int, token_ids: list[int], text: str, logprobs: list[Any]
+    ) -> GenerateChoice:
+        """Return a choice with these tokens, ended if the choice has ended."""
+        shape, state = self._shape, self._choices[index]
+        content: TokensContent | TextContent | None = None
+        if shape.logprobs is not None:
+            content_type = TextContent if shape.output_mode == "text" else TokensContent
+            content = content_type(content=logprobs)
+        versions = [WeightVersionSpan(end=len(state.token_ids))] if state.finish_reason else None
+        return GenerateChoice(
+            index=index,
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+            token_ids=token_ids,
+            weight_versions=versions,
+            text=text if shape.output_mode == "text" else UNSET,
+            logprobs=content,
         )
 
     def _event(self, index: int, choice: GenerateChoice) -> GenerateChunk:
@@ -164,18 +165,13 @@ class GenerateAssembler:
             choices=[choice],
         )
 
-    def _usage_event(self) -> Events:
+    def _usage_event(self) -> list[GenerateChunk]:
         shape = self._shape
         if not shape.include_usage:
-            return Events()
-        num_prompt, num_answer = self._num_tokens()
-        usage = TotalUsage(
-            prompt_tokens=num_prompt,
-            total_tokens=num_prompt + num_answer,
-            completion_tokens=num_answer,
-        )
+            return []
+        usage = msgspec.convert(usage_of(*self._num_tokens()), TotalUsage, from_attributes=True)
         last = GenerateChunk(request_id=shape.wire_id, usage=usage, output_mode=shape.output_mode)
-        return Events([last])
+        return [last]
 
     def _num_tokens(self) -> tuple[int, int]:
         """Return the numbers of prompt and answer tokens, as the last record of the log has them.
@@ -191,35 +187,17 @@ class GenerateAssembler:
         return {IMAGE: shape.placeholders} if shown else None
 
     def _whole_choice(self, index: int, state: _ChoiceState) -> GenerateChoice:
-        return GenerateChoice(
-            index=index,
-            finish_reason=state.finish_reason or "stop",
-            stop_reason=state.stop_reason,
-            token_ids=state.token_ids,
-            weight_versions=_weight_versions(state),
-            text=state.text if self._shape.output_mode == "text" else UNSET,
-            logprobs=self._content(state.id_logprobs, state.text_logprobs),
-        )
+        state.finish_reason = state.finish_reason or "stop"
+        return self._choice(index, state.token_ids, state.text, state.logprobs)
 
-    def _content(
-        self, ids: list[IdLogprobs], texts: list[TextLogprobs]
-    ) -> TokensContent | TextContent | None:
-        if self._shape.logprobs is None:
-            return None
-        if self._shape.output_mode == "text":
-            return TextContent(content=texts)
-        return TokensContent(content=ids)
-
-    def _logprobs_of(
-        self, state: _ChoiceState, delta: ChoiceDelta
-    ) -> tuple[list[IdLogprobs], list[TextLogprobs]]:
+    def _logprobs_of(self, state: _ChoiceState, delta: ChoiceDelta) -> list[Any]:
         ids = [
             id_logprobs(token_id, logprobs, max(self._shape.logprobs or 0, 1))
             for token_id, logprobs in zip(delta.token_ids, delta.logprobs or [], strict=False)
         ]
         if self._shape.output_mode == "tokens":
-            return ids, []
-        return [], [text_logprobs(found, state.context, self._token_bytes) for found in ids]
+            return ids
+        return [text_logprobs(found, state.context, self._token_bytes) for found in ids]
 
     def _add_prompt_logprobs(self, logprobs_of_prompt: Sequence[TokenLogprobs]) -> None:
         """The first token has no log probability, because nothing comes before it."""
@@ -246,7 +224,3 @@ def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
         total_tokens=num_prompt + num_answer,
         completion_tokens=num_answer,
     )
-
-
-def _weight_versions(choice: _ChoiceState) -> list[WeightVersionSpan]:
-    return [WeightVersionSpan(end=len(choice.token_ids))]

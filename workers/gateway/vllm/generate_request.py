@@ -7,8 +7,6 @@ fields, then the sampling parameters.
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from shared.errors import InvalidRequest
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, RenderedRequest
@@ -19,8 +17,6 @@ from workers.gateway.vllm.sampling import read_sampling
 
 MAX_SALT_LEN = 128
 _FORBIDDEN_IN_SALT = frozenset("@/\\\x00")
-
-_decode = msgspec.json.Decoder(RenderedRequest).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class ParsedRequest:
 
 def parse(data: bytes) -> ParsedRequest:
     """Raises a RequestError that names the field, as `body.` and its path."""
-    body = decode(data, _decode)
+    body = decode(data, RenderedRequest)
     _check_salt(body.cache_salt)
     if not body.token_ids:
         raise body_error("token_ids", "Expected at least 1 token id")

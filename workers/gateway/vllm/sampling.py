@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shared.errors import InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
 from shared.validation import split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
@@ -186,3 +186,36 @@ def check_greedy(params: SamplingParams) -> None:
     """Raises InvalidRequest for several greedy choices, which would all be the same."""
     if params.n > 1 and params.temperature < _GREEDY_EPS:
         raise InvalidRequest(f"n must be 1 when using greedy sampling, got {params.n}.", field="n")
+
+
+def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters: the given ones over the model's defaults.
+
+    Raises InvalidRequest for values that no request may have.
+    """
+    try:
+        params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        complaint, field = split_validation_error(error)
+        field = f"sampling_params.{field}"
+        raise InvalidRequest(f"{field}: {complaint}", field=field) from error
+    check_greedy(params)
+    return params
+
+
+def resolve_max_tokens(max_tokens: int | None, num_prompt: int, max_model_len: int) -> int:
+    """Return `max_tokens`, or as many tokens as there is room for. Raises ContextTooLong."""
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise ContextTooLong(
+            f"The decoder prompt (length {num_prompt}) is longer than the maximum model length of"
+            f" {max_model_len}, which an answer must fit into too.",
+            field="messages",
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise ContextTooLong(
+            f"{num_prompt} tokens of the prompt and {max_tokens} of the answer are over the maximum"
+            f" model length of {max_model_len}",
+            field="sampling_params.max_tokens",
+        )
+    return room if max_tokens is None else max_tokens

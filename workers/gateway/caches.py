@@ -1,18 +1,43 @@
-"""Cache of the bytes of tokens, filled by asking renderers.
+"""Caches of what workers tell: the bytes of tokens, and heartbeats."""
 
-It has no limit: a model has only so many tokens.
-"""
-
+import asyncio
+import time
 from collections.abc import Collection
 
 from shared import client
 from shared.bus.bus import Bus
+from shared.protocol.messages import Heartbeat
 from shared.protocol.renderer_rpc import DetokenizeRequest
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.http.errors import unwrap_reply
 
+READ_TIMEOUT_S = 2.0
+FRESH_S = 0.5
+
+
+class HeartbeatCache:
+    """Heartbeats of all workers, so that frequent probes do not each ask the broker."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._beats: list[Heartbeat] = []
+        self._read_s = float("-inf")
+
+    async def read(self) -> list[Heartbeat]:
+        """Raises Unavailable or TimeoutError."""
+        if time.monotonic() - self._read_s > FRESH_S:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                self._beats = await self._bus.read_heartbeats()
+            self._read_s = time.monotonic()
+        return self._beats
+
 
 class TokenBytesCache:
+    """Bytes of tokens, filled by asking renderers.
+
+    It has no limit: a model has only so many tokens.
+    """
+
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._by_model: dict[str, dict[int, bytes]] = {}
