@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.protocol.encoding import or_none
 from shared.protocol.records import ErrorInfo
 
 
@@ -160,31 +161,9 @@ class WorkerMetrics(Struct, frozen=True):
     series: list[MetricSeries]
 
 
-_job_record = msgspec.json.Decoder(RequestRecord)
-
-
-_attempt = msgspec.json.Decoder(AttemptRecord)
-_heartbeat = msgspec.json.Decoder(Heartbeat)
-
-
-def decode_job_record(data: bytes) -> RequestRecord:
-    record: RequestRecord = _job_record.decode(data)
-    return record
-
-
-def decode_attempt(data: bytes) -> AttemptRecord | None:
-    """None for bytes that are no record of an attempt: anyone may publish on the bus."""
-    try:
-        attempt: AttemptRecord = _attempt.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return attempt
-
-
-def decode_heartbeat(data: bytes) -> Heartbeat | None:
-    """None for bytes that are no heartbeat: anyone may publish on the bus."""
-    try:
-        beat: Heartbeat = _heartbeat.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return beat
+decode_job_record = msgspec.json.Decoder(RequestRecord).decode
+decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
+decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
+decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
+decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
+decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

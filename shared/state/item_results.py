@@ -14,7 +14,7 @@ from shared.bus.bus import Bus
 from shared.bus.stored import StoredMessage
 from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
 from shared.protocol import subjects
-from shared.protocol.encoding import to_msgpack
+from shared.protocol.encoding import UNDECODABLE, to_msgpack
 from shared.protocol.records import ErrorInfo, Failure
 from shared.protocol.task_messages import ItemResult
 from shared.state.token_log import last_record
@@ -38,10 +38,9 @@ async def last(bus: Bus, key: str) -> StoredMessage | None:
 def decode(data: bytes) -> ItemResult:
     """Raises DecodeError."""
     try:
-        result: ItemResult = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return _decoder.decode(data)
+    except UNDECODABLE as error:
         raise DecodeError(f"not an item's result: {error}") from error
-    return result
 
 
 async def forget(bus: Bus, result: StoredMessage) -> None:

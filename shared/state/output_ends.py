@@ -14,13 +14,13 @@ import msgspec
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import or_none, to_json
 from shared.protocol.records import OutputEnds, OutputSummary, Usage
 
 NO_USAGE = Usage(0, 0)
 STALE_READ_S = 0.02
 
-_decoder = msgspec.json.Decoder(OutputEnds)
+_decode = or_none(msgspec.json.Decoder(OutputEnds).decode)
 
 
 class _Stored(NamedTuple):
@@ -64,10 +64,8 @@ async def _read(bus: Bus, request_id: str) -> _Stored:
     stored = await bus.read(subjects.TOKENS_STREAM, subjects.ends(request_id))
     last_sequence = stored[-1].sequence if stored else 0
     for message in reversed(stored):
-        try:
-            return _Stored(_decoder.decode(message.data), last_sequence)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue  # Bytes that are no list, from anyone who may publish here.
+        if (ends := _decode(message.data)) is not None:
+            return _Stored(ends, last_sequence)
     return _Stored(None, last_sequence)
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct
 from shared.bus.bus import Bus
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import or_none, to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import (
     AnyRecord,
@@ -49,19 +49,14 @@ class UnknownRecord(Struct, frozen=True):
     attempt: int
 
 
-_records = msgspec.json.Decoder(AnyRecord)
-_unknown = msgspec.json.Decoder(UnknownRecord)
+_decode_known: Callable[[bytes], AnyRecord | None]
+_decode_known = or_none(msgspec.json.Decoder(AnyRecord).decode)
+_decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
 
 
 def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
     """The record in a message of a log; None for bytes that are no record."""
-    for decoder in (_records, _unknown):
-        try:
-            record: AnyRecord | UnknownRecord = decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue
-        return record
-    return None
+    return _decode_known(data) or _decode_unknown(data)
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:

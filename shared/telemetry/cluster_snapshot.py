@@ -5,15 +5,12 @@ the number of workers and models, not on their load.
 """
 
 import asyncio
-import contextlib
-
-import msgspec
 
 from shared.bus.bus import Bus
 from shared.bus.queue_depth import ConsumerQueue
 from shared.errors import NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics
+from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics, decode_metrics
 from shared.telemetry.catalog import METRICS, OWN_LABELS
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
@@ -22,8 +19,6 @@ REPLY_TIMEOUT_S = 0.5
 
 BROKER_UP = MetricSeries("broker_up", {}, 1)
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
-
-_metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
 async def take_snapshot(bus: Bus) -> ClusterSnapshot:
@@ -83,8 +78,7 @@ async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetr
 
     def accept(reply: bytes) -> bool:
         # Any client may reply on a subject; replies that are no worker's metrics are ignored.
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            metrics = _metrics.decode(reply)
+        if (metrics := decode_metrics(reply)) is not None:
             known = [series for series in metrics.series if _is_known(series)]
             by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
         return expected <= by_worker.keys()
