@@ -89,8 +89,10 @@ async def retry_until(
     attempt: Callable[[], Awaitable[T]],
     failures: tuple[type[Exception], ...],
     description: str,
+    pause_s: float = MAX_RETRY_S,
 ) -> T:
-    """Repeat `attempt` every MAX_RETRY_S while it raises one of `failures`.
+    """Repeat `attempt` after `pause_s`, and then after pauses twice as long each, up to
+    MAX_RETRY_S, while it raises one of `failures`.
 
     Raises Unavailable with `description` when `deadline_s` seconds are over.
     """
@@ -100,9 +102,10 @@ async def retry_until(
         try:
             return await attempt()
         except failures as error:
-            if loop.time() + MAX_RETRY_S > deadline:
+            if loop.time() + pause_s > deadline:
                 raise Unavailable(f"{description}: {error}") from error
-        await asyncio.sleep(MAX_RETRY_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_RETRY_S)
 
 
 async def connect(

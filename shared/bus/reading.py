@@ -9,10 +9,10 @@ from datetime import datetime
 from typing import TypeVar
 
 from nats.errors import Error as NatsError
+from nats.js import api
 from nats.js.errors import NotFoundError
 
 from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
-from shared.bus.queue_depth import ConsumerQueue, QueueDepth
 from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
 from shared.errors import NotFound, Unavailable
 from shared.protocol import subjects
@@ -30,6 +30,27 @@ class QueuedRequest:
     data: bytes
     tenant: str
     """Content of the tenant header; "" without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Messages of one consumer's queue."""
+
+    subject: str
+    """The consumer's filter."""
+    last_delivered: int
+    """Sequence of the last message that was delivered to a worker."""
+    num_pending: int
+    num_in_flight: int
+
+    @classmethod
+    def of(cls, info: api.ConsumerInfo) -> "QueueDepth":
+        return cls(
+            info.config.filter_subject or "",
+            info.delivered.stream_seq if info.delivered else 0,
+            info.num_pending or 0,
+            info.num_ack_pending or 0,
+        )
 
 
 class StreamReader(BusPart):
@@ -111,13 +132,13 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not report on consumer {durable}") from error
         return QueueDepth.of(info)
 
-    async def queue_depths(self, stream: str) -> list[ConsumerQueue]:
+    async def queue_depths(self, stream: str) -> list[QueueDepth]:
         """Return the depths of all consumers' queues of a stream."""
-        queues: list[ConsumerQueue] = []
+        queues: list[QueueDepth] = []
         while page := await _answered(
             self._js.consumers_info(stream, offset=len(queues)), f"the consumers of {stream}"
         ):
-            queues += [ConsumerQueue.of(info) for info in page]
+            queues += [QueueDepth.of(info) for info in page]
         return queues
 
     async def stream_size(self, stream: str) -> tuple[int, float | None]:

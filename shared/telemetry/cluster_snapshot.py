@@ -7,7 +7,7 @@ the number of workers and models, not on their load.
 import asyncio
 
 from shared.bus.bus import Bus
-from shared.bus.queue_depth import ConsumerQueue
+from shared.bus.reading import QueueDepth
 from shared.errors import NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics, decode_metrics
@@ -59,13 +59,13 @@ async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
     return [StageQueue("coordinator", "", "", depth.num_pending, depth.num_in_flight, None)]
 
 
-async def _stage_queue(bus: Bus, queue: ConsumerQueue) -> StageQueue:
-    depth, oldest = queue.depth, None
+async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
+    oldest = None
     if depth.num_pending:
-        stream, subject = subjects.STAGES_STREAM, queue.subject
-        oldest = await bus.read_next(stream, depth.last_delivered + 1, subject)
+        stream, sequence = subjects.STAGES_STREAM, depth.last_delivered + 1
+        oldest = await bus.read_next(stream, sequence, depth.subject)
     return StageQueue(
-        *subjects.parts_of_stage(queue.subject),
+        *subjects.parts_of_stage(depth.subject),
         num_pending=depth.num_pending,
         num_in_flight=depth.num_in_flight,
         oldest_ms=None if oldest is None else oldest.stored_ms,
@@ -101,7 +101,7 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
     """Return the series of all workers, and those of the broker's state."""
     return [
         *(series for metrics in snapshot.metrics.values() for series in metrics.series),
-        *(_up(beat, beat.worker in snapshot.metrics) for beat in snapshot.beats),
+        *(_up(snapshot, beat) for beat in snapshot.beats),
         *(series for queue in snapshot.queues for series in _queue_series(snapshot, queue)),
         MetricSeries("requests_in_flight", {}, snapshot.in_flight),
         MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
@@ -110,9 +110,9 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
     ]
 
 
-def _up(beat: Heartbeat, has_replied: bool) -> MetricSeries:
+def _up(snapshot: ClusterSnapshot, beat: Heartbeat) -> MetricSeries:
     labels = {"model": "", "role": beat.role, "worker": beat.worker}
-    return MetricSeries("up", labels, has_replied)
+    return MetricSeries("up", labels, beat.worker in snapshot.metrics)
 
 
 def _queue_series(snapshot: ClusterSnapshot, queue: StageQueue) -> list[MetricSeries]:
