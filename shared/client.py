@@ -1,7 +1,7 @@
 """Client: publish requests, follow their token logs, cancel them, store images, ask renderers."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,26 +9,11 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
+from shared.protocol import renderer_rpc as rpc
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import LogRecord, OutputRecord
-from shared.protocol.renderer_rpc import (
-    Detokenized,
-    DetokenizeRequest,
-    ErrorReply,
-    FeaturesRequest,
-    ModelCard,
-    RenderedFeatures,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    decode_detokenized,
-    decode_error_reply,
-    decode_model_card,
-    decode_rendered_features,
-    decode_tokenized,
-)
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.state import media_store
 from shared.state.log_reader import LogReader, NotEnded
@@ -135,61 +120,62 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
 
 async def render(
     bus: Bus, request: GenerateRequest, tenant: str = ""
-) -> tuple[RenderedPrompt, list[TensorData]] | ErrorReply:
+) -> tuple[rpc.RenderedPrompt, list[TensorData]] | rpc.ErrorReply:
     """Return the prompt that an engine would get for `request`, and the tensors of its items.
 
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
     renderer of the model answers.
     """
-    answer = await _request(bus, request.model, subjects.render, to_json(request), tenant)
-    return decode_error_reply(answer) or envelope.decode(answer, RenderedPrompt)
+    answer = await _request(bus, request.model, "render", to_json(request), tenant)
+    return rpc.decode_error_reply(answer) or envelope.decode(answer, rpc.RenderedPrompt)
 
 
 async def render_features(
-    bus: Bus, request: FeaturesRequest, tenant: str = ""
-) -> RenderedFeatures | ErrorReply:
+    bus: Bus, request: rpc.FeaturesRequest, tenant: str = ""
+) -> rpc.RenderedFeatures | rpc.ErrorReply:
     """Return the features that another server would get for a request. Raises as `render` does."""
     model = request.request.model
-    answer = await _request(bus, model, subjects.features, to_json(request), tenant)
-    return decode_error_reply(answer) or decode_rendered_features(answer)
+    answer = await _request(bus, model, "features", to_json(request), tenant)
+    return rpc.decode_error_reply(answer) or rpc.decode_rendered_features(answer)
 
 
 async def tokenize(
-    bus: Bus, model: str, request: TokenizeRequest, tenant: str = ""
-) -> Tokenized | ErrorReply:
+    bus: Bus, model: str, request: rpc.TokenizeRequest, tenant: str = ""
+) -> rpc.Tokenized | rpc.ErrorReply:
     """Return the tokens of a prompt. Raises as `render` does."""
-    return decode_tokenized(await _request(bus, model, subjects.tokenize, to_json(request), tenant))
+    return rpc.decode_tokenized(await _request(bus, model, "tokenize", to_json(request), tenant))
 
 
 async def detokenize(
-    bus: Bus, model: str, request: DetokenizeRequest, tenant: str = ""
-) -> Detokenized | ErrorReply:
+    bus: Bus, model: str, request: rpc.DetokenizeRequest, tenant: str = ""
+) -> rpc.Detokenized | rpc.ErrorReply:
     """Return the text of tokens. Raises as `render` does."""
-    return decode_detokenized(
-        await _request(bus, model, subjects.detokenize, to_json(request), tenant)
+    return rpc.decode_detokenized(
+        await _request(bus, model, "detokenize", to_json(request), tenant)
     )
 
 
 async def model_card(
     bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
-) -> ModelCard | ErrorReply:
+) -> rpc.ModelCard | rpc.ErrorReply:
     """Return the card of a model. Raises Unavailable when no renderer of the model replies."""
-    answer = await _request(bus, model, subjects.card, b"", timeout_s=timeout_s)
-    return decode_model_card(answer)
+    answer = await _request(bus, model, "card", b"", timeout_s=timeout_s)
+    return rpc.decode_model_card(answer)
 
 
 async def _request(
     bus: Bus,
     model: str,
-    subject_of: Callable[[str], str],
+    call: str,
     data: bytes,
     tenant: str = "",
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> bytes:
     _check_name(model, "model")
-    bus.check_size(data, subject_of(model))
+    subject = subjects.renderer(call, model)
+    bus.check_size(data, subject)
     try:
-        return await bus.request(subject_of(model), data, timeout_s, tenant)
+        return await bus.request(subject, data, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
 

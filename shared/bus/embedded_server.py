@@ -27,7 +27,6 @@ class EmbeddedServer:
         self,
         store_dir: Path,
         port: int = 0,
-        log_file: Path | None = None,
         config_file: Path = CONFIG_DIR / "nats.conf",
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -41,7 +40,6 @@ class EmbeddedServer:
         self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.pid_file = store_dir / "nats-server.pid"
-        self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -57,7 +55,7 @@ class EmbeddedServer:
                 field="nats.port",
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
-        log_file = self._log_file or self.store_dir / "nats-server.log"
+        log_file = self.store_dir / "nats-server.log"
         with log_file.open("ab") as log:
             # The server gets its own session, because Ctrl-C in the terminal must not stop it
             # before the workers have drained.

@@ -12,6 +12,17 @@ to_json = msgspec.json.Encoder().encode
 
 to_msgpack = msgspec.msgpack.Encoder().encode
 
+
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of messages between workers.
+
+    The version is raised when an older reader would misread a message. New optional fields do not
+    raise it.
+    """
+
+    version: int = 1
+
+
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All errors of msgspec's decoders."""
 

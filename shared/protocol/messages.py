@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.protocol.encoding import or_none
+from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
 
@@ -52,6 +52,7 @@ class RequestRecord(Struct, frozen=True):
     """Client connections whose closing ends the request: worker name, colon, connection."""
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
+    version: int = 1
 
 
 class DeadLetter(Struct, frozen=True):
@@ -74,7 +75,7 @@ class DeadLetter(Struct, frozen=True):
     tenant: str = ""
 
 
-class AttemptRecord(Struct, frozen=True):
+class AttemptRecord(Versioned, frozen=True):
     """A worker's attempt at a request. A second record of the same attempt says how it ended.
 
     An attempt that ended well leaves no second record, because nothing is left to decide.
@@ -88,10 +89,9 @@ class AttemptRecord(Struct, frozen=True):
     log_len: int
     """Records in the token log at its beginning. More records at a later attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
-    version: int = 1
 
 
-class MediaHead(Struct, frozen=True):
+class MediaHead(Versioned, frozen=True):
     """Head of a stored file. It is written after the file's chunks, and makes the file available.
 
     The chunks are consecutive bytes of the file, each of any size that fits into a message.
@@ -108,7 +108,7 @@ class PinnedPart(Struct, frozen=True, array_like=True):
     """SHA-256 of the bytes that were fetched from it."""
 
 
-class MediaPin(Struct, frozen=True):
+class MediaPin(Versioned, frozen=True):
     """The files that were fetched for a request, in the order of its parts, for later attempts."""
 
     parts: list[PinnedPart]
@@ -155,7 +155,7 @@ class MetricSeries(Struct, frozen=True, omit_defaults=True):
     """Observations by bucket; the last bucket has those above all bounds."""
 
 
-class WorkerMetrics(Struct, frozen=True):
+class WorkerMetrics(Versioned, frozen=True):
     role: str
     worker: str
     series: list[MetricSeries]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.protocol.encoding import json_or_msgpack
+from shared.protocol.encoding import Versioned, json_or_msgpack
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.records import ErrorInfo
 from shared.protocol.requests import GenerateRequest, Messages, Tools
@@ -35,6 +35,7 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    version: int = 1
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
@@ -46,22 +47,23 @@ class Tokenized(Struct, frozen=True, tag="tokens"):
     token_ids: list[int]
     token_strs: list[str] = []
     """The tokenizer's own strings for the tokens."""
+    version: int = 1
 
 
-class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class DetokenizeRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     skip_special_tokens: bool = False
     """Leave special tokens out of the text."""
 
 
-class Detokenized(Struct, frozen=True, tag="text"):
+class Detokenized(Versioned, frozen=True, tag="text"):
     prompt: str
     """Text of all tokens together, including control tokens unless they are skipped."""
     token_bytes: list[bytes]
     """Bytes of each single token; base64 in JSON."""
 
 
-class ModelCard(Struct, frozen=True, tag="card"):
+class ModelCard(Versioned, frozen=True, tag="card"):
     """Capabilities of a model."""
 
     model: str
@@ -77,7 +79,7 @@ class ModelCard(Struct, frozen=True, tag="card"):
     several tokens is null."""
 
 
-class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class FeaturesRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     """A request to render for another server, in the form of vLLM's render protocol."""
 
     request: GenerateRequest
@@ -95,21 +97,21 @@ class RenderedFeature(Struct, frozen=True):
     """The same without the pixels: only what the language model needs to know about the image."""
 
 
-class RenderedFeatures(Struct, frozen=True):
+class RenderedFeatures(Versioned, frozen=True):
     """A rendered prompt, with its features in the order of the prompt."""
 
     prompt_token_ids: list[int]
     features: list[RenderedFeature]
 
 
-class RenderedPrompt(Struct, frozen=True):
+class RenderedPrompt(Versioned, frozen=True):
     """The input that an engine would get. The items' tensors are in the envelope."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
 
 
-class ErrorReply(Struct, frozen=True, tag="error"):
+class ErrorReply(Versioned, frozen=True, tag="error"):
     """The reply to a request that failed."""
 
     error: ErrorInfo

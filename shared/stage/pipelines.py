@@ -1,6 +1,6 @@
 """The pipelines of the configured models: the default one, with what the configuration changes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import chain
 
 from shared.config import Config, ModelConfig
@@ -81,17 +81,11 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
 
 def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSpec:
     base = base or StageSpec(name, name)
-    output = changes.output
     return StageSpec(
         name,
         changes.role or base.role,
         changes.path or base.path,
         changes.sampling_defaults or base.sampling_defaults,
         changes.replicas,
-        base.output if output is None else OutputSpec(output.name, output.kind),
+        changes.output or base.output,
     )
-
-
-def stages_of_role(pipelines: Mapping[str, Pipeline], model: str, role: str) -> list[StageSpec]:
-    """The stages of a model that workers of `role` serve."""
-    return [stage for stage in pipelines[model].stages if stage.role == role]

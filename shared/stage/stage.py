@@ -287,7 +287,9 @@ class Stage:
             self.drop(job)
 
     async def _settle_failure(self, job: Job, error: Exception) -> None:
-        cause = error if isinstance(error, PagemillError) else _as_failure(error)
+        # The client learns that a worker failed, not how: other messages may hold paths.
+        unknown = WorkerFailure("a worker failed on this request")
+        cause = error if isinstance(error, PagemillError) else unknown
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
         if isinstance(cause, Fenced):
             log.warning("fenced", reason=cause.message)
@@ -337,8 +339,3 @@ class Stage:
 def _known(value: T | None) -> T:
     assert value is not None
     return value
-
-
-def _as_failure(error: Exception) -> WorkerFailure:
-    # The client learns that we failed, not how: our messages may hold paths and addresses.
-    return WorkerFailure("a worker failed on this request")

@@ -15,6 +15,7 @@ from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
+from shared.protocol.pipeline import ENDS
 from shared.protocol.records import OutputEnds, OutputSummary, Usage
 
 NO_USAGE = Usage(0, 0)
@@ -61,7 +62,7 @@ def is_complete(ends: OutputEnds) -> bool:
 
 
 async def _read(bus: Bus, request_id: str) -> _Stored:
-    stored = await bus.read(subjects.TOKENS_STREAM, subjects.ends(request_id))
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, ENDS))
     last_sequence = stored[-1].sequence if stored else 0
     for message in reversed(stored):
         if (ends := _decode(message.data)) is not None:
@@ -71,7 +72,7 @@ async def _read(bus: Bus, request_id: str) -> _Stored:
 
 async def _replace(bus: Bus, request_id: str, ends: OutputEnds, last_sequence: int) -> bool:
     try:
-        await bus.append(subjects.append_ends(request_id), to_json(ends), last_sequence)
+        await bus.append(subjects.append(request_id, ENDS), to_json(ends), last_sequence)
     except Fenced:
         # A replica that answers reads may be a moment behind.
         await asyncio.sleep(STALE_READ_S)

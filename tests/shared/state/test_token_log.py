@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -76,11 +77,11 @@ async def test_a_log_without_a_record_at_its_deadline_was_removed(
     bus: Bus, request_id: str, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_reader, "GRACE_S", 0.0)
+    log: AsyncIterator[object] = follow(bus, request_id, timeout_s=0.0)
+    if output != "text":
+        log = follow_output(bus, request_id, output, timeout_s=0.0)
     with pytest.raises(LogTruncated):
-        if output == "text":
-            await anext(follow(bus, request_id, timeout_s=0.0))
-        else:
-            await anext(follow_output(bus, request_id, output, timeout_s=0.0))
+        await anext(log)
 
 
 async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str) -> None:
