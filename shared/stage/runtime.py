@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 
 import uvloop
@@ -41,40 +42,35 @@ VERSION = version("pagemill")
 EXIT_CONFIG = 78
 
 
+@dataclass(eq=False)
 class Context:
     """What a role's `main` is given: configuration, bus, identity, and when to stop."""
 
-    def __init__(
-        self,
-        role: str,
-        worker: str,
-        model: str | None,
-        config: Config,
-        bus: Bus,
-        log: logs.Logger,
-        stage: str | None = None,
-    ) -> None:
-        self.role = role
-        self.model = model
-        """The model to serve, for a role whose workers serve one model each."""
-        self.config = config
-        self.bus = bus
-        self.log = log
-        self.worker = worker
-        self.metrics = Metrics(role, worker)
-        self.pipelines = pipelines_of(config)
+    role: str
+    worker: str
+    model: str | None
+    """The model to serve, for a role whose workers serve one model each."""
+    config: Config
+    bus: Bus
+    log: logs.Logger
+    stage_name: InitVar[str | None] = None
+    """The stage to serve; by default the stage named like the role."""
+    url: str | None = None
+    """Where a gateway serves; told with every heartbeat."""
+
+    def __post_init__(self, stage_name: str | None) -> None:
+        self.metrics = Metrics(self.role, self.worker)
+        self.pipelines = pipelines_of(self.config)
         self.stage = Stage(
-            bus,
-            stage or role,
+            self.bus,
+            stage_name or self.role,
             self.worker,
             VERSION,
-            config.delivery,
+            self.config.delivery,
             self.metrics,
             self.pipelines,
         )
         self.shutdown = Shutdown()
-        self.url: str | None = None
-        """Where a gateway serves; told with every heartbeat."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ record goes on behind them.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -99,6 +100,7 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     )
 
 
+@dataclass(eq=False)
 class LogWriter:
     """The right to append to one output's log, until another worker takes it.
 
@@ -106,25 +108,15 @@ class LogWriter:
     writer has appended; the holder then drops the request without a further record.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        request_id: str,
-        output: str,
-        attempt: int,
-        records: list[AnyRecord],
-        next_index: int,
-        last_sequence: int,
-    ) -> None:
-        self.output = output
-        self.records = records
-        self.before_first: Callable[[], Awaitable[None]] | None = None
-        """Awaited once, before the first append of this writer; see `begin`."""
-        self._bus = bus
-        self._request_id = request_id
-        self._attempt = attempt
-        self._next_index = next_index
-        self._last_sequence = last_sequence
+    _bus: Bus
+    _request_id: str
+    output: str
+    _attempt: int
+    records: list[AnyRecord]
+    _next_index: int
+    _last_sequence: int
+    before_first: Callable[[], Awaitable[None]] | None = None
+    """Awaited once, before the first append of this writer; see `begin`."""
 
     @classmethod
     async def open(cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT) -> "LogWriter":
