@@ -37,7 +37,8 @@ from shared.bus.consumer import Delivery
 from shared.bus.embedded_server import CONFIG_DIR, EmbeddedServer
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from shared.stage.loop import Shutdown, serve
+from shared.stage.runtime import Shutdown
+from shared.stage.worker_loop import serve
 from shared.telemetry import logs
 
 PAYLOAD_LEN = 200

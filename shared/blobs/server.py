@@ -161,22 +161,17 @@ class _ReaderConnection:
                 if not self._local:
                     self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     await asyncio.get_running_loop().sock_sendall(self._sock, protocol.HELLO)
-                elif self._is_allowed():
+                elif protocol.is_same_user(self._sock):
                     # This does not block, because a few bytes fit into an empty buffer.
                     socket.send_fds(self._sock, [protocol.HELLO], [self._server.arena.fd])
                 else:
+                    _log.warning("blob_reader_refused", reason="the reader runs as another user")
                     return
                 while await self._handle(await protocol.read_request(self._sock)):
                     pass
         finally:
             for key in list(self._reading):
                 self._finish_reading(key)
-
-    def _is_allowed(self) -> bool:
-        if protocol.is_same_user(self._sock):
-            return True
-        _log.warning("blob_reader_refused", reason="the reader runs as another user")
-        return False
 
     async def _handle(self, request: protocol.BlobRequest) -> bool:
         """Execute a request. Return False if it is invalid."""

@@ -117,7 +117,7 @@ async def connect(
 ) -> NatsClient:
     """Open a connection that reconnects for ever. `url` may list servers separated by commas.
 
-    Raises TimeoutError, OSError or nats-py's Error when no server answers.
+    Raises Unavailable when no server answers.
     """
     nc = _CorrectedClient()
     try:
@@ -136,9 +136,9 @@ async def connect(
                 pending_size=64 * 2**20,
             )
             await _keep_cancellation(connecting)
-    except (TimeoutError, OSError, NatsError):
+    except (TimeoutError, OSError, NatsError) as error:
         await nc.close()
-        raise
+        raise Unavailable(f"no nats-server answers at {url}") from error
     return nc
 
 

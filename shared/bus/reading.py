@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
-from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    MAX_RETRY_S,
+    REPLY_TIMEOUT_S,
+    BusPart,
+    next_message,
+)
 from shared.errors import NotFound, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
@@ -21,6 +28,22 @@ from shared.protocol.requests import TENANT_HEADER
 READ_BATCH = 256
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message of a stream."""
+
+    sequence: int
+    subject: str
+    data: bytes
+    stored_ms: float
+    """Time of storage, in Unix milliseconds of the broker's clock."""
+    msg_id: str | None = None
+
+
+class ReadFailed(Exception):
+    """Raised when a read returns an error status instead of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +121,7 @@ class StreamReader(BusPart):
             try:
                 subject = f"$JS.API.DIRECT.GET.{stream}"
                 await self._nc.publish(subject, json.dumps(query).encode(), reply=inbox)
-                return await collect_replies(subscription, batched="batch" in query)
+                return await _collect_replies(subscription, batched="batch" in query)
             except (NatsError, ReadFailed) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
                     raise Unavailable(f"the broker did not answer a read of {stream}") from error
@@ -173,3 +196,40 @@ async def _answered(reply: Awaitable[T], resource: str) -> T:
         return await reply
     except NatsError as error:
         raise Unavailable(f"the broker did not report on {resource}: {error}") from error
+
+
+async def _collect_replies(
+    subscription: Subscription, *, batched: bool
+) -> tuple[list[StoredMessage], bool]:
+    """Collect the replies to one direct get.
+
+    Return the messages, and whether the stream has more after this batch.
+    """
+    messages: list[StoredMessage] = []
+    while True:
+        msg = await next_message(subscription, REPLY_TIMEOUT_S)
+        headers = msg.headers or {}
+        status = headers.get("Status")
+        if status == "404":
+            return messages, False
+        if status == "204":
+            return messages, headers.get("Nats-Num-Pending", "0") != "0"
+        if status is not None:
+            # A 503 means that no stream replies. It must not be mistaken for an empty log.
+            raise ReadFailed(f"status {status}")
+        messages.append(to_stored_message(msg))
+        if not batched:
+            return messages, False
+
+
+def to_stored_message(msg: Msg) -> StoredMessage:
+    """Convert a message that the server has read or republished from a stream."""
+    headers = msg.headers or {}
+    stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
+    return StoredMessage(
+        int(headers["Nats-Sequence"]),
+        headers.get("Nats-Subject", ""),
+        bytes(msg.data),
+        stored_ms,
+        headers.get("Nats-Msg-Id"),
+    )

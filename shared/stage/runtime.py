@@ -22,7 +22,6 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
-from shared.stage.loop import Shutdown
 from shared.stage.pipelines import pipelines_of
 from shared.stage.stage import Stage
 from shared.telemetry import logs
@@ -40,6 +39,28 @@ VERSION = version("pagemill")
 
 # sysexits.h: a worker that ends with it would end in the same way again.
 EXIT_CONFIG = 78
+
+
+class Shutdown:
+    """When a worker is to stop: `asked` begins the drain, `hurry` ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def signal(self) -> None:
+        """The first call asks, the second one hurries."""
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+    async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
+        """Returns when all of `running` are done, or there is no more time for them."""
+        if not running:
+            return
+        done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
+        hurried = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait({done, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+        hurried.cancel()
 
 
 @dataclass(eq=False)

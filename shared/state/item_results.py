@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, to_msgpack

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.codec import envelope
 from shared.errors import DecodeError, NotFound
 from shared.protocol import subjects

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.bus.subscriptions import GroupResponder
+from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
 from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
