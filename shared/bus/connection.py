@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
@@ -65,6 +65,19 @@ class _CorrectedClient(NatsClient):
 async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
     """Return the next message. Raises nats-py's TimeoutError or another of its errors."""
     return await _keep_cancellation(subscription.next_msg(timeout=timeout_s))
+
+
+@contextlib.asynccontextmanager
+async def request_replies(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subscription]:
+    """Publish a request, and yield the subscription that receives all replies to it."""
+    inbox = nc.new_inbox()
+    subscription = await nc.subscribe(inbox)
+    try:
+        await nc.publish(subject, data, reply=inbox)
+        yield subscription
+    finally:
+        with contextlib.suppress(NatsError):
+            await subscription.unsubscribe()
 
 
 async def _keep_cancellation(work: Awaitable[T]) -> T:

@@ -10,7 +10,13 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, next_message
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    FIRST_RETRY_S,
+    BusPart,
+    next_message,
+    request_replies,
+)
 from shared.bus.reading import StoredMessage, to_stored_message
 from shared.errors import Unavailable
 from shared.protocol.requests import TENANT_HEADER, tenant_header
@@ -155,23 +161,20 @@ class Messenger(BusPart):
 
         Raises Unavailable without a connection.
         """
-        inbox = self._nc.new_inbox()
-        subscription = await self._nc.subscribe(inbox)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._nc.publish(subject, b"", reply=inbox)
+            async with (
+                asyncio.timeout(timeout_s),
+                request_replies(self._nc, subject, b"") as replies,
+            ):
                 done = False
                 while not done:
-                    msg = await next_message(subscription, timeout_s)
+                    msg = await next_message(replies, timeout_s)
                     no_responders = (msg.headers or {}).get("Status") == "503"
                     done = no_responders or accept(bytes(msg.data))
         except TimeoutError:
             pass
         except NatsError as error:
             raise Unavailable(f"requests on {subject} cannot be sent: {error}") from error
-        finally:
-            with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
 
     async def add_responder(self, subject: str, respond: Callable[[bytes], bytes]) -> None:
         """Reply to every further request on `subject`."""

@@ -20,6 +20,7 @@ from shared.bus.connection import (
     REPLY_TIMEOUT_S,
     BusPart,
     next_message,
+    request_replies,
 )
 from shared.errors import NotFound, Unavailable
 from shared.protocol import subjects
@@ -116,18 +117,13 @@ class StreamReader(BusPart):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BROKER_DEADLINE_S
         while True:
-            inbox = self._nc.new_inbox()
-            subscription = await self._nc.subscribe(inbox)
             try:
-                subject = f"$JS.API.DIRECT.GET.{stream}"
-                await self._nc.publish(subject, json.dumps(query).encode(), reply=inbox)
-                return await _collect_replies(subscription, batched="batch" in query)
+                subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
+                async with request_replies(self._nc, subject, data) as replies:
+                    return await _collect_replies(replies, batched="batch" in query)
             except (NatsError, ReadFailed) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
                     raise Unavailable(f"the broker did not answer a read of {stream}") from error
-            finally:
-                with contextlib.suppress(NatsError):
-                    await subscription.unsubscribe()
             await asyncio.sleep(MAX_RETRY_S)
 
     async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
@@ -199,7 +195,7 @@ async def _answered(reply: Awaitable[T], resource: str) -> T:
 
 
 async def _collect_replies(
-    subscription: Subscription, *, batched: bool
+    replies: Subscription, *, batched: bool
 ) -> tuple[list[StoredMessage], bool]:
     """Collect the replies to one direct get.
 
@@ -207,7 +203,7 @@ async def _collect_replies(
     """
     messages: list[StoredMessage] = []
     while True:
-        msg = await next_message(subscription, REPLY_TIMEOUT_S)
+        msg = await next_message(replies, REPLY_TIMEOUT_S)
         headers = msg.headers or {}
         status = headers.get("Status")
         if status == "404":

@@ -1,5 +1,6 @@
 """Required settings of the broker, and the streams in it."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import APIError, ServiceUnavailableError
 
-from shared.bus.connection import REPLY_TIMEOUT_S, next_message
+from shared.bus.connection import REPLY_TIMEOUT_S, next_message, request_replies
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
@@ -257,20 +258,14 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
 
 async def _read_settings(nc: NatsClient) -> list[dict[str, Any]]:
     """Return the JetStream settings of each server of the cluster."""
-    inbox = nc.new_inbox()
-    subscription = await nc.subscribe(inbox)
-    replies: list[dict[str, Any]] = []
-    try:
-        await nc.publish(_SETTINGS_SERVICE, json.dumps({"config": True}).encode(), reply=inbox)
-        timeout_s = REPLY_TIMEOUT_S
-        while True:
-            msg = await next_message(subscription, timeout_s)
-            if msg.headers and msg.headers.get("Status"):
-                break
-            replies.append(json.loads(msg.data))
-            timeout_s = NEXT_REPLY_TIMEOUT_S
-    except (TimeoutError, NatsError):
-        pass
-    finally:
-        await subscription.unsubscribe()
-    return replies
+    query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
+    settings: list[dict[str, Any]] = []
+    with contextlib.suppress(TimeoutError, NatsError):
+        async with request_replies(nc, _SETTINGS_SERVICE, query) as replies:
+            while True:
+                msg = await next_message(replies, timeout_s)
+                if msg.headers and msg.headers.get("Status"):
+                    break
+                settings.append(json.loads(msg.data))
+                timeout_s = NEXT_REPLY_TIMEOUT_S
+    return settings

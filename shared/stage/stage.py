@@ -29,8 +29,7 @@ from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
-from shared.stage.counters import StageCounters
-from shared.stage.job import Job, request_is_settled
+from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.token_log import (
     LogWriter,
