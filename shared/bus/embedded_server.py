@@ -56,12 +56,14 @@ class EmbeddedServer:
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
         log_file = self.store_dir / "nats-server.log"
+        # The server parses a variable like the rest of its configuration, so a path needs quotes.
+        variables = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
         with log_file.open("ab") as log:
             # The server gets its own session, because Ctrl-C in the terminal must not stop it
             # before the workers have drained.
             self._process = subprocess.Popen(
                 [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
-                env=os.environ | self._settings(),
+                env=os.environ | variables | dict(self._variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -75,11 +77,6 @@ class EmbeddedServer:
                 self._process.wait()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
-
-    def _settings(self) -> dict[str, str]:
-        # The server parses a variable like the rest of its configuration, so a path needs quotes.
-        own = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
-        return own | dict(self._variables)
 
     @property
     def has_exited(self) -> bool:

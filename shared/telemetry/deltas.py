@@ -80,15 +80,13 @@ def increases(before: Samples, now: Samples) -> Samples:
     """Return the increase of each sample. A value that has shrunk was reset to zero."""
     return {
         name: {
-            labels: value - earlier if (earlier := _get(before, name, labels)) <= value else value
+            labels: value - earlier
+            if (earlier := before.get(name, {}).get(labels, 0.0)) <= value
+            else value
             for labels, value in by_labels.items()
         }
         for name, by_labels in now.items()
     }
-
-
-def _get(samples: Samples, name: str, labels: Labels) -> float:
-    return samples.get(name, {}).get(labels, 0.0)
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:

@@ -41,6 +41,7 @@ from shared.stage.worker_loop import serve
 from shared.state import dead_letters, output_ends
 from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
+from shared.telemetry.metrics import Metrics
 
 PIPELINE = pipeline_of(ModelConfig("nowhere"))
 TO_ENGINE = PIPELINE.edges_into("engine")[0]
@@ -66,7 +67,7 @@ def request_id() -> str:
 
 
 def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") -> Stage:
-    return Stage(bus, name, worker, "0", POLICY, pipelines=EveryModel())
+    return Stage(bus, name, worker, "0", POLICY, Metrics(name, worker), EveryModel())
 
 
 async def consume(
