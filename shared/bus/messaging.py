@@ -23,8 +23,6 @@ from shared.protocol.requests import TENANT_HEADER, tenant_header
 
 # A lost connection loses the flush, too. nats-py accepts only whole seconds.
 FLUSH_TIMEOUT_S = 1
-
-
 # Limit on live messages that wait for a slow reader; it finds the dropped ones in the stream.
 MAX_UNREAD_MESSAGES = 4096
 

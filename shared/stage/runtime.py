@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 
-import uvloop
-
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import Config
@@ -160,24 +158,13 @@ class Context:
 Main = Callable[[Context], Awaitable[None]]
 
 
-def run(
-    role: str,
-    main: Main,
-    config: Config,
-    url: str,
-    model: str | None = None,
-    stage: str | None = None,
+async def run(
+    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
 ) -> int:
     """Run one worker until it has stopped, and return its exit code.
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
-    return uvloop.run(_live(role, main, config, url, model, stage))
-
-
-async def _live(
-    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
-) -> int:
     worker = f"{role}-{secrets.token_hex(4)}"
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
