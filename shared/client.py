@@ -192,7 +192,4 @@ def _check_request_id(value: str) -> None:
 
 def _check_name(value: str, field: str) -> None:
     if not subjects.is_name(value):
-        raise InvalidRequest(
-            f"{field} must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field=field,
-        )
+        raise InvalidRequest(f"{field} {subjects.NAME_RULE}", field=field)

@@ -15,11 +15,10 @@ from shared.config import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import MAX_NAME_LEN, is_name
+from shared.protocol.subjects import NAME_RULE, is_name
 from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
-NAME_RULE = f"must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'"
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.encoding import json_or_msgpack, to_json
 from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.sampling import SamplingParams, TokenId
-from shared.protocol.subjects import MAX_NAME_LEN, is_name
+from shared.protocol.subjects import NAME_RULE, is_name
 
 TENANT_HEADER = "Pagemill-Tenant"
 """For whom a request is: a name like a request id; without the header, for nobody in particular.
@@ -30,10 +30,7 @@ def tenant_of(header: str | None) -> str:
     if header is None:
         return ""
     if not is_name(header):
-        raise InvalidRequest(
-            f"the header {TENANT_HEADER} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field=TENANT_HEADER,
-        )
+        raise InvalidRequest(f"the header {TENANT_HEADER} {NAME_RULE}", field=TENANT_HEADER)
     return header
 
 

@@ -44,7 +44,7 @@ MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
 
-MAX_NAME_LEN = 128
+NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 RESERVED_PREFIX = "item_"
 """Request ids do not begin with it: names of item tasks do."""
