@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from ops.struct_tables import class_doc, code, escaped, field_docs, one_line, table, type_words
 from shared.config import ApiKey, Config, ModelConfig
-from shared.config_stages import InputConfig, OutputConfig, StageConfig
+from shared.config_stages import InputConfig, StageConfig
+from shared.protocol.pipeline import OutputSpec
 
 FILE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 
@@ -30,7 +31,7 @@ units of 2^20 bytes, times named `_s` in seconds. A dash means that there is no 
 NESTED: dict[str, type[Struct]] = {
     "models.NAME.stages.STAGE": StageConfig,
     "models.NAME.stages.STAGE.inputs.KIND": InputConfig,
-    "models.NAME.stages.STAGE.output": OutputConfig,
+    "models.NAME.stages.STAGE.output": OutputSpec,
     "gateway.api_keys": ApiKey,
 }
 HEAD = ["key", "type", "default", "environment variable", "meaning"]
@@ -107,7 +108,7 @@ def _link(name: str) -> str:
         "ModelConfig": "[model](#modelsname)",
         "StageConfig": "[stage](#modelsnamestagesstage)",
         "InputConfig": "[input](#modelsnamestagesstageinputskind)",
-        "OutputConfig": "[output](#modelsnamestagesstageoutput)",
+        "OutputSpec": "[output](#modelsnamestagesstageoutput)",
         "ApiKey": "[key](#gatewayapi_keys)",
     }[name]
 

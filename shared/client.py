@@ -1,32 +1,19 @@
 """Client: publish requests, follow their token logs, cancel them, store images, ask renderers."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidRequest, LogTruncated, Unavailable
+from shared.protocol import renderer_rpc as rpc
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
+from shared.protocol.pipeline import TEXT
 from shared.protocol.records import LogRecord, OutputRecord
-from shared.protocol.renderer_rpc import (
-    Detokenized,
-    DetokenizeRequest,
-    ErrorReply,
-    FeaturesRequest,
-    ModelCard,
-    RenderedFeatures,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    decode_detokenized,
-    decode_error_reply,
-    decode_model_card,
-    decode_rendered_features,
-    decode_tokenized,
-)
 from shared.protocol.requests import GenerateRequest, encode_request
 from shared.state import media_store
 from shared.state.log_reader import LogReader, NotEnded
@@ -57,17 +44,13 @@ async def ask(
     """
     _check_request_id(request_id)
     _check_name(request.model, "model")
-    reader = LogReader(bus, request_id, 0)
-    await reader.open()
-    try:
+    async with LogReader(bus, request_id, 0) as reader:
         data = encode_request(request, sampling)
         subject = subjects.request(request.model)
         is_duplicate = await bus.publish(subject, data, request_id, tenant=tenant)
         async for record in reader.records(at_once=is_duplicate, timeout_s=request.timeout_s):
             if isinstance(record, LogRecord):
                 yield record
-    finally:
-        await reader.close()
 
 
 async def follow(
@@ -79,19 +62,10 @@ async def follow(
     request must have ended. Well after it this raises LogTruncated if there is no record at all,
     and Unavailable if there is no final one.
     """
-    _check_name(request_id, "request_id")
-    reader = LogReader(bus, request_id, start)
-    await reader.open()
-    try:
+    async with _open_log(bus, request_id, start) as reader:
         async for record in reader.records(at_once=True, timeout_s=timeout_s):
             if isinstance(record, LogRecord):
                 yield record
-    except NotEnded:
-        if reader.is_empty:
-            raise LogTruncated("this log has been removed to make room") from None
-        raise
-    finally:
-        await reader.close()
 
 
 async def follow_output(
@@ -101,16 +75,26 @@ async def follow_output(
 
     Raises what `follow` raises.
     """
-    _check_name(request_id, "request_id")
     _check_name(output, "output")
-    reader = LogReader(bus, request_id, start, output)
-    await reader.open()
-    try:
+    async with _open_log(bus, request_id, start, output) as reader:
         async for record in reader.records(at_once=True, timeout_s=timeout_s):
             if isinstance(record, OutputRecord):
                 yield record
-    finally:
-        await reader.close()
+
+
+@asynccontextmanager
+async def _open_log(
+    bus: Bus, request_id: str, start: int, output: str = TEXT
+) -> AsyncIterator[LogReader]:
+    """Raise LogTruncated for a log of which no record was seen when its request had to be over."""
+    _check_name(request_id, "request_id")
+    async with LogReader(bus, request_id, start, output) as reader:
+        try:
+            yield reader
+        except NotEnded:
+            if reader.is_empty:
+                raise LogTruncated("this log has been removed to make room") from None
+            raise
 
 
 async def cancel(bus: Bus, request_id: str) -> None:
@@ -135,74 +119,63 @@ async def pin_media(bus: Bus, data: bytes, tenant: str = "") -> str:
 
 
 async def render(
-    bus: Bus, request: GenerateRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
-) -> tuple[RenderedPrompt, list[TensorData]] | ErrorReply:
+    bus: Bus, request: GenerateRequest, tenant: str = ""
+) -> tuple[rpc.RenderedPrompt, list[TensorData]] | rpc.ErrorReply:
     """Return the prompt that an engine would get for `request`, and the tensors of its items.
 
     Raises PayloadTooLarge for a request that does not fit into a message, and Unavailable when no
     renderer of the model answers.
     """
-    data = to_json(request)
-    answer = await _request(bus, request.model, subjects.render, data, timeout_s, tenant)
-    refusal = decode_error_reply(answer)
-    return envelope.decode(answer, RenderedPrompt) if refusal is None else refusal
+    answer = await _request(bus, request.model, "render", to_json(request), tenant)
+    return rpc.decode_error_reply(answer) or envelope.decode(answer, rpc.RenderedPrompt)
 
 
 async def render_features(
-    bus: Bus, request: FeaturesRequest, timeout_s: float = ANSWER_TIMEOUT_S, tenant: str = ""
-) -> RenderedFeatures | ErrorReply:
+    bus: Bus, request: rpc.FeaturesRequest, tenant: str = ""
+) -> rpc.RenderedFeatures | rpc.ErrorReply:
     """Return the features that another server would get for a request. Raises as `render` does."""
-    data, model = to_json(request), request.request.model
-    answer = await _request(bus, model, subjects.features, data, timeout_s, tenant)
-    refusal = decode_error_reply(answer)
-    return decode_rendered_features(answer) if refusal is None else refusal
+    model = request.request.model
+    answer = await _request(bus, model, "features", to_json(request), tenant)
+    return rpc.decode_error_reply(answer) or rpc.decode_rendered_features(answer)
 
 
 async def tokenize(
-    bus: Bus,
-    model: str,
-    request: TokenizeRequest,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    tenant: str = "",
-) -> Tokenized | ErrorReply:
+    bus: Bus, model: str, request: rpc.TokenizeRequest, tenant: str = ""
+) -> rpc.Tokenized | rpc.ErrorReply:
     """Return the tokens of a prompt. Raises as `render` does."""
-    data = to_json(request)
-    answer = await _request(bus, model, subjects.tokenize, data, timeout_s, tenant)
-    return decode_tokenized(answer)
+    return rpc.decode_tokenized(await _request(bus, model, "tokenize", to_json(request), tenant))
 
 
 async def detokenize(
-    bus: Bus,
-    model: str,
-    request: DetokenizeRequest,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-    tenant: str = "",
-) -> Detokenized | ErrorReply:
+    bus: Bus, model: str, request: rpc.DetokenizeRequest, tenant: str = ""
+) -> rpc.Detokenized | rpc.ErrorReply:
     """Return the text of tokens. Raises as `render` does."""
-    data = to_json(request)
-    answer = await _request(bus, model, subjects.detokenize, data, timeout_s, tenant)
-    return decode_detokenized(answer)
+    return rpc.decode_detokenized(
+        await _request(bus, model, "detokenize", to_json(request), tenant)
+    )
 
 
 async def model_card(
     bus: Bus, model: str, timeout_s: float = ANSWER_TIMEOUT_S
-) -> ModelCard | ErrorReply:
+) -> rpc.ModelCard | rpc.ErrorReply:
     """Return the card of a model. Raises Unavailable when no renderer of the model replies."""
-    return decode_model_card(await _request(bus, model, subjects.card, b"", timeout_s))
+    answer = await _request(bus, model, "card", b"", timeout_s=timeout_s)
+    return rpc.decode_model_card(answer)
 
 
 async def _request(
     bus: Bus,
     model: str,
-    subject_of: Callable[[str], str],
+    call: str,
     data: bytes,
-    timeout_s: float,
     tenant: str = "",
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> bytes:
     _check_name(model, "model")
-    bus.check_size(data, subject_of(model))
+    subject = subjects.renderer(call, model)
+    bus.check_size(data, subject)
     try:
-        return await bus.request(subject_of(model), data, timeout_s, tenant)
+        return await bus.request(subject, data, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
 
@@ -219,7 +192,4 @@ def _check_request_id(value: str) -> None:
 
 def _check_name(value: str, field: str) -> None:
     if not subjects.is_name(value):
-        raise InvalidRequest(
-            f"{field} must be 1 to {subjects.MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field=field,
-        )
+        raise InvalidRequest(f"{field} {subjects.NAME_RULE}", field=field)

@@ -4,29 +4,21 @@
 This module reads neither files nor the environment: the caller passes the text and the mapping.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from shared.config import (
-    Config,
-    DeliveryConfig,
-    EmbeddingsConfig,
-    GatewayConfig,
-    ModelConfig,
-    RendererConfig,
-    SpeculativeConfig,
-)
+from shared.config import Config, ModelConfig
 from shared.errors import ConfigError
+from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import MAX_NAME_LEN, is_name
+from shared.protocol.subjects import NAME_RULE, is_name
 from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
-NAME_RULE = f"must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'"
 
 T = TypeVar("T")
 
@@ -49,12 +41,12 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         for name, model in models.items():
             _convert(model, ModelConfig, f"models.{name}", key_to_variable, source)
     config = _convert(tree, Config, "", key_to_variable, source)
-    _check_models(config, source)
-    _check_embeddings(config.embeddings, source)
-    _check_ngrams(config.engine.speculative, source)
-    _check_timeouts(config.delivery, source)
-    _check_networks(config.renderer, source)
-    _check_gateway(config.gateway, source)
+    for name, model in config.models.items():
+        defaults_key = f"models.{name}.sampling_defaults"
+        _convert(model.sampling_defaults, SamplingParams, defaults_key, {}, source)
+    for check in (_faults_of_models, _faults_of_sections, _faults_of_gateway):
+        for fault in check(config):
+            raise ConfigError(f"{source}: {fault.key}: {fault.message}", field=fault.key)
     return config
 
 
@@ -91,68 +83,50 @@ def _apply_env(tree: dict[str, Any], env: Mapping[str, str]) -> dict[str, str]:
     return key_to_variable
 
 
-def _invalid(source: str, key: str, reason: str) -> ConfigError:
-    return ConfigError(f"{source}: {key}: {reason}", field=key)
-
-
-def _check_models(config: Config, source: str) -> None:
+def _faults_of_models(config: Config) -> Iterator[Fault]:
     for name, model in config.models.items():
         if not is_name(name):
-            reason = f"{name!r} {NAME_RULE}, because it is part of a subject"
-            raise _invalid(source, "models", reason)
+            yield Fault("models", f"{name!r} {NAME_RULE}, because it is part of a subject")
         for adapter in model.adapters:
             if not is_name(adapter):
-                raise _invalid(source, f"models.{name}.adapters", f"{adapter!r} {NAME_RULE}")
-        defaults_key = f"models.{name}.sampling_defaults"
-        _convert(model.sampling_defaults, SamplingParams, defaults_key, {}, source)
+                yield Fault(f"models.{name}.adapters", f"{adapter!r} {NAME_RULE}")
 
 
-def _check_embeddings(embeddings: EmbeddingsConfig, source: str) -> None:
-    if embeddings.storage == "directory" and embeddings.path is None:
-        raise _invalid(source, "embeddings.path", "storage 'directory' needs a path")
-
-
-def _check_ngrams(speculative: SpeculativeConfig, source: str) -> None:
-    if speculative.min_ngram > speculative.max_ngram:
-        reason = f"{speculative.min_ngram} is more than max_ngram, {speculative.max_ngram}"
-        raise _invalid(source, "engine.speculative.min_ngram", reason)
-
-
-def _check_timeouts(delivery: DeliveryConfig, source: str) -> None:
-    """Check that a token log outlives its request, because only the log records the end."""
-    for name, value, limit_name, limit in (
-        ("default_timeout_s", delivery.default_timeout_s, "max_timeout_s", delivery.max_timeout_s),
-        ("max_timeout_s", delivery.max_timeout_s, "token_log_age_s", delivery.token_log_age_s),
+def _faults_of_sections(config: Config) -> Iterator[Fault]:
+    if config.embeddings.storage == "directory" and config.embeddings.path is None:
+        yield Fault("embeddings.path", "storage 'directory' needs a path")
+    for section, settings, name, limit_name in (
+        ("engine.speculative", config.engine.speculative, "min_ngram", "max_ngram"),
+        # A token log outlives its request, because only the log records the end.
+        ("delivery", config.delivery, "default_timeout_s", "max_timeout_s"),
+        ("delivery", config.delivery, "max_timeout_s", "token_log_age_s"),
     ):
+        value, limit = getattr(settings, name), getattr(settings, limit_name)
         if value > limit:
-            reason = f"{value:g} is more than {limit_name}, {limit:g}"
-            raise _invalid(source, f"delivery.{name}", reason)
-
-
-def _check_networks(renderer: RendererConfig, source: str) -> None:
-    for network in renderer.media_networks:
+            yield Fault(f"{section}.{name}", f"{value:g} is more than {limit_name}, {limit:g}")
+    for network in config.renderer.media_networks:
         try:
             ip_network(network)
         except ValueError as error:
-            raise _invalid(source, "renderer.media_networks", str(error)) from error
+            yield Fault("renderer.media_networks", str(error))
 
 
-def _check_gateway(gateway: GatewayConfig, source: str) -> None:
+def _faults_of_gateway(config: Config) -> Iterator[Fault]:
+    gateway = config.gateway
     if not (gateway.api_keys or gateway.allow_anonymous or _is_loopback(gateway.listen)):
-        raise _invalid(
-            source,
+        yield Fault(
             "gateway.api_keys",
             f"no keys are configured, and {gateway.listen} is reachable from other machines:"
             " create a key with `pagemill key`, or set gateway.allow_anonymous",
         )
     if (gateway.tls_cert is None) != (gateway.tls_key is None):
-        raise _invalid(source, "gateway.tls_key", "set both tls_cert and tls_key, or neither")
+        yield Fault("gateway.tls_key", "set both tls_cert and tls_key, or neither")
     if len({key.sha256 for key in gateway.api_keys}) < len(gateway.api_keys):
-        raise _invalid(source, "gateway.api_keys", "a key is listed twice")
+        yield Fault("gateway.api_keys", "a key is listed twice")
     for key in gateway.api_keys:
         for name in (key.name, key.name if key.tenant is None else key.tenant):
             if not is_name(name):
-                raise _invalid(source, "gateway.api_keys", f"{name!r} {NAME_RULE}")
+                yield Fault("gateway.api_keys", f"{name!r} {NAME_RULE}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from shared.protocol.pipeline import EdgeMode, OutputKind
+from shared.protocol.pipeline import EdgeMode, OutputSpec
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -21,15 +21,6 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `fan_out`: the source publishes a task for each item."""
     gathered_by: str | None = None
     """The stage that waits for the results of a fan-out input; by default its source."""
-
-
-class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """An output of a stage, which requests may ask for by its name."""
-
-    name: str
-    """The output's name; `text` is the request's own token log."""
-    kind: OutputKind
-    """What its records hold."""
 
 
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,5 +40,5 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Workers that `pagemill up` starts for the stage."""
     inputs: dict[str, InputConfig] | None = None
     """By what they carry, such as `tokens` or `image`."""
-    output: OutputConfig | None = None
+    output: OutputSpec | None = None
     """The output that the stage writes."""

@@ -13,7 +13,8 @@ from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
 from shared.config import DeliveryConfig, NatsConfig
 from shared.protocol import subjects
-from shared.stage.loop import Shutdown, serve
+from shared.stage.runtime import Shutdown
+from shared.stage.worker_loop import serve
 
 PAYLOAD_LEN = 200
 NUMBER_LEN = 8

@@ -161,10 +161,11 @@ class _ReaderConnection:
                 if not self._local:
                     self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     await asyncio.get_running_loop().sock_sendall(self._sock, protocol.HELLO)
-                elif self._is_allowed():
+                elif protocol.is_same_user(self._sock):
                     # This does not block, because a few bytes fit into an empty buffer.
                     socket.send_fds(self._sock, [protocol.HELLO], [self._server.arena.fd])
                 else:
+                    _log.warning("blob_reader_refused", reason="the reader runs as another user")
                     return
                 while await self._handle(await protocol.read_request(self._sock)):
                     pass
@@ -172,32 +173,26 @@ class _ReaderConnection:
             for key in list(self._reading):
                 self._finish_reading(key)
 
-    def _is_allowed(self) -> bool:
-        if protocol.is_same_user(self._sock):
-            return True
-        _log.warning("blob_reader_refused", reason="the reader runs as another user")
-        return False
-
     async def _handle(self, request: protocol.BlobRequest) -> bool:
         """Execute a request. Return False if it is invalid."""
         match request.operation:
             case protocol.GET:
                 await self._send_blob(request.key)
-            case protocol.DONE:
-                self._finish_reading(request.key)
-                await protocol.send_reply(self._sock, protocol.BlobReply(True))
-            case protocol.ACKNOWLEDGE:
-                self._server.acknowledge(request.key)
-                await protocol.send_reply(self._sock, protocol.BlobReply(True))
-            case protocol.RELEASE:
-                self._server.release(request.key)
-                await protocol.send_reply(self._sock, protocol.BlobReply(True))
+                return True
             # Only local readers may find blobs by name. A name grants no access, but a local reader
             # could scan the mapped memory anyway.
             case protocol.FIND if self._local and 0 <= request.ttl_s < math.inf:
                 await self._find(request)
+                return True
+            case protocol.DONE:
+                self._finish_reading(request.key)
+            case protocol.ACKNOWLEDGE:
+                self._server.acknowledge(request.key)
+            case protocol.RELEASE:
+                self._server.release(request.key)
             case _:
                 return False
+        await protocol.send_reply(self._sock, protocol.BlobReply(True))
         return True
 
     async def _send_blob(self, key: bytes) -> None:
@@ -215,8 +210,9 @@ class _ReaderConnection:
 
     async def _find(self, request: protocol.BlobRequest) -> None:
         ref = self._server.find(request.key.hex(), request.ttl_s)
+        found = (False,) if ref is None else (True, 0, ref.num_bytes, ref.key)
         try:
-            await protocol.send_reply(self._sock, _to_reply(ref))
+            await protocol.send_reply(self._sock, protocol.BlobReply(*found))
         except BaseException:
             # The reader has not received the key, so no other process could release it.
             if ref is not None:
@@ -229,14 +225,6 @@ class _ReaderConnection:
 
     def _holder(self, key: bytes) -> str:
         return f"{self._name}:{key.hex()}"
-
-
-def _to_reply(ref: BlobRef | None) -> protocol.BlobReply:
-    return (
-        protocol.BlobReply(False)
-        if ref is None
-        else protocol.BlobReply(True, 0, ref.num_bytes, ref.key)
-    )
 
 
 def host_id() -> str:

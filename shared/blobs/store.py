@@ -13,7 +13,8 @@ import functools
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import structlog
 
@@ -115,7 +116,8 @@ class Blobs:
         if (ours := self._server.find(name, ttl_s)) is not None:
             return ours
         for worker, address in (await self._find_neighbours()).items():
-            transport = self._local_transport(worker, address)
+            transport = self._cached_transports(worker, address)[0]
+            assert isinstance(transport, SharedMemoryTransport)
             try:
                 if (found := await transport.find(name, ttl_s)) is not None:
                     return BlobRef(worker, *found)
@@ -139,11 +141,6 @@ class Blobs:
                 and beat.blobs.host == self.address.host
             }
         return self._neighbours
-
-    def _local_transport(self, worker: str, address: BlobAddress) -> SharedMemoryTransport:
-        transports = self._cached_transports(worker, address)
-        assert isinstance(transports[0], SharedMemoryTransport)
-        return transports[0]
 
     def _reply(self, data: bytes) -> bytes:
         """Return the reply to a request over the broker; empty without data."""
@@ -174,9 +171,7 @@ class Blobs:
         self._server.clear()
 
     def _close_transports(self) -> None:
-        for transports in self._transports.values():
-            for transport in transports:
-                transport.close()
+        _close_all(chain.from_iterable(self._transports.values()))
         self._transports.clear()
 
     # -- blobs of any owner -------------------------------------------------------------------
@@ -251,23 +246,22 @@ class Blobs:
     async def _transports_to(self, owner: str) -> list[Transport]:
         if not subjects.is_name(owner):  # The name becomes part of a subject.
             return []
-        if owner not in self._transports:
-            address = await self._address_of(owner)
-            if address is None:
-                # The owner may be alive all the same, if the broker has just lost all heartbeats.
-                return [BusTransport(self._bus, owner, self._pool)]
-            return self._cached_transports(owner, address)
-        self._transports.move_to_end(owner)
-        return self._transports[owner]
+        if owner in self._transports:
+            self._transports.move_to_end(owner)
+            return self._transports[owner]
+        stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
+        beat = None if stored is None else decode_heartbeat(stored.data)
+        if beat is None or beat.blobs is None:
+            # The owner may be alive all the same, if the broker has just lost all heartbeats.
+            return [BusTransport(self._bus, owner, self._pool)]
+        return self._cached_transports(owner, beat.blobs)
 
     def _cached_transports(self, owner: str, address: BlobAddress) -> list[Transport]:
         # Another task may have created them meanwhile.
         if owner not in self._transports:
             self._transports[owner] = self._create_transports(owner, address)
             if len(self._transports) > MAX_OWNERS:
-                _, oldest = self._transports.popitem(last=False)
-                for transport in oldest:
-                    transport.close()
+                _close_all(self._transports.popitem(last=False)[1])
         self._transports.move_to_end(owner)
         return self._transports[owner]
 
@@ -285,10 +279,9 @@ class Blobs:
             for owner, transports in list(self._transports.items()):
                 if any(transport.is_closed_by_owner for transport in transports):
                     del self._transports[owner]
-                    for transport in transports:
-                        transport.close()
+                    _close_all(transports)
 
-    async def _address_of(self, owner: str) -> BlobAddress | None:
-        stored = await self._bus.read_last(subjects.WORKERS_STREAM, subjects.heartbeat(owner))
-        beat = None if stored is None else decode_heartbeat(stored.data)
-        return None if beat is None else beat.blobs
+
+def _close_all(transports: Iterable[Transport]) -> None:
+    for transport in transports:
+        transport.close()

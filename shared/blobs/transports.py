@@ -7,7 +7,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 from shared.blobs import protocol
@@ -46,12 +45,7 @@ class Blob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

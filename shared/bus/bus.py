@@ -68,11 +68,7 @@ class Bus(Publisher, StreamReader, Messenger):
                 _log.info("broker_reconnected", url=url)
                 bus._restore()
 
-        try:
-            nc = await connect(url, name, timeout_s, on_disconnect, on_reconnect)
-        except (TimeoutError, OSError, NatsError) as error:
-            raise Unavailable(f"no nats-server answers at {url}") from error
-        bus = cls(nc)
+        bus = cls(await connect(url, name, timeout_s, on_disconnect, on_reconnect))
         try:
             await bus.sync_clock()
         except Unavailable:

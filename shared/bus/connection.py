@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import structlog
@@ -67,6 +67,19 @@ async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
     return await _keep_cancellation(subscription.next_msg(timeout=timeout_s))
 
 
+@contextlib.asynccontextmanager
+async def request_replies(nc: NatsClient, subject: str, data: bytes) -> AsyncIterator[Subscription]:
+    """Publish a request, and yield the subscription that receives all replies to it."""
+    inbox = nc.new_inbox()
+    subscription = await nc.subscribe(inbox)
+    try:
+        await nc.publish(subject, data, reply=inbox)
+        yield subscription
+    finally:
+        with contextlib.suppress(NatsError):
+            await subscription.unsubscribe()
+
+
 async def _keep_cancellation(work: Awaitable[T]) -> T:
     """Return the result of `work`, or raise CancelledError if the task was cancelled meanwhile.
 
@@ -89,8 +102,10 @@ async def retry_until(
     attempt: Callable[[], Awaitable[T]],
     failures: tuple[type[Exception], ...],
     description: str,
+    pause_s: float = MAX_RETRY_S,
 ) -> T:
-    """Repeat `attempt` every MAX_RETRY_S while it raises one of `failures`.
+    """Repeat `attempt` after `pause_s`, and then after pauses twice as long each, up to
+    MAX_RETRY_S, while it raises one of `failures`.
 
     Raises Unavailable with `description` when `deadline_s` seconds are over.
     """
@@ -100,9 +115,10 @@ async def retry_until(
         try:
             return await attempt()
         except failures as error:
-            if loop.time() + MAX_RETRY_S > deadline:
+            if loop.time() + pause_s > deadline:
                 raise Unavailable(f"{description}: {error}") from error
-        await asyncio.sleep(MAX_RETRY_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_RETRY_S)
 
 
 async def connect(
@@ -114,7 +130,7 @@ async def connect(
 ) -> NatsClient:
     """Open a connection that reconnects for ever. `url` may list servers separated by commas.
 
-    Raises TimeoutError, OSError or nats-py's Error when no server answers.
+    Raises Unavailable when no server answers.
     """
     nc = _CorrectedClient()
     try:
@@ -133,9 +149,9 @@ async def connect(
                 pending_size=64 * 2**20,
             )
             await _keep_cancellation(connecting)
-    except (TimeoutError, OSError, NatsError):
+    except (TimeoutError, OSError, NatsError) as error:
         await nc.close()
-        raise
+        raise Unavailable(f"no nats-server answers at {url}") from error
     return nc
 
 

@@ -173,7 +173,8 @@ class Consumer:
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = nc.new_inbox()
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._num_in_flight = 0
+        self.num_in_flight = 0
+        """Number of deliveries that are not settled."""
         self._next_pull = 0
         # Pull request number → (outstanding messages, loop time at which the request has lapsed).
         self._pulls: OrderedDict[str, tuple[int, float]] = OrderedDict()
@@ -190,11 +191,6 @@ class Consumer:
     async def next(self) -> Delivery:
         return await self._ready.get()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of deliveries that are not settled."""
-        return self._num_in_flight
-
     def set_capacity(self, capacity: int) -> None:
         if capacity != self.capacity:
             self.capacity = capacity
@@ -202,7 +198,7 @@ class Consumer:
 
     def on_settled(self) -> None:
         """Count a delivery as settled, which frees credit."""
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         self._changed.set()
 
     def on_reconnect(self) -> None:
@@ -234,7 +230,7 @@ class Consumer:
                 _log.warning("pull_refused", subject=self._subject, status=status)
                 await asyncio.sleep(PULL_REFUSED_PAUSE_S)
         else:
-            self._num_in_flight += 1
+            self.num_in_flight += 1
             self._count_delivery()
             self._ready.put_nowait(Delivery(msg, self))
         self._changed.set()
@@ -256,14 +252,12 @@ class Consumer:
             for number in [n for n, (_, lapse) in self._pulls.items() if lapse <= now]:
                 del self._pulls[number]
             num_requested = sum(remaining for remaining, _ in self._pulls.values())
-            free = self.capacity - self._num_in_flight - num_requested
+            free = self.capacity - self.num_in_flight - num_requested
             if free > 0 and (num_requested == 0 or 2 * free >= self.capacity):
                 await self._pull(free, now)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PULL_EXPIRES_S / 2):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     async def _pull(self, batch: int, now: float) -> None:
         self._next_pull += 1

@@ -27,7 +27,6 @@ class EmbeddedServer:
         self,
         store_dir: Path,
         port: int = 0,
-        log_file: Path | None = None,
         config_file: Path = CONFIG_DIR / "nats.conf",
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -41,7 +40,6 @@ class EmbeddedServer:
         self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.pid_file = store_dir / "nats-server.pid"
-        self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -57,13 +55,15 @@ class EmbeddedServer:
                 field="nats.port",
             )
         self.store_dir.mkdir(parents=True, exist_ok=True)
-        log_file = self._log_file or self.store_dir / "nats-server.log"
+        log_file = self.store_dir / "nats-server.log"
+        # The server parses a variable like the rest of its configuration, so a path needs quotes.
+        variables = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
         with log_file.open("ab") as log:
             # The server gets its own session, because Ctrl-C in the terminal must not stop it
             # before the workers have drained.
             self._process = subprocess.Popen(
                 [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
-                env=os.environ | self._settings(),
+                env=os.environ | variables | dict(self._variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -77,11 +77,6 @@ class EmbeddedServer:
                 self._process.wait()
                 raise Unavailable(f"nats-server did not start on port {self.port}; see {log_file}")
             time.sleep(0.02)
-
-    def _settings(self) -> dict[str, str]:
-        # The server parses a variable like the rest of its configuration, so a path needs quotes.
-        own = {"NATS_PORT": str(self.port), "NATS_STORE_DIR": f'"{self.store_dir}"'}
-        return own | dict(self._variables)
 
     @property
     def has_exited(self) -> bool:

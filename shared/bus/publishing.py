@@ -1,15 +1,14 @@
 """Publishing: stored once by message id, appended with fencing, or as a transient notification."""
 
-import asyncio
 import contextlib
 
 from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import APIError
 
-from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, MAX_RETRY_S, BusPart
+from shared.bus.connection import BROKER_DEADLINE_S, FIRST_RETRY_S, BusPart, retry_until
 from shared.bus.consumer import acknowledge
-from shared.errors import Fenced, Overloaded, PayloadTooLarge, Unavailable
+from shared.errors import Fenced, Overloaded, PayloadTooLarge
 from shared.protocol.requests import tenant_header
 
 # The headers share the server's limit with the payload.
@@ -83,15 +82,12 @@ class Publisher(BusPart):
 
         Raises Fenced, Overloaded, or Unavailable after BROKER_DEADLINE_S.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + BROKER_DEADLINE_S
-        pause_s = FIRST_RETRY_S
-        while True:
+
+        async def attempt() -> api.PubAck | None:
             try:
                 return await self._js.publish(subject, data, headers=headers)
-            except NatsError as error:
-                code = error.err_code if isinstance(error, APIError) else None
-                reason = error.description or "" if isinstance(error, APIError) else ""
+            except APIError as error:
+                code, reason = error.err_code, error.description or ""
                 if code == _WRONG_LAST_SEQUENCE:
                     raise Fenced(f"another writer appended to {subject}: {reason}") from error
                 if code == _STORE_FAILED and "per subject" in reason:
@@ -101,9 +97,14 @@ class Publisher(BusPart):
                         f"the queue of {subject} is full ({reason});"
                         f" try again in {Overloaded.retry_after_s:g} s"
                     ) from error
-                # All other failures are transient: no reply, no leader, no room, or (in a cluster)
-                # the same message or its predecessor is just being stored.
-                if loop.time() + pause_s > deadline:
-                    raise Unavailable(f"the broker did not store a message: {error}") from error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_RETRY_S)
+                raise
+
+        # All other failures are transient: no reply, no leader, no room, or (in a cluster) the same
+        # message or its predecessor is just being stored.
+        return await retry_until(
+            BROKER_DEADLINE_S,
+            attempt,
+            (NatsError,),
+            "the broker did not store a message",
+            FIRST_RETRY_S,
+        )

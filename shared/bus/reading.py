@@ -8,12 +8,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.js import api
 from nats.js.errors import NotFoundError
 
-from shared.bus.connection import BROKER_DEADLINE_S, MAX_RETRY_S, REPLY_TIMEOUT_S, BusPart
-from shared.bus.queue_depth import ConsumerQueue, QueueDepth
-from shared.bus.stored import ReadFailed, StoredMessage, collect_replies
+from shared.bus.connection import (
+    BROKER_DEADLINE_S,
+    MAX_RETRY_S,
+    REPLY_TIMEOUT_S,
+    BusPart,
+    next_message,
+    request_replies,
+)
 from shared.errors import NotFound, Unavailable
 from shared.protocol import subjects
 from shared.protocol.requests import TENANT_HEADER
@@ -24,12 +32,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message of a stream."""
+
+    sequence: int
+    subject: str
+    data: bytes
+    stored_ms: float
+    """Time of storage, in Unix milliseconds of the broker's clock."""
+    msg_id: str | None = None
+
+
+class ReadFailed(Exception):
+    """Raised when a read returns an error status instead of messages."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueuedRequest:
     """A request as its client published it."""
 
     data: bytes
     tenant: str
     """Content of the tenant header; "" without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Messages of one consumer's queue."""
+
+    subject: str
+    """The consumer's filter."""
+    last_delivered: int
+    """Sequence of the last message that was delivered to a worker."""
+    num_pending: int
+    num_in_flight: int
+
+    @classmethod
+    def of(cls, info: api.ConsumerInfo) -> "QueueDepth":
+        return cls(
+            info.config.filter_subject or "",
+            info.delivered.stream_seq if info.delivered else 0,
+            info.num_pending or 0,
+            info.num_ack_pending or 0,
+        )
 
 
 class StreamReader(BusPart):
@@ -72,18 +117,13 @@ class StreamReader(BusPart):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BROKER_DEADLINE_S
         while True:
-            inbox = self._nc.new_inbox()
-            subscription = await self._nc.subscribe(inbox)
             try:
-                subject = f"$JS.API.DIRECT.GET.{stream}"
-                await self._nc.publish(subject, json.dumps(query).encode(), reply=inbox)
-                return await collect_replies(subscription, batched="batch" in query)
+                subject, data = f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode()
+                async with request_replies(self._nc, subject, data) as replies:
+                    return await _collect_replies(replies, batched="batch" in query)
             except (NatsError, ReadFailed) as error:
                 if loop.time() + MAX_RETRY_S > deadline:
                     raise Unavailable(f"the broker did not answer a read of {stream}") from error
-            finally:
-                with contextlib.suppress(NatsError):
-                    await subscription.unsubscribe()
             await asyncio.sleep(MAX_RETRY_S)
 
     async def get_queued_request(self, sequence: int) -> QueuedRequest | None:
@@ -111,13 +151,13 @@ class StreamReader(BusPart):
             raise Unavailable(f"the broker did not report on consumer {durable}") from error
         return QueueDepth.of(info)
 
-    async def queue_depths(self, stream: str) -> list[ConsumerQueue]:
+    async def queue_depths(self, stream: str) -> list[QueueDepth]:
         """Return the depths of all consumers' queues of a stream."""
-        queues: list[ConsumerQueue] = []
+        queues: list[QueueDepth] = []
         while page := await _answered(
             self._js.consumers_info(stream, offset=len(queues)), f"the consumers of {stream}"
         ):
-            queues += [ConsumerQueue.of(info) for info in page]
+            queues += [QueueDepth.of(info) for info in page]
         return queues
 
     async def stream_size(self, stream: str) -> tuple[int, float | None]:
@@ -152,3 +192,40 @@ async def _answered(reply: Awaitable[T], resource: str) -> T:
         return await reply
     except NatsError as error:
         raise Unavailable(f"the broker did not report on {resource}: {error}") from error
+
+
+async def _collect_replies(
+    replies: Subscription, *, batched: bool
+) -> tuple[list[StoredMessage], bool]:
+    """Collect the replies to one direct get.
+
+    Return the messages, and whether the stream has more after this batch.
+    """
+    messages: list[StoredMessage] = []
+    while True:
+        msg = await next_message(replies, REPLY_TIMEOUT_S)
+        headers = msg.headers or {}
+        status = headers.get("Status")
+        if status == "404":
+            return messages, False
+        if status == "204":
+            return messages, headers.get("Nats-Num-Pending", "0") != "0"
+        if status is not None:
+            # A 503 means that no stream replies. It must not be mistaken for an empty log.
+            raise ReadFailed(f"status {status}")
+        messages.append(to_stored_message(msg))
+        if not batched:
+            return messages, False
+
+
+def to_stored_message(msg: Msg) -> StoredMessage:
+    """Convert a message that the server has read or republished from a stream."""
+    headers = msg.headers or {}
+    stored_ms = 1000 * datetime.fromisoformat(headers["Nats-Time-Stamp"]).timestamp()
+    return StoredMessage(
+        int(headers["Nats-Sequence"]),
+        headers.get("Nats-Subject", ""),
+        bytes(msg.data),
+        stored_ms,
+        headers.get("Nats-Msg-Id"),
+    )

@@ -1,5 +1,6 @@
 """Required settings of the broker, and the streams in it."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import APIError, ServiceUnavailableError
 
-from shared.bus.connection import REPLY_TIMEOUT_S, next_message
+from shared.bus.connection import REPLY_TIMEOUT_S, next_message, request_replies
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import ConfigError, Unavailable
 from shared.protocol import subjects
@@ -40,22 +41,21 @@ _INSUFFICIENT_RESOURCES = (10028, 10047)
 
 def durable_streams(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
     """Return the configurations of the streams on disk, which survive the broker's process."""
-    return [*_work_queues(delivery, replicas), *_logs(delivery, replicas)]
+    configs = (*_work_queues(delivery), *_logs(delivery))
+    return [config.evolve(num_replicas=replicas) for config in configs]
 
 
-def _work_queues(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
+def _work_queues(delivery: DeliveryConfig) -> list[api.StreamConfig]:
     return [
         _work_queue(
             subjects.REQUESTS_STREAM,
             subjects.REQUESTS_FILTER,
-            replicas,
             max_msgs=delivery.max_queued,
             max_bytes=delivery.max_request_mib * MIB,
         ),
         _work_queue(
             subjects.STAGES_STREAM,
             subjects.STAGES_FILTER,
-            replicas,
             max_bytes=delivery.max_stage_mib * MIB,
             # By then every request has ended, also one for a model without workers.
             max_age=delivery.max_timeout_s,
@@ -67,7 +67,6 @@ def _work_queues(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConf
         _work_queue(
             subjects.CANCELS_STREAM,
             subjects.CANCELS_FILTER,
-            replicas,
             max_msgs_per_subject=1,
             discard_new_per_subject=True,
             max_msgs=2 * delivery.max_queued,
@@ -76,12 +75,11 @@ def _work_queues(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConf
     ]
 
 
-def _logs(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
+def _logs(delivery: DeliveryConfig) -> list[api.StreamConfig]:
     return [
         _stream(
             subjects.TOKENS_STREAM,
             [subjects.APPEND_FILTER],
-            replicas,
             subject_transform=api.SubjectTransform(
                 src=subjects.APPEND_FILTER, dest=subjects.TOKENS_FILTER
             ),
@@ -93,7 +91,6 @@ def _logs(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
         _stream(
             subjects.MEDIA_STREAM,
             [subjects.MEDIA_FILTER, subjects.PINS_FILTER, subjects.ITEMS_FILTER],
-            replicas,
             max_age=delivery.max_timeout_s + MEDIA_REUSE_S,
             max_bytes=delivery.max_media_mib * MIB,
             # An image that is stored again replaces the old one, and its age restarts.
@@ -102,17 +99,13 @@ def _logs(delivery: DeliveryConfig, replicas: int) -> list[api.StreamConfig]:
         _stream(
             subjects.JOBS_STREAM,
             [subjects.JOBS_FILTER],
-            replicas,
             # A gateway's record of a request is useful as long as the request's log exists.
             max_age=delivery.token_log_age_s,
             max_bytes=delivery.max_job_mib * MIB,
             max_msgs_per_subject=1,
         ),
         _stream(
-            subjects.DEAD_STREAM,
-            [subjects.DEAD_FILTER],
-            replicas,
-            max_bytes=delivery.max_dead_mib * MIB,
+            subjects.DEAD_STREAM, [subjects.DEAD_FILTER], max_bytes=delivery.max_dead_mib * MIB
         ),
     ]
 
@@ -125,12 +118,10 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
     and was seen not to catch up under load.
     """
     storage = api.StorageType.MEMORY if replicas == 1 else api.StorageType.FILE
-    return [
+    configs = (
         _stream(
             subjects.ATTEMPTS_STREAM,
             [subjects.ATTEMPTS_FILTER],
-            replicas,
-            storage=storage,
             max_age=delivery.token_log_age_s,
             max_bytes=128 * MIB,
             max_msgs_per_subject=MAX_ATTEMPT_RECORDS,
@@ -140,8 +131,6 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
         _stream(
             subjects.RESULTS_STREAM,
             [subjects.RESULTS_FILTER],
-            replicas,
-            storage=storage,
             max_age=delivery.max_timeout_s,
             max_bytes=128 * MIB,
             max_msgs_per_subject=1,
@@ -149,8 +138,6 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
         _stream(
             subjects.KV_STREAM,
             [subjects.KV_FILTER],
-            replicas,
-            storage=storage,
             max_age=delivery.token_log_age_s,
             max_bytes=64 * MIB,
             max_msgs_per_subject=subjects.MAX_KV_BATCHES,
@@ -159,32 +146,28 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
         _stream(
             subjects.WORKERS_STREAM,
             [subjects.HEARTBEATS_FILTER],
-            replicas,
-            storage=storage,
             max_age=HEARTBEAT_TTL_S,
             max_bytes=32 * MIB,
             max_msgs_per_subject=1,
             allow_rollup_hdrs=True,
         ),
-    ]
+    )
+    return [config.evolve(num_replicas=replicas, storage=storage) for config in configs]
 
 
-def _work_queue(name: str, subject: str, replicas: int, **limits: Any) -> api.StreamConfig:
+def _work_queue(name: str, subject: str, **limits: Any) -> api.StreamConfig:
     return api.StreamConfig(
         name=name,
         subjects=[subject],
         retention=api.RetentionPolicy.WORK_QUEUE,
         discard=api.DiscardPolicy.NEW,
         duplicate_window=DUPLICATE_WINDOW_S,
-        num_replicas=replicas,
         **limits,
     )
 
 
-def _stream(name: str, filters: list[str], replicas: int, **settings: Any) -> api.StreamConfig:
-    return api.StreamConfig(
-        name=name, subjects=filters, allow_direct=True, num_replicas=replicas, **settings
-    )
+def _stream(name: str, filters: list[str], **settings: Any) -> api.StreamConfig:
+    return api.StreamConfig(name=name, subjects=filters, allow_direct=True, **settings)
 
 
 async def ensure_streams(nc: NatsClient, configs: list[api.StreamConfig]) -> None:
@@ -275,20 +258,14 @@ def _check_settings(servers: list[dict[str, Any]], replicas: int) -> None:
 
 async def _read_settings(nc: NatsClient) -> list[dict[str, Any]]:
     """Return the JetStream settings of each server of the cluster."""
-    inbox = nc.new_inbox()
-    subscription = await nc.subscribe(inbox)
-    replies: list[dict[str, Any]] = []
-    try:
-        await nc.publish(_SETTINGS_SERVICE, json.dumps({"config": True}).encode(), reply=inbox)
-        timeout_s = REPLY_TIMEOUT_S
-        while True:
-            msg = await next_message(subscription, timeout_s)
-            if msg.headers and msg.headers.get("Status"):
-                break
-            replies.append(json.loads(msg.data))
-            timeout_s = NEXT_REPLY_TIMEOUT_S
-    except (TimeoutError, NatsError):
-        pass
-    finally:
-        await subscription.unsubscribe()
-    return replies
+    query, timeout_s = json.dumps({"config": True}).encode(), REPLY_TIMEOUT_S
+    settings: list[dict[str, Any]] = []
+    with contextlib.suppress(TimeoutError, NatsError):
+        async with request_replies(nc, _SETTINGS_SERVICE, query) as replies:
+            while True:
+                msg = await next_message(replies, timeout_s)
+                if msg.headers and msg.headers.get("Status"):
+                    break
+                settings.append(json.loads(msg.data))
+                timeout_s = NEXT_REPLY_TIMEOUT_S
+    return settings

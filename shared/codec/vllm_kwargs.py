@@ -22,37 +22,42 @@ MAX_FIELDS = 16
 MAX_SLICES = 64
 _RAW_VIEW = 3
 
+_Size = Annotated[int, Meta(ge=0)]
+
 Bounds = list[int | None]
 """Start, stop and step of a slice."""
 Slices = list[list[int | Bounds | None]]
 """Position of each item in the batch: the bounds of one dimension or of several."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchedField:
+class BatchedField(Struct, frozen=True, forbid_unknown_fields=True):
     """A field of which each item is a row of the batch."""
 
     keep_on_cpu: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FlatField:
+class FlatField(Struct, frozen=True, forbid_unknown_fields=True):
     """A field whose items are concatenated along `dim`."""
 
     slices: Slices
-    dim: int = 0
+    dim: _Size = 0
     keep_on_cpu: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SharedField:
+class SharedField(Struct, frozen=True, forbid_unknown_fields=True):
     """A field that is equal for all items."""
 
-    batch_size: int
+    batch_size: _Size
     keep_on_cpu: bool = False
 
 
 Kind = BatchedField | FlatField | SharedField
+_KINDS: dict[str, type[Kind]] = {
+    "batched": BatchedField,
+    "flat": FlatField,
+    "shared": SharedField,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +123,13 @@ def _pack_tensor(tensor: TensorData) -> list[Any]:
 
 
 def _pack_kind(kind: Kind) -> list[Any]:
-    on_cpu = {"keep_on_cpu": kind.keep_on_cpu}
-    match kind:
-        case BatchedField():
-            return ["batched", on_cpu]
-        case FlatField():
-            return ["flat", on_cpu | {"slices": kind.slices, "dim": kind.dim}]
-        case SharedField():
-            return ["shared", on_cpu | {"batch_size": kind.batch_size}]
+    # vLLM writes the flag first.
+    return [_NAMES[type(kind)], {"keep_on_cpu": kind.keep_on_cpu} | msgspec.structs.asdict(kind)]
 
 
 # ---------------------------------------------------------------------------------------------
 # Decoding: every level has a type, so that no bytes can make the decoder recurse deeper.
 
-_Size = Annotated[int, Meta(ge=0)]
 _Argument = bool | int | Annotated[list[list[int | Bounds | None]], Meta(max_length=MAX_SLICES)]
 
 
@@ -148,21 +146,6 @@ _item = msgspec.msgpack.Decoder(
 )
 
 
-class _BatchedArguments(Struct, frozen=True, forbid_unknown_fields=True):
-    keep_on_cpu: bool = False
-
-
-class _FlatArguments(Struct, frozen=True, forbid_unknown_fields=True):
-    slices: Slices
-    dim: _Size = 0
-    keep_on_cpu: bool = False
-
-
-class _SharedArguments(Struct, frozen=True, forbid_unknown_fields=True):
-    batch_size: _Size
-    keep_on_cpu: bool = False
-
-
 def _unpack_field(element: _Element) -> WireField:
     dtype, shape, payload = element.data
     if payload.code != _RAW_VIEW:
@@ -172,14 +155,7 @@ def _unpack_field(element: _Element) -> WireField:
         raise ValueError(f"{dtype} {shape} does not have {data.nbytes} bytes")
     if dtype == "bool" and bytes(data).strip(b"\0\1"):
         raise ValueError("a bool tensor has bytes other than 0 and 1")
-    return WireField(TensorData(dtype, tuple(shape), data), _unpack_kind(*element.field))
-
-
-def _unpack_kind(name: str, given: dict[str, Any]) -> Kind:
-    if name == "flat":
-        flat = msgspec.convert(given, _FlatArguments)
-        return FlatField(flat.slices, flat.dim, flat.keep_on_cpu)
-    if name == "shared":
-        shared = msgspec.convert(given, _SharedArguments)
-        return SharedField(shared.batch_size, shared.keep_on_cpu)
-    return BatchedField(msgspec.convert(given, _BatchedArguments).keep_on_cpu)
+    name, arguments = element.field
+    return WireField(
+        TensorData(dtype, tuple(shape), data), msgspec.convert(arguments, _KINDS[name])
+    )

@@ -133,6 +133,10 @@ def pack_weight(weight: Tensor) -> Tensor:
     return padded.view(-1, PANEL, num_inputs // 2, 2).transpose(1, 2).contiguous()
 
 
+# One thread pool for all towers of the process.
+_make_kernels = functools.cache(TowerKernels)
+
+
 def find_kernels(weight: Tensor) -> TowerKernels | None:
     """Return the kernels for a tower with weights like this one; None if torch should run it.
 
@@ -143,12 +147,4 @@ def find_kernels(weight: Tensor) -> TowerKernels | None:
         return None
     if not loaded.pagemill_has_bf16() or "amx_tile" in library.processor_flags():
         return None
-    return _make_kernels(torch.get_num_threads())
-
-
-@functools.cache
-def _make_kernels(num_threads: int) -> TowerKernels:
-    """Create the kernels with one thread pool for all towers of the process."""
-    loaded = library.load()
-    assert loaded is not None
-    return TowerKernels(loaded, num_threads)
+    return _make_kernels(loaded, torch.get_num_threads())

@@ -1,6 +1,11 @@
 """JSON for messages that clients write or read, msgpack for those of workers alone."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
+
+T = TypeVar("T")
 
 to_json = msgspec.json.Encoder().encode
 
@@ -8,6 +13,38 @@ to_json = msgspec.json.Encoder().encode
 to_msgpack = msgspec.msgpack.Encoder().encode
 
 
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of messages between workers.
+
+    The version is raised when an older reader would misread a message. New optional fields do not
+    raise it.
+    """
+
+    version: int = 1
+
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All errors of msgspec's decoders."""
+
+
 def is_packed(data: bytes) -> bool:
     """JSON objects start with a brace, after white space at most; msgpack maps never do."""
     return bool(data) and data[0] >= 0x80
+
+
+def json_or_msgpack(kind: type[T]) -> Callable[[bytes], T]:
+    """Return a decoder of messages that may be either."""
+    from_json, from_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
+    return lambda data: (from_msgpack if is_packed(data) else from_json).decode(data)
+
+
+def or_none(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
+    """Return a decoder that returns None for undecodable bytes: anyone may publish on the bus."""
+
+    def decode_or_none(data: bytes) -> T | None:
+        try:
+            return decode(data)
+        except UNDECODABLE:
+            return None
+
+    return decode_or_none

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
 
@@ -51,6 +52,7 @@ class RequestRecord(Struct, frozen=True):
     """Client connections whose closing ends the request: worker name, colon, connection."""
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
+    version: int = 1
 
 
 class DeadLetter(Struct, frozen=True):
@@ -73,7 +75,7 @@ class DeadLetter(Struct, frozen=True):
     tenant: str = ""
 
 
-class AttemptRecord(Struct, frozen=True):
+class AttemptRecord(Versioned, frozen=True):
     """A worker's attempt at a request. A second record of the same attempt says how it ended.
 
     An attempt that ended well leaves no second record, because nothing is left to decide.
@@ -87,10 +89,9 @@ class AttemptRecord(Struct, frozen=True):
     log_len: int
     """Records in the token log at its beginning. More records at a later attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
-    version: int = 1
 
 
-class MediaHead(Struct, frozen=True):
+class MediaHead(Versioned, frozen=True):
     """Head of a stored file. It is written after the file's chunks, and makes the file available.
 
     The chunks are consecutive bytes of the file, each of any size that fits into a message.
@@ -107,7 +108,7 @@ class PinnedPart(Struct, frozen=True, array_like=True):
     """SHA-256 of the bytes that were fetched from it."""
 
 
-class MediaPin(Struct, frozen=True):
+class MediaPin(Versioned, frozen=True):
     """The files that were fetched for a request, in the order of its parts, for later attempts."""
 
     parts: list[PinnedPart]
@@ -154,37 +155,15 @@ class MetricSeries(Struct, frozen=True, omit_defaults=True):
     """Observations by bucket; the last bucket has those above all bounds."""
 
 
-class WorkerMetrics(Struct, frozen=True):
+class WorkerMetrics(Versioned, frozen=True):
     role: str
     worker: str
     series: list[MetricSeries]
 
 
-_job_record = msgspec.json.Decoder(RequestRecord)
-
-
-_attempt = msgspec.json.Decoder(AttemptRecord)
-_heartbeat = msgspec.json.Decoder(Heartbeat)
-
-
-def decode_job_record(data: bytes) -> RequestRecord:
-    record: RequestRecord = _job_record.decode(data)
-    return record
-
-
-def decode_attempt(data: bytes) -> AttemptRecord | None:
-    """None for bytes that are no record of an attempt: anyone may publish on the bus."""
-    try:
-        attempt: AttemptRecord = _attempt.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return attempt
-
-
-def decode_heartbeat(data: bytes) -> Heartbeat | None:
-    """None for bytes that are no heartbeat: anyone may publish on the bus."""
-    try:
-        beat: Heartbeat = _heartbeat.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return beat
+decode_job_record = msgspec.json.Decoder(RequestRecord).decode
+decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
+decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
+decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
+decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
+decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

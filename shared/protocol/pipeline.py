@@ -17,6 +17,7 @@ functions, and knows neither workers nor the bus.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
@@ -27,18 +28,22 @@ TEXT = "text"
 """The name of the output that is the request's own token log."""
 ANY = "*"
 """What an edge function carries that does not look at what it carries."""
-RESERVED_OUTPUTS = frozenset({"ends"})
+ENDS = "ends"
+"""In the place of an output's name: the list of the outputs that have ended."""
+RESERVED_OUTPUTS = frozenset({ENDS})
 """Names under which a request has other records than those of an output."""
 
 OutputKind = Literal["text", "audio", "image", "video"]
 EdgeMode = Literal["task", "stream", "fan_out"]
 
 
-class OutputSpec(Struct, frozen=True):
-    """An output of a request: its name, and what its records hold."""
+class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """An output of a stage, which requests may ask for by its name."""
 
     name: str
+    """The output's name; `text` is the request's own token log."""
     kind: OutputKind
+    """What its records hold."""
 
 
 class StageSpec(Struct, frozen=True):
@@ -119,7 +124,7 @@ class Pipeline(Struct, frozen=True, dict=True):
 
     def restricted_to(self, outputs: Collection[str]) -> "Pipeline":
         """The part of the pipeline that leads to `outputs`."""
-        if self._only_outputs <= frozenset(outputs):
+        if self.outputs.keys() <= set(outputs):
             return self
         wanted = {self.outputs[name].name for name in outputs}
         todo = list(wanted)
@@ -134,10 +139,6 @@ class Pipeline(Struct, frozen=True, dict=True):
             tuple(stage for stage in self.stages if stage.name in wanted),
             tuple(edge for edge in self.edges if {edge.source, edge.target} <= wanted | {REQUEST}),
         )
-
-    @cached_property
-    def _only_outputs(self) -> frozenset[str]:
-        return frozenset(self.outputs)
 
     @cached_property
     def required_stages(self) -> list[str]:
@@ -267,21 +268,13 @@ def _faults_of_edges(pipeline: Pipeline) -> Iterator[Fault]:
 
 
 def _faults_of_graph(pipeline: Pipeline) -> Iterator[Fault]:
-    """Cycles, by removing stages without open inputs until none is left (Kahn, 1962)."""
-    sources = {
-        stage.name: {e.source for e in pipeline.edges_into(stage.name) if e.source != REQUEST}
-        for stage in pipeline.stages
-    }
-    while ready := [name for name, open_sources in sources.items() if not open_sources]:
-        for name in ready:
-            del sources[name]
-        for open_sources in sources.values():
-            open_sources.difference_update(ready)
-        # A source that is no stage is another fault, and no cycle.
-        for open_sources in sources.values():
-            open_sources.intersection_update(stage.name for stage in pipeline.stages)
-    if sources:
-        stuck = sorted(sources)
+    names = {stage.name for stage in pipeline.stages}
+    # A source that is no stage is another fault, and no cycle.
+    sources = {name: {e.source for e in pipeline.edges_into(name)} & names for name in names}
+    try:
+        TopologicalSorter(sources).prepare()
+    except CycleError as error:
+        stuck = sorted(set(error.args[1]))
         yield Fault(f"stages.{stuck[0]}.inputs", f"the stages {_listed(stuck)} form a cycle")
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from shared.errors import InvalidRequest
 from shared.protocol.json_limits import json_limit_error
 from shared.protocol.renderer_rpc import TokenizeRequest
@@ -27,14 +29,8 @@ def prompt_of(request: GenerateRequest) -> Prompt:
             field="add_special_tokens",
         )
     _check_template(request)
-    return Prompt(
-        messages=request.messages or [],
-        text=request.prompt,
-        token_ids=request.prompt_token_ids,
-        features=request.features,
-        tools=request.tools,
-        template_kwargs=request.template_kwargs,
-        add_special_tokens=request.add_special_tokens,
+    return replace(
+        _shared_fields(request), token_ids=request.prompt_token_ids, features=request.features
     )
 
 
@@ -42,14 +38,19 @@ def prompt_to_tokenize(request: TokenizeRequest) -> Prompt:
     """Return the prompt of a tokenize request. Raises what `prompt_of` raises."""
     _check_one({"messages": request.messages, "prompt": request.prompt})
     _check_template(request)
-    kwargs = request.template_kwargs
-    if request.messages is not None:
-        kwargs = {"add_generation_prompt": request.add_generation_prompt} | kwargs
+    prompt = _shared_fields(request)
+    if request.messages is None:
+        return prompt
+    kwargs = {"add_generation_prompt": request.add_generation_prompt} | request.template_kwargs
+    return replace(prompt, template_kwargs=kwargs)
+
+
+def _shared_fields(request: GenerateRequest | TokenizeRequest) -> Prompt:
     return Prompt(
         messages=request.messages or [],
         text=request.prompt,
         tools=request.tools,
-        template_kwargs=kwargs,
+        template_kwargs=request.template_kwargs,
         add_special_tokens=request.add_special_tokens,
     )
 

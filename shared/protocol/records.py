@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from shared.errors import PagemillError
@@ -155,6 +156,4 @@ class OutputEnds(Struct, frozen=True, tag="ends"):
 
 
 def error_info(error: PagemillError) -> ErrorInfo:
-    return ErrorInfo(
-        error.code, error.message, error.field, error.fault, error.retryable, error.retry_after_s
-    )
+    return msgspec.convert(error, ErrorInfo, from_attributes=True)

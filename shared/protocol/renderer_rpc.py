@@ -10,12 +10,13 @@ Every request may be JSON or msgpack. The replies that clients in other language
 are JSON, and so is every ErrorReply.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.protocol.encoding import is_packed
+from shared.protocol.encoding import Versioned, json_or_msgpack
 from shared.protocol.multimodal import MultiModalKwargsItem, PlaceholderRange
 from shared.protocol.records import ErrorInfo
 from shared.protocol.requests import GenerateRequest, Messages, Tools
@@ -34,6 +35,7 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    version: int = 1
 
 
 class Tokenized(Struct, frozen=True, tag="tokens"):
@@ -45,22 +47,23 @@ class Tokenized(Struct, frozen=True, tag="tokens"):
     token_ids: list[int]
     token_strs: list[str] = []
     """The tokenizer's own strings for the tokens."""
+    version: int = 1
 
 
-class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class DetokenizeRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     skip_special_tokens: bool = False
     """Leave special tokens out of the text."""
 
 
-class Detokenized(Struct, frozen=True, tag="text"):
+class Detokenized(Versioned, frozen=True, tag="text"):
     prompt: str
     """Text of all tokens together, including control tokens unless they are skipped."""
     token_bytes: list[bytes]
     """Bytes of each single token; base64 in JSON."""
 
 
-class ModelCard(Struct, frozen=True, tag="card"):
+class ModelCard(Versioned, frozen=True, tag="card"):
     """Capabilities of a model."""
 
     model: str
@@ -76,7 +79,7 @@ class ModelCard(Struct, frozen=True, tag="card"):
     several tokens is null."""
 
 
-class FeaturesRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class FeaturesRequest(Versioned, frozen=True, forbid_unknown_fields=True):
     """A request to render for another server, in the form of vLLM's render protocol."""
 
     request: GenerateRequest
@@ -94,21 +97,21 @@ class RenderedFeature(Struct, frozen=True):
     """The same without the pixels: only what the language model needs to know about the image."""
 
 
-class RenderedFeatures(Struct, frozen=True):
+class RenderedFeatures(Versioned, frozen=True):
     """A rendered prompt, with its features in the order of the prompt."""
 
     prompt_token_ids: list[int]
     features: list[RenderedFeature]
 
 
-class RenderedPrompt(Struct, frozen=True):
+class RenderedPrompt(Versioned, frozen=True):
     """The input that an engine would get. The items' tensors are in the envelope."""
 
     prompt_token_ids: list[int]
     items: list[MultiModalKwargsItem]
 
 
-class ErrorReply(Struct, frozen=True, tag="error"):
+class ErrorReply(Versioned, frozen=True, tag="error"):
     """The reply to a request that failed."""
 
     error: ErrorInfo
@@ -118,61 +121,19 @@ class ErrorReply(Struct, frozen=True, tag="error"):
 # bytes
 
 
-_tokenize_from_json = msgspec.json.Decoder(TokenizeRequest)
-_tokenize_from_msgpack = msgspec.msgpack.Decoder(TokenizeRequest)
-_tokenized = msgspec.json.Decoder(Tokenized | ErrorReply)
-_features_from_json = msgspec.json.Decoder(FeaturesRequest)
-_features_from_msgpack = msgspec.msgpack.Decoder(FeaturesRequest)
-_rendered_features = msgspec.msgpack.Decoder(RenderedFeatures)
-_detokenize_from_json = msgspec.json.Decoder(DetokenizeRequest)
-_detokenize_from_msgpack = msgspec.msgpack.Decoder(DetokenizeRequest)
-_detokenized = msgspec.json.Decoder(Detokenized | ErrorReply)
-_model_card = msgspec.json.Decoder(ModelCard | ErrorReply)
-_error_reply = msgspec.json.Decoder(ErrorReply)
-
-
-def decode_tokenize_request(data: bytes) -> TokenizeRequest:
-    """JSON or msgpack. Raises msgspec.MsgspecError."""
-    decoder = _tokenize_from_msgpack if is_packed(data) else _tokenize_from_json
-    request: TokenizeRequest = decoder.decode(data)
-    return request
-
-
-def decode_features_request(data: bytes) -> FeaturesRequest:
-    """JSON or msgpack. Raises msgspec.MsgspecError."""
-    decoder = _features_from_msgpack if is_packed(data) else _features_from_json
-    request: FeaturesRequest = decoder.decode(data)
-    return request
-
-
-def decode_detokenize_request(data: bytes) -> DetokenizeRequest:
-    """JSON or msgpack. Raises msgspec.MsgspecError."""
-    decoder = _detokenize_from_msgpack if is_packed(data) else _detokenize_from_json
-    request: DetokenizeRequest = decoder.decode(data)
-    return request
-
-
-def decode_rendered_features(data: bytes) -> RenderedFeatures:
-    rendered: RenderedFeatures = _rendered_features.decode(data)
-    return rendered
-
-
-def decode_detokenized(data: bytes) -> Detokenized | ErrorReply:
-    answer: Detokenized | ErrorReply = _detokenized.decode(data)
-    return answer
-
-
-def decode_model_card(data: bytes) -> ModelCard | ErrorReply:
-    answer: ModelCard | ErrorReply = _model_card.decode(data)
-    return answer
-
-
-def decode_tokenized(data: bytes) -> Tokenized | ErrorReply:
-    answer: Tokenized | ErrorReply = _tokenized.decode(data)
-    return answer
+decode_tokenize_request = json_or_msgpack(TokenizeRequest)
+decode_features_request = json_or_msgpack(FeaturesRequest)
+decode_detokenize_request = json_or_msgpack(DetokenizeRequest)
+decode_rendered_features = msgspec.msgpack.Decoder(RenderedFeatures).decode
+decode_tokenized: Callable[[bytes], Tokenized | ErrorReply]
+decode_tokenized = msgspec.json.Decoder(Tokenized | ErrorReply).decode
+decode_detokenized: Callable[[bytes], Detokenized | ErrorReply]
+decode_detokenized = msgspec.json.Decoder(Detokenized | ErrorReply).decode
+decode_model_card: Callable[[bytes], ModelCard | ErrorReply]
+decode_model_card = msgspec.json.Decoder(ModelCard | ErrorReply).decode
+_decode_error_reply = msgspec.json.Decoder(ErrorReply).decode
 
 
 def decode_error_reply(data: bytes) -> ErrorReply | None:
     """Return None for a reply that is an envelope or msgpack, which never begins with a brace."""
-    reply: ErrorReply | None = _error_reply.decode(data) if data[:1] == b"{" else None
-    return reply
+    return _decode_error_reply(data) if data[:1] == b"{" else None

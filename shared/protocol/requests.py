@@ -7,10 +7,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
-from shared.protocol.encoding import is_packed, to_json
+from shared.protocol.encoding import json_or_msgpack, to_json
 from shared.protocol.multimodal import IMAGE, Modality
 from shared.protocol.sampling import SamplingParams, TokenId
-from shared.protocol.subjects import MAX_NAME_LEN, is_name
+from shared.protocol.subjects import NAME_RULE, is_name
 
 TENANT_HEADER = "Pagemill-Tenant"
 """For whom a request is: a name like a request id; without the header, for nobody in particular.
@@ -30,10 +30,7 @@ def tenant_of(header: str | None) -> str:
     if header is None:
         return ""
     if not is_name(header):
-        raise InvalidRequest(
-            f"the header {TENANT_HEADER} must be 1 to {MAX_NAME_LEN} letters, digits, '-' or '_'",
-            field=TENANT_HEADER,
-        )
+        raise InvalidRequest(f"the header {TENANT_HEADER} {NAME_RULE}", field=TENANT_HEADER)
     return header
 
 
@@ -174,10 +171,7 @@ class Prompt(Struct, frozen=True, omit_defaults=True):
     add_special_tokens: bool | None = None
 
 
-_request_from_json = msgspec.json.Decoder(GenerateRequest)
-
-
-_request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+decode_request = json_or_msgpack(GenerateRequest)
 
 
 def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> bytes:
@@ -189,10 +183,3 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None 
     if sampling is None:
         return to_json(request)
     return to_json(msgspec.structs.asdict(request) | {"sampling_params": sampling})
-
-
-def decode_request(data: bytes) -> GenerateRequest:
-    """JSON or msgpack. Raises msgspec.MsgspecError."""
-    decoder = _request_from_msgpack if is_packed(data) else _request_from_json
-    request: GenerateRequest = decoder.decode(data)
-    return request

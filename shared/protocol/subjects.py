@@ -44,7 +44,7 @@ MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
 
-MAX_NAME_LEN = 128
+NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 RESERVED_PREFIX = "item_"
 """Request ids do not begin with it: names of item tasks do."""
@@ -119,29 +119,9 @@ def stage_consumer(name: str, model: str, lane: str) -> str:
     return f"{name}_{model}_{lane}"
 
 
-def render(model: str) -> str:
-    """Where renderers tell what they would make of a request, without an engine; core NATS."""
-    return f"pm.render.{model}"
-
-
-def tokenize(model: str) -> str:
-    """Where renderers count a prompt's tokens; core NATS."""
-    return f"pm.tokenize.{model}"
-
-
-def detokenize(model: str) -> str:
-    """Where renderers tell the text of tokens; core NATS."""
-    return f"pm.detokenize.{model}"
-
-
-def features(model: str) -> str:
-    """Where renderers render for other servers; core NATS."""
-    return f"pm.features.{model}"
-
-
-def card(model: str) -> str:
-    """Where renderers tell what can be asked of a model; core NATS."""
-    return f"pm.card.{model}"
+def renderer(call: str, model: str) -> str:
+    """Subject on which renderers of a model answer a call of `shared.protocol.renderer_rpc`."""
+    return f"pm.{call}.{model}"
 
 
 # Queue group of the renderers that answer on these subjects.
@@ -166,18 +146,9 @@ def tokens(request_id: str, output: str = TEXT) -> str:
     return _log_subject("pm.tokens", request_id, output)
 
 
-def ends(request_id: str) -> str:
-    """Subject of the list of a request's outputs that have ended; written under `append_ends`."""
-    return f"pm.tokens.{request_id}.ends"
-
-
 def logs_beside_text(request_id: str) -> str:
     """Filter for the logs of a request's other outputs, and for the list of their ends."""
     return f"pm.tokens.{request_id}.>"
-
-
-def append_ends(request_id: str) -> str:
-    return f"pm.append.{request_id}.ends"
 
 
 def _log_subject(root: str, request_id: str, output: str) -> str:

@@ -4,6 +4,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from shared.protocol.encoding import Versioned
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
 from shared.protocol.records import StageSpan
 from shared.protocol.requests import Prompt
@@ -112,9 +113,8 @@ class FollowBody(TaskBody, frozen=True):
     inputs: dict[str, str]
 
 
-class ItemResult(Struct, frozen=True):
+class ItemResult(Versioned, frozen=True):
     """The result of an item task: a worker's blob, small bytes, or neither if it is elsewhere."""
 
     blob: BlobRef | None = None
     data: bytes | None = None
-    version: int = 1

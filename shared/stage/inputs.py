@@ -3,8 +3,7 @@
 from collections.abc import AsyncIterator
 
 from shared.bus.bus import Bus
-from shared.protocol.pipeline import TEXT
-from shared.protocol.records import OutputEnd, OutputRecord, TokenChunk
+from shared.protocol.records import TokenChunk
 from shared.protocol.task_messages import TaskHeader
 from shared.state.log_reader import LogReader
 
@@ -19,37 +18,14 @@ async def follow_text(bus: Bus, header: TaskHeader) -> AsyncIterator[TokenChunk]
     The record that ends the request comes only after all outputs, so a stage does not wait for it.
     Raises RequestEnded.
     """
+    assert header.ticket is not None
+    rest_s = max(0.0, (header.ticket.deadline_ms - bus.now_ms()) / 1000)
     open_choices = set(range(header.sampling.n))
-    reader = LogReader(bus, header.request_id, 0)
-    await reader.open()
-    try:
-        async for record in reader.records(at_once=True, timeout_s=_rest_s(bus, header)):
+    async with LogReader(bus, header.request_id, 0) as reader:
+        async for record in reader.records(at_once=True, timeout_s=rest_s):
             if not isinstance(record, TokenChunk):
                 raise RequestEnded
             yield record
             open_choices -= {d.index for d in record.choices if d.finish_reason is not None}
             if not open_choices:
                 return
-    finally:
-        await reader.close()
-
-
-async def follow_output(bus: Bus, header: TaskHeader, output: str) -> AsyncIterator[OutputRecord]:
-    """Yield the records of another output up to its end. Raises RequestEnded."""
-    assert output != TEXT
-    reader = LogReader(bus, header.request_id, 0, output)
-    await reader.open()
-    try:
-        async for record in reader.records(at_once=True, timeout_s=_rest_s(bus, header)):
-            if not isinstance(record, OutputRecord) or (
-                isinstance(record, OutputEnd) and record.cut
-            ):
-                raise RequestEnded
-            yield record
-    finally:
-        await reader.close()
-
-
-def _rest_s(bus: Bus, header: TaskHeader) -> float:
-    assert header.ticket is not None
-    return max(0.0, (header.ticket.deadline_ms - bus.now_ms()) / 1000)

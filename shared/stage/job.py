@@ -1,10 +1,10 @@
-"""A delivery that a worker has claimed, and what is known of its request."""
+"""A delivery that a worker has claimed, what is known of its request, and what is counted of it."""
 
 from dataclasses import dataclass, field
 
 from shared.bus.bus import Bus
 from shared.bus.consumer import Delivery
-from shared.errors import Unavailable
+from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import AttemptRecord
 from shared.protocol.multimodal import BlobRef
@@ -12,6 +12,7 @@ from shared.protocol.records import StageSpan
 from shared.protocol.task_messages import RequestTicket, TaskHeader
 from shared.stage.retry import NO_HISTORY, History
 from shared.state.token_log import LogWriter
+from shared.telemetry.metrics import Metrics
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +60,39 @@ class Job:
         """Note the header of the decoded message."""
         self.header = header
         self.path = header.path
+
+
+class StageCounters:
+    """Counts the arrivals, retries and ends of one worker's jobs."""
+
+    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+        self._bus = bus
+        self._metrics = metrics
+
+    def arrived(self, job: Job) -> None:
+        metrics = self._metrics_of(job)
+        if job.delivery.attempt > 1:
+            metrics.counter("stage_redeliveries_total").add()
+        else:
+            waited_s = max(0.0, job.received_ms - job.delivery.stored_ms) / 1000
+            metrics.histogram("stage_queue_seconds").observe(waited_s)
+
+    def handled(self, job: Job) -> None:
+        took_s = (self._bus.now_ms() - job.received_ms) / 1000
+        self._metrics_of(job).histogram("stage_handling_seconds").observe(took_s)
+
+    def retried(self, job: Job, cause: PagemillError) -> None:
+        self._metrics_of(job).counter("stage_retries_total", code=cause.code).add()
+
+    def given_up(self, job: Job, cause: PagemillError) -> None:
+        self._metrics_of(job).counter("stage_dead_letters_total", code=cause.code).add()
+
+    def ended_with(self, cause: PagemillError) -> None:
+        """Count a request that this worker has ended with an error."""
+        self._metrics.counter("request_errors_total", code=cause.code).add()
+
+    def _metrics_of(self, job: Job) -> Metrics:
+        return self._metrics.of(subjects.model_of_stage(job.delivery.subject))
 
 
 async def request_is_settled(bus: Bus, job: Job) -> bool:

@@ -1,6 +1,6 @@
 """The pipelines of the configured models: the default one, with what the configuration changes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from shared.config import Config, ModelConfig
@@ -11,6 +11,7 @@ from shared.protocol.pipeline import (
     REQUEST,
     TEXT,
     Edge,
+    Fault,
     OutputSpec,
     Pipeline,
     StageSpec,
@@ -55,17 +56,18 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     `roles` are the names of the roles that serve stages, `source` names the configuration file.
     """
     for name, model in config.models.items():
-        for stage, changes in model.stages.items():
-            key = f"models.{name}.stages.{stage}"
-            if not is_name(stage) or stage == REQUEST:
-                raise ConfigError(f"{source}: {key}: no name for a stage", field=key)
-            if changes.output is not None and not is_name(changes.output.name):
-                # It becomes a token of the subject of the output's log.
-                key = f"{key}.output"
-                raise ConfigError(f"{source}: {key}: no name for an output", field=key)
-        for fault in faults(pipeline_of(model), roles):
+        for fault in (*_faults_of_names(model), *faults(pipeline_of(model), roles)):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
+
+
+def _faults_of_names(model: ModelConfig) -> Iterator[Fault]:
+    for stage, changes in model.stages.items():
+        if not is_name(stage) or stage == REQUEST:
+            yield Fault(f"stages.{stage}", "no name for a stage")
+        if changes.output is not None and not is_name(changes.output.name):
+            # It becomes a token of the subject of the output's log.
+            yield Fault(f"stages.{stage}.output", "no name for an output")
 
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:
@@ -81,17 +83,11 @@ def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[E
 
 def _changed(name: str, base: StageSpec | None, changes: StageConfig) -> StageSpec:
     base = base or StageSpec(name, name)
-    output = changes.output
     return StageSpec(
         name,
         changes.role or base.role,
         changes.path or base.path,
         changes.sampling_defaults or base.sampling_defaults,
         changes.replicas,
-        base.output if output is None else OutputSpec(output.name, output.kind),
+        changes.output or base.output,
     )
-
-
-def stages_of_role(pipelines: Mapping[str, Pipeline], model: str, role: str) -> list[StageSpec]:
-    """The stages of a model that workers of `role` serve."""
-    return [stage for stage in pipelines[model].stages if stage.role == role]

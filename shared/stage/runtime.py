@@ -10,9 +10,8 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import InitVar, dataclass
 from importlib.metadata import version
-
-import uvloop
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
@@ -21,7 +20,6 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
-from shared.stage.loop import Shutdown
 from shared.stage.pipelines import pipelines_of
 from shared.stage.stage import Stage
 from shared.telemetry import logs
@@ -41,40 +39,57 @@ VERSION = version("pagemill")
 EXIT_CONFIG = 78
 
 
+class Shutdown:
+    """When a worker is to stop: `asked` begins the drain, `hurry` ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def signal(self) -> None:
+        """The first call asks, the second one hurries."""
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+    async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
+        """Returns when all of `running` are done, or there is no more time for them."""
+        if not running:
+            return
+        done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
+        hurried = asyncio.create_task(self.hurry.wait())
+        await asyncio.wait({done, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+        hurried.cancel()
+
+
+@dataclass(eq=False)
 class Context:
     """What a role's `main` is given: configuration, bus, identity, and when to stop."""
 
-    def __init__(
-        self,
-        role: str,
-        worker: str,
-        model: str | None,
-        config: Config,
-        bus: Bus,
-        log: logs.Logger,
-        stage: str | None = None,
-    ) -> None:
-        self.role = role
-        self.model = model
-        """The model to serve, for a role whose workers serve one model each."""
-        self.config = config
-        self.bus = bus
-        self.log = log
-        self.worker = worker
-        self.metrics = Metrics(role, worker)
-        self.pipelines = pipelines_of(config)
+    role: str
+    worker: str
+    model: str | None
+    """The model to serve, for a role whose workers serve one model each."""
+    config: Config
+    bus: Bus
+    log: logs.Logger
+    stage_name: InitVar[str | None] = None
+    """The stage to serve; by default the stage named like the role."""
+    url: str | None = None
+    """Where a gateway serves; told with every heartbeat."""
+
+    def __post_init__(self, stage_name: str | None) -> None:
+        self.metrics = Metrics(self.role, self.worker)
+        self.pipelines = pipelines_of(self.config)
         self.stage = Stage(
-            bus,
-            stage or role,
+            self.bus,
+            stage_name or self.role,
             self.worker,
             VERSION,
-            config.delivery,
+            self.config.delivery,
             self.metrics,
             self.pipelines,
         )
         self.shutdown = Shutdown()
-        self.url: str | None = None
-        """Where a gateway serves; told with every heartbeat."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -143,24 +158,13 @@ class Context:
 Main = Callable[[Context], Awaitable[None]]
 
 
-def run(
-    role: str,
-    main: Main,
-    config: Config,
-    url: str,
-    model: str | None = None,
-    stage: str | None = None,
+async def run(
+    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
 ) -> int:
     """Run one worker until it has stopped, and return its exit code.
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
-    return uvloop.run(_live(role, main, config, url, model, stage))
-
-
-async def _live(
-    role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
-) -> int:
     worker = f"{role}-{secrets.token_hex(4)}"
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:

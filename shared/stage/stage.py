@@ -8,6 +8,7 @@ is recognised as a duplicate.
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -29,8 +30,7 @@ from shared.protocol.requests import decode_request
 from shared.protocol.task_messages import TaskHeader
 from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
-from shared.stage.counters import StageCounters
-from shared.stage.job import Job, request_is_settled
+from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
 from shared.state.token_log import (
     LogWriter,
@@ -49,30 +49,23 @@ SUSPECT_PAUSE_S = 0.5
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Stage:
     """The identity under which a worker claims and settles the jobs of one stage."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        name: str,
-        worker: str,
-        version: str,
-        policy: DeliveryConfig,
-        metrics: Metrics | None = None,
-        pipelines: Mapping[str, Pipeline] | None = None,
-    ) -> None:
-        self.bus = bus
-        self.name = name
-        self.worker = worker
-        self.blobs: Blobs | None = None
-        """For a worker that reads or writes large payloads."""
-        self.metrics = metrics or Metrics(name, worker)
-        self.counters = StageCounters(bus, self.metrics)
-        self.pipelines = {} if pipelines is None else pipelines
-        self._version = version
-        self._policy = policy
-        self.claims = ClaimedJobs(bus, name, worker, policy)
+    bus: Bus
+    name: str
+    worker: str
+    version: str
+    policy: DeliveryConfig
+    metrics: Metrics
+    pipelines: Mapping[str, Pipeline]
+    blobs: Blobs | None = None
+    """For a worker that reads or writes large payloads."""
+
+    def __post_init__(self) -> None:
+        self.counters = StageCounters(self.bus, self.metrics)
+        self.claims = ClaimedJobs(self.bus, self.name, self.worker, self.policy)
 
     # -- claiming ---------------------------------------------------------------------------
 
@@ -186,7 +179,7 @@ class Stage:
             raise lost
         request = await self.bus.get_queued_request(header.ticket.sequence)
         edges = pipeline.restart_edges(self.name)
-        if request is None or not edges or header.round >= self._policy.max_deliver:
+        if request is None or not edges or header.round >= self.policy.max_deliver:
             raise lost
         again = replace(self._header_behind(job), round=header.round + 1)
         _log.warning("rerendered", request_id=header.request_id, round=again.round)
@@ -287,13 +280,15 @@ class Stage:
             self.drop(job)
 
     async def _settle_failure(self, job: Job, error: Exception) -> None:
-        cause = error if isinstance(error, PagemillError) else _as_failure(error)
+        # The client learns that a worker failed, not how: other messages may hold paths.
+        unknown = WorkerFailure("a worker failed on this request")
+        cause = error if isinstance(error, PagemillError) else unknown
         log = _log.bind(request_id=job.request_id, attempt=job.delivery.attempt)
         if isinstance(cause, Fenced):
             log.warning("fenced", reason=cause.message)
             await self.yield_ownership(job)
             return
-        decision = retry.decide(cause, job.history.failures, self._policy, random.random())
+        decision = retry.decide(cause, job.history.failures, self.policy, random.random())
         log.warning(
             "failed",
             code=cause.code,
@@ -310,7 +305,7 @@ class Stage:
                 return
             case retry.GiveUp():
                 await dead_letter.write(
-                    self.bus, job, self.name, self.worker, self._version, cause, error
+                    self.bus, job, self.name, self.worker, self.version, cause, error
                 )
                 self.counters.given_up(job, cause)
             case retry.AnswerWithError():
@@ -337,8 +332,3 @@ class Stage:
 def _known(value: T | None) -> T:
     assert value is not None
     return value
-
-
-def _as_failure(error: Exception) -> WorkerFailure:
-    # The client learns that we failed, not how: our messages may hold paths and addresses.
-    return WorkerFailure("a worker failed on this request")

@@ -60,14 +60,9 @@ def _render(prompt: Prompt) -> RenderBody:
 
 
 @edge_function("rendered", carries="tokens")
-def _as_it_is(result: Struct) -> Struct:
-    """A stage's result is the task body of the next stage."""
-    return result
-
-
 @edge_function("item", carries=ANY)
-def _item(body: Struct) -> Struct:
-    """The task body of an item, as its source has made it."""
+def _as_it_is(body: Struct) -> Struct:
+    """The stage's result, or its item, is the body of the next stage's task."""
     return body
 
 

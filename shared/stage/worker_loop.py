@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 from msgspec import Struct
 
 from shared.bus.consumer import Consumer, Delivery
@@ -20,9 +21,10 @@ from shared.protocol.records import OutputSummary
 from shared.protocol.task_messages import Task, TaskBody
 from shared.stage import tasks
 from shared.stage.job import Job
-from shared.stage.loop import serve
-from shared.stage.runtime import Context
+from shared.stage.runtime import Context, Shutdown
 from shared.state import item_results
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Requeue:
 Outcome = Forward | Done | Ended | Abandoned | Requeue
 HandleTask = Callable[[Task[Any], list[TensorData], Job], Awaitable[Outcome]]
 HandleJob = Callable[[Job], Awaitable[None]]
+HandleDelivery = Callable[[Delivery], Awaitable[None]]
 
 
 class WorkerLoop:
@@ -72,7 +75,7 @@ class WorkerLoop:
         """Consumers of the stage's queues, by model and lane."""
         self._context = context
         self._stage = context.stage
-        self._serving: list[tuple[Consumer, Callable[[Delivery], Awaitable[None]]]] = []
+        self._serving: list[tuple[Consumer, HandleDelivery]] = []
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -175,3 +178,36 @@ class WorkerLoop:
                 await stage.finish(job)
             case Requeue(after_s):
                 await stage.requeue(job, after_s)
+
+
+async def serve(
+    consumer: Consumer, handle: HandleDelivery, shutdown: Shutdown, drain_s: float
+) -> None:
+    """Run `handle` for every delivery until `shutdown`; then finish what is in hand.
+
+    Handlers that are not done after `drain_s` are cancelled: they hand their job back.
+    """
+    running: set[asyncio.Task[None]] = set()
+    stop = asyncio.create_task(shutdown.asked.wait())
+    while not shutdown.asked.is_set():
+        delivery = asyncio.create_task(consumer.next())
+        await asyncio.wait({delivery, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not delivery.done():
+            delivery.cancel()
+            break
+        task = asyncio.create_task(_run(handle, delivery.result()))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await consumer.stop()
+    await shutdown.drained(running, drain_s)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _run(handle: HandleDelivery, delivery: Delivery) -> None:
+    try:
+        await handle(delivery)
+    except Exception:
+        _log.exception("unsettled", subject=delivery.subject, attempt=delivery.attempt)
+        delivery.abandon()

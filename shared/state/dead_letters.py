@@ -2,15 +2,11 @@
 
 from collections.abc import AsyncIterator
 
-import msgspec
-
 from shared.bus.bus import Bus
 from shared.errors import InvalidRequest, NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import DeadLetter
+from shared.protocol.messages import DeadLetter, decode_dead_letter
 from shared.protocol.requests import tenant_header
-
-_letter = msgspec.msgpack.Decoder(DeadLetter)
 
 
 async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
@@ -19,7 +15,7 @@ async def read_newest(bus: Bus, limit: int) -> AsyncIterator[DeadLetter]:
     while limit > 0 and sequence >= first:
         stored = await bus.read_next(subjects.DEAD_STREAM, sequence)
         if stored is not None and stored.sequence == sequence:
-            yield _letter.decode(stored.data)
+            yield decode_dead_letter(stored.data)
             limit -= 1
         sequence -= 1
 
@@ -31,8 +27,7 @@ async def find(bus: Bus, request_id: str) -> DeadLetter:
     stored = await bus.read_last(subjects.DEAD_STREAM, subjects.dead_of(request_id))
     if stored is None:
         raise NotFound(f"no dead letter of request {request_id}", field="request_id")
-    letter: DeadLetter = _letter.decode(stored.data)
-    return letter
+    return decode_dead_letter(stored.data)
 
 
 async def requeue(bus: Bus, request_id: str, model: str, request: bytes, tenant: str = "") -> None:

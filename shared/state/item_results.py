@@ -11,11 +11,11 @@ from typing import TypeVar
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.errors import BlobLost, DecodeError, EncodingFailed, InvalidRequest, Poisoned
 from shared.protocol import subjects
-from shared.protocol.encoding import to_msgpack
-from shared.protocol.records import ErrorInfo, Failure
+from shared.protocol.encoding import UNDECODABLE, to_msgpack
+from shared.protocol.records import Failure
 from shared.protocol.task_messages import ItemResult
 from shared.state.token_log import last_record
 
@@ -38,10 +38,9 @@ async def last(bus: Bus, key: str) -> StoredMessage | None:
 def decode(data: bytes) -> ItemResult:
     """Raises DecodeError."""
     try:
-        result: ItemResult = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return _decoder.decode(data)
+    except UNDECODABLE as error:
         raise DecodeError(f"not an item's result: {error}") from error
-    return result
 
 
 async def forget(bus: Bus, result: StoredMessage) -> None:
@@ -100,13 +99,10 @@ async def reset_failures(bus: Bus, name: str) -> None:
 async def _raise_failure(bus: Bus, key: str) -> None:
     """An item task that has failed leaves its error where a request leaves its answer."""
     record = await last_record(bus, subjects.item_task(key))
-    if isinstance(record, Failure):
-        raise _as_error(record.error)
-
-
-def _as_error(info: ErrorInfo) -> Exception:
-    if info.fault == "client":
-        return InvalidRequest(info.message, field=info.field)
-    if info.code == Poisoned.code:
-        return Poisoned(info.message)
-    return EncodingFailed("an item's result could not be computed")
+    if not isinstance(record, Failure):
+        return
+    if record.error.fault == "client":
+        raise InvalidRequest(record.error.message, field=record.error.field)
+    if record.error.code == Poisoned.code:
+        raise Poisoned(record.error.message)
+    raise EncodingFailed("an item's result could not be computed")

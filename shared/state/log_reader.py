@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Self
 
 from shared.bus.bus import Bus
 from shared.errors import LogTruncated, Unavailable
@@ -40,11 +41,11 @@ class LogReader:
         """Whether no record of the log has been seen."""
         return self._expected == 0
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         self._live = await self._bus.subscribe(self._subject)
+        return self
 
-    async def close(self) -> None:
-        """Does nothing the second time."""
+    async def __aexit__(self, *_: object) -> None:
         await self._bus.unsubscribe(self._live)
 
     async def records(self, *, at_once: bool, timeout_s: float | None) -> AsyncIterator[AnyRecord]:
@@ -66,7 +67,7 @@ class LogReader:
                     yield record
                     continue
                 # A caller that has the final record may never resume this generator.
-                await self.close()
+                await self._bus.unsubscribe(self._live)
                 yield record
                 return
             if give_up is not None and not new and loop.time() > give_up:

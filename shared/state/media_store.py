@@ -11,14 +11,12 @@ import asyncio
 import hashlib
 import re
 
-import msgspec
-
 from shared.bus.bus import Bus
 from shared.bus.streams import MEDIA_REUSE_S
 from shared.errors import MediaTooLarge
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import MediaHead
+from shared.protocol.messages import MediaHead, decode_media_head
 
 CHUNK_BYTES = 512 * 2**10
 MAX_CHUNKS_IN_FLIGHT = 8
@@ -26,7 +24,6 @@ MAX_CHUNKS_IN_FLIGHT = 8
 STALE_READ_S = 0.3
 
 _URL = re.compile(r"media:([0-9a-f]{64})")
-_head = msgspec.json.Decoder(MediaHead)
 
 
 def media_url(name: str) -> str:
@@ -113,9 +110,5 @@ async def _read(bus: Bus, name: str, max_bytes: int, tenant: str) -> bytes | Non
 async def _find_head(bus: Bus, stored_name: str) -> tuple[MediaHead, float] | None:
     """Return the head and its storage time, in Unix milliseconds of the broker's clock."""
     stored = await bus.read_last(subjects.MEDIA_STREAM, subjects.media(stored_name))
-    if stored is None:
-        return None
-    try:
-        return _head.decode(stored.data), stored.stored_ms
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
+    head = None if stored is None else decode_media_head(stored.data)
+    return None if stored is None or head is None else (head, stored.stored_ms)

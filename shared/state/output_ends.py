@@ -7,75 +7,69 @@ the same time.
 """
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.bus.bus import Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import or_none, to_json
+from shared.protocol.pipeline import ENDS
 from shared.protocol.records import OutputEnds, OutputSummary, Usage
 
 NO_USAGE = Usage(0, 0)
 STALE_READ_S = 0.02
 
-_decoder = msgspec.json.Decoder(OutputEnds)
-
-
-class _Stored(NamedTuple):
-    ends: OutputEnds | None
-    """The list; None while the request has none."""
-    last_sequence: int
+_decode = or_none(msgspec.json.Decoder(OutputEnds).decode)
 
 
 async def begin(bus: Bus, request_id: str, outputs: list[str]) -> None:
     """Write the list of a request's outputs, none of which has ended. Does nothing if it exists."""
-    stored = await _read(bus, request_id)
-    while stored.ends is None:
-        if await _replace(bus, request_id, OutputEnds(outputs, {}), stored.last_sequence):
-            return
-        stored = await _read(bus, request_id)
+    await _change(bus, request_id, lambda ends: ends or OutputEnds(outputs, {}))
 
 
 async def expected(bus: Bus, request_id: str) -> list[str]:
     """The outputs of a request that has several; empty for a request that has its text alone."""
-    ends = (await _read(bus, request_id)).ends
+    ends, _ = await _read(bus, request_id)
     return [] if ends is None else ends.expected
 
 
 async def add(bus: Bus, request_id: str, output: str, summary: OutputSummary) -> OutputEnds:
     """Note that an output has ended, and return the list; does nothing the second time."""
-    while True:
-        ends, last_sequence = await _read(bus, request_id)
+
+    def with_output(ends: OutputEnds | None) -> OutputEnds:
         assert ends is not None, "the coordinator writes the list before any stage begins"
-        if output in ends.ended:
-            return ends
-        longer = OutputEnds(ends.expected, ends.ended | {output: summary})
-        if await _replace(bus, request_id, longer, last_sequence):
-            return longer
+        return ends if output in ends.ended else replace(ends, ended=ends.ended | {output: summary})
+
+    return await _change(bus, request_id, with_output)
 
 
 def is_complete(ends: OutputEnds) -> bool:
     return ends.ended.keys() >= set(ends.expected)
 
 
-async def _read(bus: Bus, request_id: str) -> _Stored:
-    stored = await bus.read(subjects.TOKENS_STREAM, subjects.ends(request_id))
-    last_sequence = stored[-1].sequence if stored else 0
-    for message in reversed(stored):
+async def _change(
+    bus: Bus, request_id: str, change: Callable[[OutputEnds | None], OutputEnds]
+) -> OutputEnds:
+    """Replace the list by `change(list)`, which gets None for a request without a list."""
+    while True:
+        ends, last_sequence = await _read(bus, request_id)
+        changed = change(ends)
+        if changed is ends:
+            return changed
         try:
-            return _Stored(_decoder.decode(message.data), last_sequence)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue  # Bytes that are no list, from anyone who may publish here.
-    return _Stored(None, last_sequence)
+            await bus.append(subjects.append(request_id, ENDS), to_json(changed), last_sequence)
+            return changed
+        except Fenced:
+            # A replica that answers reads may be a moment behind.
+            await asyncio.sleep(STALE_READ_S)
 
 
-async def _replace(bus: Bus, request_id: str, ends: OutputEnds, last_sequence: int) -> bool:
-    try:
-        await bus.append(subjects.append_ends(request_id), to_json(ends), last_sequence)
-    except Fenced:
-        # A replica that answers reads may be a moment behind.
-        await asyncio.sleep(STALE_READ_S)
-        return False
-    return True
+async def _read(bus: Bus, request_id: str) -> tuple[OutputEnds | None, int]:
+    """Return the list, if there is one, and the last sequence of its subject."""
+    stored = await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, ENDS))
+    # Anyone may publish other bytes here.
+    lists = (ends for message in reversed(stored) if (ends := _decode(message.data)) is not None)
+    return next(lists, None), stored[-1].sequence if stored else 0

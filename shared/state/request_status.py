@@ -9,14 +9,14 @@ from typing import Literal
 import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.stored import StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.codec import envelope
 from shared.errors import DecodeError, NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
-from shared.protocol.records import Failure, Finish, LogRecord, StageSpan
+from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
-from shared.state.token_log import is_final, last_record
+from shared.state.token_log import last_record
 
 # What the explanation of a busy engine reads from its load; other roles report other figures.
 ENGINE_LOAD = {"running", "free_blocks", "blocks"}
@@ -53,25 +53,18 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     found = (decode_attempt(message.data) for message in stored)
     attempts = [attempt for attempt in found if attempt is not None]
     records = 0 if last is None else last.index + 1
-    if last is not None and is_final(last):
-        return _ended(request_id, last, attempts)
+    status = RequestStatus(request_id, "unknown", records=records, attempts=attempts)
+    if isinstance(last, Finish | Failure):
+        return _ended(status, last)
     work = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
-        why = await _why_unknown(bus)
-        return RequestStatus(request_id, "unknown", records=records, attempts=attempts, why=why)
+        return replace(status, why=await _why_unknown(bus))
     stage, _, _ = subjects.parts_of_stage(work.subject)
-    status = RequestStatus(
-        request_id,
-        "queued",
-        stage,
-        waits_s=(bus.now_ms() - work.stored_ms) / 1000,
-        records=records,
-        attempts=attempts,
-        path=_path_of(work.data),
-    )
+    waits_s = (bus.now_ms() - work.stored_ms) / 1000
+    status = replace(status, stage=stage, waits_s=waits_s, path=_path_of(work.data))
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
-        return replace(status, why=await _why_queued(bus, work))
+        return replace(status, state="queued", why=await _why_queued(bus, work))
     return replace(
         status,
         state="running",
@@ -89,28 +82,23 @@ def _path_of(task: bytes) -> list[StageSpan]:
         return []
 
 
-def _ended(request_id: str, last: LogRecord, attempts: list[AttemptRecord]) -> RequestStatus:
-    records = last.index + 1
-    match last:
-        case Finish(path=path):
-            why = "its log has its final record"
-            state: State = "finished"
-        case Failure(error=error, path=path):
-            why = f"{error.code}: {error.message}"
-            state = "failed"
-        case _:
-            raise AssertionError("not a final record")
-    stage, worker, attempt = (
-        (path[-1].stage, path[-1].worker, path[-1].attempt) if path else (None, None, None)
-    )
-    return RequestStatus(
-        request_id, state, stage, worker, attempt, None, records, why, attempts, path
-    )
+def _ended(status: RequestStatus, last: Finish | Failure) -> RequestStatus:
+    status = replace(status, state="finished", why="its log has its final record", path=last.path)
+    if isinstance(last, Failure):
+        why = f"{last.error.code}: {last.error.message}"
+        status = replace(status, state="failed", why=why)
+    if not last.path:
+        return status
+    end = last.path[-1]
+    return replace(status, stage=end.stage, worker=end.worker, attempt=end.attempt)
 
 
 async def _why_unknown(bus: Bus) -> str:
     """Requests that wait for a coordinator are counted, because they cannot be read by id."""
-    backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+    try:
+        backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+    except NotFound:
+        return "no stage has it, and no coordinator has ever run here"
     return (
         f"no stage has it: it is one of {backlog.num_pending} requests that wait for a coordinator,"
         " has never been asked for, or is so old that its log has been removed"

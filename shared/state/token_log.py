@@ -12,6 +12,7 @@ record goes on behind them.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from msgspec import Struct
 from shared.bus.bus import Bus
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import or_none, to_json
 from shared.protocol.pipeline import TEXT
 from shared.protocol.records import (
     AnyRecord,
@@ -49,19 +50,14 @@ class UnknownRecord(Struct, frozen=True):
     attempt: int
 
 
-_records = msgspec.json.Decoder(AnyRecord)
-_unknown = msgspec.json.Decoder(UnknownRecord)
+_decode_known: Callable[[bytes], AnyRecord | None]
+_decode_known = or_none(msgspec.json.Decoder(AnyRecord).decode)
+_decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
 
 
 def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
     """The record in a message of a log; None for bytes that are no record."""
-    for decoder in (_records, _unknown):
-        try:
-            record: AnyRecord | UnknownRecord = decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue
-        return record
-    return None
+    return _decode_known(data) or _decode_unknown(data)
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
@@ -104,6 +100,7 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
     )
 
 
+@dataclass(eq=False)
 class LogWriter:
     """The right to append to one output's log, until another worker takes it.
 
@@ -111,25 +108,15 @@ class LogWriter:
     writer has appended; the holder then drops the request without a further record.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        request_id: str,
-        output: str,
-        attempt: int,
-        records: list[AnyRecord],
-        next_index: int,
-        last_sequence: int,
-    ) -> None:
-        self.output = output
-        self.records = records
-        self.before_first: Callable[[], Awaitable[None]] | None = None
-        """Awaited once, before the first append of this writer; see `begin`."""
-        self._bus = bus
-        self._request_id = request_id
-        self._attempt = attempt
-        self._next_index = next_index
-        self._last_sequence = last_sequence
+    _bus: Bus
+    _request_id: str
+    output: str
+    _attempt: int
+    records: list[AnyRecord]
+    _next_index: int
+    _last_sequence: int
+    before_first: Callable[[], Awaitable[None]] | None = None
+    """Awaited once, before the first append of this writer; see `begin`."""
 
     @classmethod
     async def open(cls, bus: Bus, request_id: str, attempt: int, output: str = TEXT) -> "LogWriter":

@@ -4,6 +4,7 @@ All metrics have the labels `model`, `role` and `worker` where these apply. Time
 acceptance use the broker's clock, so that clocks of machines do not matter.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,8 @@ LONG_S = (
 )
 SIZES = tuple(float(2**power) for power in range(15))
 
+Kind = Literal["counter", "gauge", "histogram"]
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
@@ -28,7 +31,7 @@ class MetricSpec:
 
     name: str
     """Name without the prefix; a counter's name ends in `_total`."""
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     source: str
     """Role that reports it."""
     description: str
@@ -43,304 +46,171 @@ ENGINE, RENDERER, ENCODER, COORDINATOR = "engine", "renderer", "encoder", "coord
 GATEWAY = "gateway"
 STAGE, EVERY, BROKER = "every role", "every worker", "the broker"
 
-_ALL = (
-    # -- engine -------------------------------------------------------------------------------
-    MetricSpec(
-        "time_to_first_token_seconds",
-        "histogram",
-        ENGINE,
-        "Time from a request's acceptance to its first token, in seconds, without the network time"
-        " of its client. Requests that were resumed by this engine are not counted.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "engine_time_to_first_token_seconds",
-        "histogram",
-        ENGINE,
-        "Time from a request's arrival at the engine to its first token, in seconds.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "inter_token_latency_seconds",
-        "histogram",
-        ENGINE,
-        "Time between two tokens of one answer, in seconds; one observation per token except the"
-        " first.",
-        bounds=SHORT_S,
-    ),
-    MetricSpec(
-        "e2e_request_latency_seconds",
-        "histogram",
-        ENGINE,
-        "Time from a request's acceptance to the last record of its answer, in seconds; successful"
-        " answers only.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "request_queue_time_seconds",
-        "histogram",
-        ENGINE,
-        "Time from a request's acceptance to its first step, in seconds: rendering and all queues.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "engine_queue_time_seconds",
-        "histogram",
-        ENGINE,
-        "Time from a request's arrival at the engine to its first step, in seconds.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "prompt_tokens_total",
-        "counter",
-        ENGINE,
-        "Prefilled prompt tokens, including those from the prefix cache.",
-    ),
-    MetricSpec("generation_tokens_total", "counter", ENGINE, "Sampled tokens."),
-    MetricSpec(
-        "iteration_tokens_total",
-        "histogram",
-        ENGINE,
-        "Tokens in one model step.",
-        bounds=SIZES,
-    ),
-    MetricSpec("num_requests_running", "gauge", ENGINE, "Sequences that hold KV blocks."),
-    MetricSpec("num_requests_waiting", "gauge", ENGINE, "Sequences that wait to be scheduled."),
-    MetricSpec(
-        "kv_cache_usage_perc",
-        "gauge",
-        ENGINE,
-        "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence are"
-        " free.",
-    ),
-    MetricSpec(
-        "kv_waste",
-        "gauge",
-        ENGINE,
-        "Fraction of the slots in held KV blocks without a token, over all steps so far, 0 to 1.",
-    ),
-    MetricSpec(
-        "num_preemptions_total",
-        "counter",
-        ENGINE,
-        "Preemptions: a sequence lost its blocks to an older one and is recomputed.",
-    ),
-    MetricSpec(
-        "prefix_cache_queries_total", "counter", ENGINE, "Tokens looked up in the prefix cache."
-    ),
-    MetricSpec("prefix_cache_hits_total", "counter", ENGINE, "Tokens found in the prefix cache."),
-    MetricSpec(
-        "prefix_cache_evictions_total",
-        "counter",
-        ENGINE,
-        "Cached KV blocks that were evicted.",
-    ),
-    MetricSpec(
-        "spec_decode_num_draft_tokens_total",
-        "counter",
-        ENGINE,
-        "Drafted tokens that the model has checked (`engine.speculative`).",
-    ),
-    MetricSpec(
-        "spec_decode_num_accepted_tokens_total",
-        "counter",
-        ENGINE,
-        "Drafted tokens that were accepted.",
-    ),
-    MetricSpec(
-        "request_success_total",
-        "counter",
-        ENGINE,
-        "Successful answers, by the finish reason of their last choice: `stop` or `length`.",
-        ("finished_reason",),
-    ),
-    # -- images -------------------------------------------------------------------------------
-    MetricSpec(
-        "mm_cache_queries_total",
-        "counter",
-        f"{RENDERER}, {ENGINE}",
-        "Image cache lookups: for processed images in a renderer, for embeddings in an engine with"
-        " a vision tower.",
-    ),
-    MetricSpec("mm_cache_hits_total", "counter", f"{RENDERER}, {ENGINE}", "Image cache hits."),
-    MetricSpec(
-        "encoded_items_total",
-        "counter",
-        f"{ENCODER}, {ENGINE}",
-        "Images encoded by the vision tower.",
-    ),
-    MetricSpec(
-        "encoder_found_items_total",
-        "counter",
-        ENCODER,
-        "Requested images whose embeddings were already stored.",
-    ),
-    MetricSpec(
-        "encoder_batch_items",
-        "histogram",
-        ENCODER,
-        "Images in one batch of the vision tower.",
-        bounds=SIZES,
-    ),
-    MetricSpec("encoder_waiting_items", "gauge", ENCODER, "Images that wait for the vision tower."),
-    # -- renderer and coordinator -------------------------------------------------------------
-    MetricSpec("rendered_requests_total", "counter", RENDERER, "Requests forwarded to engines."),
-    MetricSpec(
-        "render_seconds",
-        "histogram",
-        RENDERER,
-        "Time from a task's arrival to its rendered prompt, in seconds, including image fetches.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "requests_accepted_total",
-        "counter",
-        COORDINATOR,
-        "Valid requests forwarded to renderers.",
-    ),
-    # -- gateway ------------------------------------------------------------------------------
-    MetricSpec(
-        "http_requests_total",
-        "counter",
-        GATEWAY,
-        "HTTP requests that have ended, by route (`none` without one) and status.",
-        ("endpoint", "status"),
-    ),
-    MetricSpec("http_requests_in_flight", "gauge", GATEWAY, "HTTP requests that have not ended."),
-    MetricSpec(
-        "http_request_seconds",
-        "histogram",
-        GATEWAY,
-        "Time from an HTTP request's headers to the end of its response, in seconds.",
-        ("endpoint",),
-        LONG_S,
-    ),
-    MetricSpec(
-        "http_time_to_first_token_seconds",
-        "histogram",
-        GATEWAY,
-        "Time from an HTTP request's headers to the first tokens of its response, in seconds.",
-        ("endpoint",),
-        LONG_S,
-    ),
-    MetricSpec(
-        "http_tokens_total",
-        "counter",
-        GATEWAY,
-        "Tokens in responses, as far as the gateway has read them.",
-        ("endpoint",),
-    ),
-    MetricSpec(
-        "http_answer_bytes_total",
-        "counter",
-        GATEWAY,
-        "Bytes of response bodies.",
-        ("endpoint",),
-    ),
-    MetricSpec(
-        "http_connections_refused_total",
-        "counter",
-        GATEWAY,
-        "Connections refused beyond `gateway.max_connections`.",
-    ),
-    MetricSpec(
-        "http_slow_clients_total",
-        "counter",
-        GATEWAY,
-        "Connections closed because the client read nothing for `gateway.send_timeout_s`.",
-    ),
-    # -- every stage --------------------------------------------------------------------------
-    MetricSpec(
-        "request_errors_total",
-        "counter",
-        STAGE,
-        "Requests that this worker has ended with an error, by code: requests that a coordinator"
-        " refuses, ends at their deadline or cancels, and requests whose attempts are used up.",
-        ("code",),
-    ),
-    MetricSpec(
-        "stage_queue_seconds",
-        "histogram",
-        STAGE,
-        "Time that a message waits in the role's queue before its first delivery, in seconds.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "stage_handling_seconds",
-        "histogram",
-        STAGE,
-        "Time from a message's delivery to its acknowledgement, in seconds.",
-        bounds=LONG_S,
-    ),
-    MetricSpec(
-        "stage_redeliveries_total",
-        "counter",
-        STAGE,
-        "Redelivered messages, after a worker has failed, died or requeued them.",
-    ),
-    MetricSpec(
-        "stage_retries_total",
-        "counter",
-        STAGE,
-        "Messages requeued for another attempt, by error code.",
-        ("code",),
-    ),
-    MetricSpec(
-        "stage_dead_letters_total",
-        "counter",
-        STAGE,
-        "Dead letters written, by error code.",
-        ("code",),
-    ),
-    MetricSpec(
-        "start_time_seconds",
-        "gauge",
-        EVERY,
-        "Start of the worker: Unix time of the broker's clock.",
-    ),
-    MetricSpec("info", "gauge", EVERY, "Always 1.", ("version",)),
-    # -- reported by `pagemill metrics` -------------------------------------------------------
-    MetricSpec(
-        "up",
-        "gauge",
-        "`pagemill metrics`",
-        "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",
-    ),
-    MetricSpec("queue_pending", "gauge", BROKER, "Messages that wait for a worker.", ("lane",)),
-    MetricSpec(
-        "queue_ack_pending",
-        "gauge",
-        BROKER,
-        "Messages in flight, or delayed for a retry.",
-        ("lane",),
-    ),
-    MetricSpec(
-        "queue_oldest_age_seconds",
-        "gauge",
-        BROKER,
-        "Age of the oldest message that waits for a worker, in seconds; 0 without one. Not reported"
-        " for requests that wait for a coordinator.",
-        ("lane",),
-    ),
-    MetricSpec(
-        "requests_in_flight",
-        "gauge",
-        BROKER,
-        "Stored requests that have not ended.",
-    ),
-    MetricSpec(
-        "oldest_request_age_seconds",
-        "gauge",
-        BROKER,
-        "Age of the oldest request in flight, in seconds; 0 without one.",
-    ),
-    MetricSpec("dead_letters", "gauge", BROKER, "Stored dead letters."),
-    MetricSpec(
-        "broker_up",
-        "gauge",
-        "`pagemill metrics`",
-        "1 if the broker has replied; otherwise no other metric is reported.",
-    ),
-)
+# Descriptions by name, with the labels besides the own ones in braces; grouped by kind, source and
+# bounds.
+_DESCRIPTIONS: dict[tuple[Kind, str, tuple[float, ...]], dict[str, str]] = {
+    ("histogram", ENGINE, LONG_S): {
+        "time_to_first_token_seconds": (
+            "Time from a request's acceptance to its first token, in seconds, without the network"
+            " time of its client. Requests that were resumed by this engine are not counted."
+        ),
+        "engine_time_to_first_token_seconds": (
+            "Time from a request's arrival at the engine to its first token, in seconds."
+        ),
+        "e2e_request_latency_seconds": (
+            "Time from a request's acceptance to the last record of its answer, in seconds;"
+            " successful answers only."
+        ),
+        "request_queue_time_seconds": (
+            "Time from a request's acceptance to its first step, in seconds: rendering and all"
+            " queues."
+        ),
+        "engine_queue_time_seconds": (
+            "Time from a request's arrival at the engine to its first step, in seconds."
+        ),
+    },
+    ("histogram", ENGINE, SHORT_S): {
+        "inter_token_latency_seconds": (
+            "Time between two tokens of one answer, in seconds; one observation per token except"
+            " the first."
+        ),
+    },
+    ("counter", ENGINE, ()): {
+        "prompt_tokens_total": "Prefilled prompt tokens, including those from the prefix cache.",
+        "generation_tokens_total": "Sampled tokens.",
+        "num_preemptions_total": (
+            "Preemptions: a sequence lost its blocks to an older one and is recomputed."
+        ),
+        "prefix_cache_queries_total": "Tokens looked up in the prefix cache.",
+        "prefix_cache_hits_total": "Tokens found in the prefix cache.",
+        "prefix_cache_evictions_total": "Cached KV blocks that were evicted.",
+        "spec_decode_num_draft_tokens_total": (
+            "Drafted tokens that the model has checked (`engine.speculative`)."
+        ),
+        "spec_decode_num_accepted_tokens_total": "Drafted tokens that were accepted.",
+        "request_success_total{finished_reason}": (
+            "Successful answers, by the finish reason of their last choice: `stop` or `length`."
+        ),
+    },
+    ("histogram", ENGINE, SIZES): {
+        "iteration_tokens_total": "Tokens in one model step.",
+    },
+    ("gauge", ENGINE, ()): {
+        "num_requests_running": "Sequences that hold KV blocks.",
+        "num_requests_waiting": "Sequences that wait to be scheduled.",
+        "kv_cache_usage_perc": (
+            "Fraction of the KV blocks held by sequences, 0 to 1; cached blocks without a sequence"
+            " are free."
+        ),
+        "kv_waste": (
+            "Fraction of the slots in held KV blocks without a token, over all steps so far, 0 to"
+            " 1."
+        ),
+    },
+    ("counter", f"{RENDERER}, {ENGINE}", ()): {
+        "mm_cache_queries_total": (
+            "Image cache lookups: for processed images in a renderer, for embeddings in an engine"
+            " with a vision tower."
+        ),
+        "mm_cache_hits_total": "Image cache hits.",
+    },
+    ("counter", f"{ENCODER}, {ENGINE}", ()): {
+        "encoded_items_total": "Images encoded by the vision tower.",
+    },
+    ("counter", ENCODER, ()): {
+        "encoder_found_items_total": "Requested images whose embeddings were already stored.",
+    },
+    ("histogram", ENCODER, SIZES): {
+        "encoder_batch_items": "Images in one batch of the vision tower.",
+    },
+    ("gauge", ENCODER, ()): {
+        "encoder_waiting_items": "Images that wait for the vision tower.",
+    },
+    ("counter", RENDERER, ()): {
+        "rendered_requests_total": "Requests forwarded to engines.",
+    },
+    ("histogram", RENDERER, LONG_S): {
+        "render_seconds": (
+            "Time from a task's arrival to its rendered prompt, in seconds, including image"
+            " fetches."
+        ),
+    },
+    ("counter", COORDINATOR, ()): {
+        "requests_accepted_total": "Valid requests forwarded to renderers.",
+    },
+    ("counter", GATEWAY, ()): {
+        "http_requests_total{endpoint,status}": (
+            "HTTP requests that have ended, by route (`none` without one) and status."
+        ),
+        "http_tokens_total{endpoint}": "Tokens in responses, as far as the gateway has read them.",
+        "http_answer_bytes_total{endpoint}": "Bytes of response bodies.",
+        "http_connections_refused_total": "Connections refused beyond `gateway.max_connections`.",
+        "http_slow_clients_total": (
+            "Connections closed because the client read nothing for `gateway.send_timeout_s`."
+        ),
+    },
+    ("gauge", GATEWAY, ()): {
+        "http_requests_in_flight": "HTTP requests that have not ended.",
+    },
+    ("histogram", GATEWAY, LONG_S): {
+        "http_request_seconds{endpoint}": (
+            "Time from an HTTP request's headers to the end of its response, in seconds."
+        ),
+        "http_time_to_first_token_seconds{endpoint}": (
+            "Time from an HTTP request's headers to the first tokens of its response, in seconds."
+        ),
+    },
+    ("counter", STAGE, ()): {
+        "request_errors_total{code}": (
+            "Requests that this worker has ended with an error, by code: requests that a"
+            " coordinator refuses, ends at their deadline or cancels, and requests whose attempts"
+            " are used up."
+        ),
+        "stage_redeliveries_total": (
+            "Redelivered messages, after a worker has failed, died or requeued them."
+        ),
+        "stage_retries_total{code}": "Messages requeued for another attempt, by error code.",
+        "stage_dead_letters_total{code}": "Dead letters written, by error code.",
+    },
+    ("histogram", STAGE, LONG_S): {
+        "stage_queue_seconds": (
+            "Time that a message waits in the role's queue before its first delivery, in seconds."
+        ),
+        "stage_handling_seconds": (
+            "Time from a message's delivery to its acknowledgement, in seconds."
+        ),
+    },
+    ("gauge", EVERY, ()): {
+        "start_time_seconds": "Start of the worker: Unix time of the broker's clock.",
+        "info{version}": "Always 1.",
+    },
+    ("gauge", "`pagemill metrics`", ()): {
+        "up": "1 for a worker that has replied, 0 for one with a heartbeat but without a reply.",
+        "broker_up": "1 if the broker has replied; otherwise no other metric is reported.",
+    },
+    ("gauge", BROKER, ()): {
+        "queue_pending{lane}": "Messages that wait for a worker.",
+        "queue_ack_pending{lane}": "Messages in flight, or delayed for a retry.",
+        "queue_oldest_age_seconds{lane}": (
+            "Age of the oldest message that waits for a worker, in seconds; 0 without one. Not"
+            " reported for requests that wait for a coordinator."
+        ),
+        "requests_in_flight": "Stored requests that have not ended.",
+        "oldest_request_age_seconds": (
+            "Age of the oldest request in flight, in seconds; 0 without one."
+        ),
+        "dead_letters": "Stored dead letters.",
+    },
+}
 
-METRICS = {description.name: description for description in _ALL}
+
+def _parse_specs() -> Iterator[MetricSpec]:
+    for (kind, source, bounds), group in _DESCRIPTIONS.items():
+        for key, description in group.items():
+            name, _, labels = key.rstrip("}").partition("{")
+            yield MetricSpec(
+                name, kind, source, description, tuple(filter(None, labels.split(","))), bounds
+            )
+
+
+METRICS = {spec.name: spec for spec in _parse_specs()}

@@ -5,15 +5,12 @@ the number of workers and models, not on their load.
 """
 
 import asyncio
-import contextlib
-
-import msgspec
 
 from shared.bus.bus import Bus
-from shared.bus.queue_depth import ConsumerQueue
+from shared.bus.reading import QueueDepth
 from shared.errors import NotFound
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics
+from shared.protocol.messages import Heartbeat, MetricSeries, WorkerMetrics, decode_metrics
 from shared.telemetry.catalog import METRICS, OWN_LABELS
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 
@@ -22,8 +19,6 @@ REPLY_TIMEOUT_S = 0.5
 
 BROKER_UP = MetricSeries("broker_up", {}, 1)
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
-
-_metrics = msgspec.json.Decoder(WorkerMetrics)
 
 
 async def take_snapshot(bus: Bus) -> ClusterSnapshot:
@@ -64,13 +59,13 @@ async def _coordinator_queue(bus: Bus) -> list[StageQueue]:
     return [StageQueue("coordinator", "", "", depth.num_pending, depth.num_in_flight, None)]
 
 
-async def _stage_queue(bus: Bus, queue: ConsumerQueue) -> StageQueue:
-    depth, oldest = queue.depth, None
+async def _stage_queue(bus: Bus, depth: QueueDepth) -> StageQueue:
+    oldest = None
     if depth.num_pending:
-        stream, subject = subjects.STAGES_STREAM, queue.subject
-        oldest = await bus.read_next(stream, depth.last_delivered + 1, subject)
+        stream, sequence = subjects.STAGES_STREAM, depth.last_delivered + 1
+        oldest = await bus.read_next(stream, sequence, depth.subject)
     return StageQueue(
-        *subjects.parts_of_stage(queue.subject),
+        *subjects.parts_of_stage(depth.subject),
         num_pending=depth.num_pending,
         num_in_flight=depth.num_in_flight,
         oldest_ms=None if oldest is None else oldest.stored_ms,
@@ -83,8 +78,7 @@ async def _request_metrics(bus: Bus, expected: set[str]) -> dict[str, WorkerMetr
 
     def accept(reply: bytes) -> bool:
         # Any client may reply on a subject; replies that are no worker's metrics are ignored.
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            metrics = _metrics.decode(reply)
+        if (metrics := decode_metrics(reply)) is not None:
             known = [series for series in metrics.series if _is_known(series)]
             by_worker[metrics.worker] = WorkerMetrics(metrics.role, metrics.worker, known)
         return expected <= by_worker.keys()
@@ -107,7 +101,7 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
     """Return the series of all workers, and those of the broker's state."""
     return [
         *(series for metrics in snapshot.metrics.values() for series in metrics.series),
-        *(_up(beat, beat.worker in snapshot.metrics) for beat in snapshot.beats),
+        *(_up(snapshot, beat) for beat in snapshot.beats),
         *(series for queue in snapshot.queues for series in _queue_series(snapshot, queue)),
         MetricSeries("requests_in_flight", {}, snapshot.in_flight),
         MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
@@ -116,9 +110,9 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
     ]
 
 
-def _up(beat: Heartbeat, has_replied: bool) -> MetricSeries:
+def _up(snapshot: ClusterSnapshot, beat: Heartbeat) -> MetricSeries:
     labels = {"model": "", "role": beat.role, "worker": beat.worker}
-    return MetricSeries("up", labels, has_replied)
+    return MetricSeries("up", labels, beat.worker in snapshot.metrics)
 
 
 def _queue_series(snapshot: ClusterSnapshot, queue: StageQueue) -> list[MetricSeries]:

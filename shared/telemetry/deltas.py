@@ -6,7 +6,8 @@ first one without having restarted has no increase.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from shared.protocol.messages import Heartbeat, WorkerMetrics
@@ -30,7 +31,7 @@ class StageQueue:
     """Storage time of the oldest pending message, if known: Unix ms of the broker's clock."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClusterSnapshot:
     """The state of a cluster at one moment."""
 
@@ -44,13 +45,11 @@ class ClusterSnapshot:
     oldest_ms: float | None
     """Acceptance time of the oldest of them: Unix ms of the broker's clock."""
     dead_letters: int
-    samples: dict[str, Samples] = field(default_factory=dict)
-    """The same values as in `metrics`."""
 
-    def __post_init__(self) -> None:
-        self.samples.update(
-            {worker: samples_of(metrics) for worker, metrics in self.metrics.items()}
-        )
+    @cached_property
+    def samples(self) -> dict[str, Samples]:
+        """The same values as in `metrics`."""
+        return {worker: samples_of(metrics) for worker, metrics in self.metrics.items()}
 
 
 def samples_of(metrics: WorkerMetrics) -> Samples:
@@ -81,15 +80,13 @@ def increases(before: Samples, now: Samples) -> Samples:
     """Return the increase of each sample. A value that has shrunk was reset to zero."""
     return {
         name: {
-            labels: value - earlier if (earlier := _get(before, name, labels)) <= value else value
+            labels: value - earlier
+            if (earlier := before.get(name, {}).get(labels, 0.0)) <= value
+            else value
             for labels, value in by_labels.items()
         }
         for name, by_labels in now.items()
     }
-
-
-def _get(samples: Samples, name: str, labels: Labels) -> float:
-    return samples.get(name, {}).get(labels, 0.0)
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:

@@ -7,6 +7,7 @@ describes them.
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from shared.protocol.messages import MetricSeries, WorkerMetrics
 from shared.telemetry.catalog import METRICS
@@ -48,23 +49,17 @@ ReadValue = Callable[[], float]
 Series = Counter | Histogram | ReadValue
 
 
+@dataclass(eq=False)
 class Metrics:
     """All series of one process, bound to one model; the model "" stands for none.
 
     Names are those of the catalog. A series is created on its first use.
     """
 
-    def __init__(
-        self,
-        role: str,
-        worker: str,
-        model: str = "",
-        series: dict[tuple[str, LabelSet], Series] | None = None,
-    ) -> None:
-        self._role = role
-        self._worker = worker
-        self._model = model
-        self._series = {} if series is None else series
+    _role: str
+    _worker: str
+    _model: str = ""
+    _series: dict[tuple[str, LabelSet], Series] = field(default_factory=dict)
 
     def of(self, model: str) -> "Metrics":
         """Return the same metrics bound to `model`."""

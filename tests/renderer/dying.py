@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from shared.stage import runtime
 from shared.stage.stage import Stage
 from workers.cli import settings
@@ -22,4 +24,4 @@ async def die(*_: Any) -> None:
 if __name__ == "__main__":
     Stage.forward = die  # type: ignore[assignment, method-assign]
     config = settings.load_config(Path(sys.argv[1]))
-    sys.exit(runtime.run("renderer", worker.main, config, sys.argv[2]))
+    sys.exit(uvloop.run(runtime.run("renderer", worker.main, config, sys.argv[2], None, None)))

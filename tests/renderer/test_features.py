@@ -258,5 +258,7 @@ async def test_texts_and_tokens_are_rendered_as_they_are(rig: Rig) -> None:
 
 async def test_a_question_of_a_tenant_that_is_none_is_refused(rig: Rig) -> None:
     question = json.dumps({"prompt": "a"}).encode()
-    answer = await rig.bus.request(subjects.tokenize(rig.model), question, 5.0, "not a name")
+    answer = await rig.bus.request(
+        subjects.renderer("tokenize", rig.model), question, 5.0, "not a name"
+    )
     assert msgspec.json.decode(answer)["error"]["field"] == "Pagemill-Tenant"

@@ -16,12 +16,11 @@ from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
+from shared.protocol import subjects
 from shared.protocol.encoding import to_msgpack
 from shared.protocol.records import Failure
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, Tokenized, TokenizeRequest
 from shared.protocol.requests import GenerateRequest, Message, Prompt
-from shared.protocol.subjects import render as render_subject
-from shared.protocol.subjects import tokenize as tokenize_subject
 from shared.protocol.task_messages import EngineBody
 from tests.renderer.canary import Canary, send
 from tests.renderer.rig import (
@@ -225,7 +224,7 @@ async def test_bad_questions_get_one_clear_error(rig: Rig) -> None:
             model = question.get("model", rig.model)
             messages = messages_with(question.get("urls", []))
             question = to_msgpack(GenerateRequest(model, messages))
-        subject = (render_subject if service == "render" else tokenize_subject)(rig.model)
+        subject = subjects.renderer(service, rig.model)
         refusal = msgspec.json.decode(await rig.bus.request(subject, question, 10), type=ErrorReply)
         assert refusal.error.code == code, question
         assert refusal.error.fault == "client"

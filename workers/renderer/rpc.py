@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from shared.bus.bus import Bus
-from shared.bus.subscriptions import GroupResponder
+from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
 from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
@@ -67,17 +67,16 @@ class RendererRpc:
 
     async def start(self) -> None:
         for model in self._processors:
-            for subject, work in (
-                (subjects.render(model), self._render),
-                (subjects.features(model), self._features),
-                (subjects.tokenize(model), self._tokenize),
-                (subjects.detokenize(model), self._detokenize),
-                (subjects.card(model), self._card),
+            for call, work in (
+                ("render", self._render),
+                ("features", self._features),
+                ("tokenize", self._tokenize),
+                ("detokenize", self._detokenize),
+                ("card", self._card),
             ):
                 answer = partial(self._answer, partial(work, model))
-                self._responders.append(
-                    await self._bus.add_group_responder(subject, subjects.RENDERERS_GROUP, answer)
-                )
+                subject, group = subjects.renderer(call, model), subjects.RENDERERS_GROUP
+                self._responders.append(await self._bus.add_group_responder(subject, group, answer))
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Answer calls until `stop`, and finish those that have arrived by then."""

@@ -51,7 +51,7 @@ def cancels_request_read_elsewhere() -> None:
 @bug("gateway", "frozen gateways", "I8")
 def subscription_leaks() -> None:
     from shared.bus.bus import Bus
-    from shared.bus.subscriptions import LiveSubscription
+    from shared.bus.messaging import LiveSubscription
 
     async def never(self: Bus, listener: LiveSubscription) -> None:
         pass

@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Annotated
 
+import uvloop
 from cyclopts import App, Parameter
 from msgspec.structs import replace
 
@@ -73,7 +74,7 @@ def main(
 
     journal.write(WorkerEvent(now(), "start"))
     model = MODEL if role in ("encoder", "engine") else None
-    return runtime.run(role, observed, loaded, nats, model)
+    return uvloop.run(runtime.run(role, observed, loaded, nats, model, None))
 
 
 def prepare(

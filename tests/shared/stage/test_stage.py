@@ -12,7 +12,7 @@ from ops.token_logs import read_log
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.bus.consumer import Consumer, Delivery
-from shared.bus.stored import StoredMessage
+from shared.bus.reading import StoredMessage
 from shared.config import BlobsConfig, DeliveryConfig, ModelConfig
 from shared.errors import (
     BlobLost,
@@ -34,12 +34,14 @@ from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
-from shared.stage.loop import Shutdown, serve
 from shared.stage.pipelines import pipeline_of
+from shared.stage.runtime import Shutdown
 from shared.stage.stage import Stage
+from shared.stage.worker_loop import serve
 from shared.state import dead_letters, output_ends
 from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
+from shared.telemetry.metrics import Metrics
 
 PIPELINE = pipeline_of(ModelConfig("nowhere"))
 TO_ENGINE = PIPELINE.edges_into("engine")[0]
@@ -65,7 +67,7 @@ def request_id() -> str:
 
 
 def make_stage(bus: Bus, worker: str = "renderer-test", name: str = "renderer") -> Stage:
-    return Stage(bus, name, worker, "0", POLICY, pipelines=EveryModel())
+    return Stage(bus, name, worker, "0", POLICY, Metrics(name, worker), EveryModel())
 
 
 async def consume(

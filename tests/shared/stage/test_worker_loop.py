@@ -20,6 +20,7 @@ from shared.errors import Cancelled
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
+from shared.protocol.pipeline import ENDS
 from shared.protocol.records import (
     ChoiceDelta,
     Failure,
@@ -181,7 +182,9 @@ async def test_a_new_round_does_not_wait_for_the_follower_of_the_earlier_one(
         await put(bus, "engine", msgspec.structs.replace(spoken, round=1))
 
         async def has_ended() -> bool:
-            stored = await bus.read_last(subjects.TOKENS_STREAM, subjects.ends(spoken.request_id))
+            stored = await bus.read_last(
+                subjects.TOKENS_STREAM, subjects.tokens(spoken.request_id, ENDS)
+            )
             return stored is not None and b'"text":{' in stored.data
 
         await until(has_ended)

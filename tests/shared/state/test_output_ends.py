@@ -7,6 +7,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.pipeline import ENDS
 from shared.protocol.records import OutputSummary, Usage
 from shared.state import output_ends
 
@@ -24,7 +25,7 @@ async def test_the_list_is_written_once(bus: Bus, request_id: str) -> None:
     await output_ends.add(bus, request_id, "text", OutputSummary())
     await output_ends.begin(bus, request_id, ["another"])
     assert await output_ends.expected(bus, request_id) == OUTPUTS
-    assert len(await bus.read(subjects.TOKENS_STREAM, subjects.ends(request_id))) == 2
+    assert len(await bus.read(subjects.TOKENS_STREAM, subjects.tokens(request_id, ENDS))) == 2
 
 
 async def test_exactly_one_of_concurrent_ends_completes_the_list(bus: Bus, request_id: str) -> None:
@@ -52,7 +53,7 @@ async def test_an_end_that_is_noted_again_changes_nothing(bus: Bus, request_id: 
 
 async def test_bytes_that_are_no_list_are_skipped(bus: Bus, request_id: str) -> None:
     async def publish_foreign() -> None:
-        await bus.publish_without_id(subjects.append_ends(request_id), b"\xff")
+        await bus.publish_without_id(subjects.append(request_id, ENDS), b"\xff")
 
     await publish_foreign()
     assert await output_ends.expected(bus, request_id) == []

@@ -80,3 +80,12 @@ async def test_a_worker_with_other_figures_than_an_engine_works_on_its_request(
     status = await request_status.find(bus, request_id)
     assert (status.state, status.why) == ("running", f"{worker} works on it")
     assert [span.stage for span in status.path] == ["renderer"]
+
+
+async def test_a_request_is_unknown_where_no_coordinator_has_run(
+    bus: Bus, request_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "REQUESTS_CONSUMER", "another")
+    status = await request_status.find(bus, request_id)
+    assert status.state == "unknown"
+    assert "no coordinator" in status.why

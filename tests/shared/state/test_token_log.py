@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 
 import pytest
 
 from ops.token_logs import read_log
 from shared.bus.bus import Bus
-from shared.client import ask, follow
-from shared.errors import ContextTooLong, Fenced
+from shared.client import ask, follow, follow_output
+from shared.errors import ContextTooLong, Fenced, LogTruncated
 from shared.protocol import subjects
 from shared.protocol.records import (
     ChoiceDelta,
@@ -19,6 +20,7 @@ from shared.protocol.records import (
     Usage,
 )
 from shared.protocol.requests import GenerateRequest, Message
+from shared.state import log_reader
 from shared.state.token_log import (
     LogWriter,
     decode_record,
@@ -68,6 +70,18 @@ async def test_who_has_the_last_record_listens_no_more(bus: Bus, request_id: str
     assert isinstance(await anext(log), Failure)
     assert set(bus._nc._subs) == before
     assert [record async for record in log] == []
+
+
+@pytest.mark.parametrize("output", ["text", "audio"])
+async def test_a_log_without_a_record_at_its_deadline_was_removed(
+    bus: Bus, request_id: str, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_reader, "GRACE_S", 0.0)
+    log: AsyncIterator[object] = follow(bus, request_id, timeout_s=0.0)
+    if output != "text":
+        log = follow_output(bus, request_id, output, timeout_s=0.0)
+    with pytest.raises(LogTruncated):
+        await anext(log)
 
 
 async def test_live_readers_never_see_a_refused_record(bus: Bus, request_id: str) -> None:

@@ -66,7 +66,7 @@ def worker(
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     url = nats or settings.nats_url(loaded)
-    return runtime.run(role, load_main(role), loaded, url, model, stage)
+    return uvloop.run(runtime.run(role, load_main(role), loaded, url, model, stage))
 
 
 def load_main(role: str) -> runtime.Main:

@@ -1,17 +1,17 @@
 // The official `openai` package of npm against a gateway: node scenarios.mjs NAME, in test_openai_node.py.
-// BASE_URL is the gateway's, PICTURE a data: URL of a yellow star. KEY may have one request at a time.
+// BASE_URL is the gateway's, IMAGE a data: URL of a yellow star. KEY may have one request at a time.
 import assert from "node:assert/strict";
 
 import OpenAI from "openai";
 
-const { BASE_URL, PICTURE, KEY } = process.env;
+const { BASE_URL, IMAGE, KEY } = process.env;
 const client = new OpenAI({ baseURL: BASE_URL, apiKey: KEY ?? "none", maxRetries: 0 });
 const hello = [{ role: "developer", content: "Be brief." }, { role: "user", content: "Hello" }];
 const messages = [
   {
     role: "user",
     content: [
-      { type: "image_url", image_url: { url: PICTURE } },
+      { type: "image_url", image_url: { url: IMAGE } },
       { type: "text", text: "What colour is it?" },
     ],
   },
