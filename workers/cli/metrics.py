@@ -1,28 +1,22 @@
 """Implementation of `pagemill metrics`: the cluster's metrics in Prometheus' text format."""
 
 import asyncio
-import signal
 import sys
-
-from rich.console import Console
 
 from shared.bus.bus import Bus
 from shared.errors import ConfigError, PagemillError
 from shared.protocol.messages import MetricSeries
 from shared.telemetry import cluster_snapshot
 from shared.telemetry.prometheus import MetricsEndpoint, to_text
+from workers.cli.terminal import call_on_signals, connected, errors
 
-CONNECT_TIMEOUT_S = 3.0
 # Prometheus itself gives up after ten seconds.
 SCRAPE_TIMEOUT_S = 5.0
 
 
 async def print_metrics(url: str) -> int:
-    bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
-    try:
+    async with connected(url, "metrics") as bus:
         series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
-    finally:
-        await bus.close()
     sys.stdout.write(to_text(series).decode())
     return 0
 
@@ -30,25 +24,21 @@ async def print_metrics(url: str) -> int:
 async def serve_metrics(url: str, listen: str) -> int:
     """Serve the metrics over HTTP until Ctrl-C; each scrape takes a new snapshot."""
     host, port = _parse_address(listen)
-    bus = await Bus.connect(url, "metrics", CONNECT_TIMEOUT_S)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stopping.set)
+    async with connected(url, "metrics") as bus:
 
-    def collect() -> list[MetricSeries]:
-        return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
+        def collect() -> list[MetricSeries]:
+            return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
 
-    endpoint = None
-    try:
+        call_on_signals(stopping.set)
         endpoint = MetricsEndpoint(collect, host, port)
-        address = ":".join(map(str, endpoint.address))
-        Console(stderr=True).print(f"metrics at http://{address}/metrics; Ctrl-C stops")
-        await stopping.wait()
-    finally:
-        if endpoint is not None:
+        try:
+            address = ":".join(map(str, endpoint.address))
+            errors.print(f"metrics at http://{address}/metrics; Ctrl-C stops")
+            await stopping.wait()
+        finally:
             await asyncio.to_thread(endpoint.close)
-        await bus.close()
     return 0
 
 

@@ -4,41 +4,30 @@ import contextlib
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared.bus.bus import Bus
 from shared.client import cancel
 from shared.errors import InvalidRequest, NotFound
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import is_packed, to_json
 from shared.protocol.messages import DeadLetter
-from shared.protocol.requests import GenerateRequest, decode_request
+from shared.protocol.requests import decode_request
 from shared.state import dead_letters, request_status
 from shared.state.request_status import RequestStatus
-
-CONNECT_TIMEOUT_S = 2.0
-
-out = Console()
+from workers.cli.terminal import connected, out, print_json, print_line
 
 
 async def print_where(request_id: str, url: str, *, as_json: bool) -> int:
     """Print the status of a request. Return 0, or 1 for an unknown request."""
-    bus = await Bus.connect(url, "where", CONNECT_TIMEOUT_S)
-    try:
+    async with connected(url, "where") as bus:
         found = await request_status.find(bus, request_id)
-    finally:
-        await bus.close()
-    if as_json:
-        sys.stdout.write(to_json(found).decode() + "\n")
-    else:
-        _print_status(found)
+    print_json(found) if as_json else _print_status(found)
     return 0 if found.state != "unknown" else 1
 
 
@@ -52,31 +41,23 @@ def _print_status(found: RequestStatus) -> None:
         "records": found.records,
         "why": found.why,
     }
-    for name, value in rows.items():
-        if value is not None:
-            out.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
+    _print_rows(rows)
     for attempt in found.attempts:
-        out.print(
+        print_line(
             f"         {_format_time(attempt.began_ms)} {attempt.worker} delivery {attempt.number}"
-            f" {attempt.outcome.replace('_', ' ')}",
-            highlight=False,
-            soft_wrap=True,
+            f" {attempt.outcome.replace('_', ' ')}"
         )
 
 
 async def cancel_request(request_id: str, url: str) -> int:
-    bus = await Bus.connect(url, "cancel", CONNECT_TIMEOUT_S)
-    try:
+    async with connected(url, "cancel") as bus:
         await cancel(bus, request_id)
-    finally:
-        await bus.close()
     return 0
 
 
 async def print_dead(limit: int, url: str) -> int:
-    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
     table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
-    try:
+    async with connected(url, "dead") as bus:
         async for letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 _format_time(letter.failed_ms),
@@ -86,22 +67,14 @@ async def print_dead(limit: int, url: str) -> int:
                 letter.error.code,
                 escape(letter.error.message),
             )
-    finally:
-        await bus.close()
     out.print(table if table.row_count else "no dead letters")
     return 0
 
 
 async def print_letter(request_id: str, url: str, *, as_json: bool) -> int:
-    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
-    try:
+    async with connected(url, "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
-    finally:
-        await bus.close()
-    if as_json:
-        sys.stdout.write(to_json(letter).decode() + "\n")
-    else:
-        _print_letter(letter)
+    print_json(letter) if as_json else _print_letter(letter)
     return 0
 
 
@@ -115,14 +88,10 @@ def _print_letter(letter: DeadLetter) -> None:
         "cause": f"{letter.error.code}: {letter.error.message}",
         "input": f"{letter.input_len} bytes",
     }
-    for name, value in rows.items():
-        out.print(f"{name:<9}{value}", highlight=False, markup=False, soft_wrap=True)
+    _print_rows(rows)
     for attempt in letter.history:
-        out.print(
-            f"         {_format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}",
-            highlight=False,
-        )
-    out.print(letter.traceback, highlight=False, markup=False, soft_wrap=True)
+        print_line(f"         {_format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}")
+    print_line(letter.traceback)
     if letter.request:
         out.print(letter.request.decode(errors="replace"), markup=False, soft_wrap=True)
 
@@ -132,30 +101,26 @@ async def requeue(request_id: str, url: str, *, edit: bool) -> int:
 
     Raises NotFound without a letter, InvalidRequest for a request that cannot be decoded.
     """
-    bus = await Bus.connect(url, "dead", CONNECT_TIMEOUT_S)
-    try:
+    async with connected(url, "dead") as bus:
         letter = await dead_letters.find(bus, request_id)
         if not letter.request:
             raise NotFound(f"the dead letter of {request_id} does not hold the request")
-        request = _edit(letter.request) if edit else _decode(letter.request)
+        try:
+            request = decode_request(_edit(letter.request) if edit else letter.request)
+        except msgspec.MsgspecError as error:
+            message = f"the edited request is not valid: {error}"
+            raise InvalidRequest(
+                message if edit else f"{error}: use --edit to correct it"
+            ) from error
         request = msgspec.structs.replace(request, request_id=request_id)
         await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
-    finally:
-        await bus.close()
     out.print(f"published again: pagemill follow {request_id}", highlight=False)
     return 0
 
 
-def _decode(data: bytes) -> GenerateRequest:
-    try:
-        return decode_request(data)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{error}: use --edit to correct it") from error
-
-
-def _edit(data: bytes) -> GenerateRequest:
-    """Open a request in the editor and return the result; raises InvalidRequest for other text."""
-    if data[:1] and data[0] >= 0x80:
+def _edit(data: bytes) -> bytes:
+    """Open a request in the editor and return the text that the user has saved."""
+    if is_packed(data):
         data = msgspec.json.encode(msgspec.msgpack.decode(data))
     with contextlib.suppress(msgspec.MsgspecError):  # Other bytes are edited as they are.
         data = msgspec.json.format(data, indent=2)
@@ -164,11 +129,13 @@ def _edit(data: bytes) -> GenerateRequest:
         file = Path(folder) / "request.json"
         file.write_bytes(data)
         subprocess.run([*editor, str(file)], check=True)
-        data = file.read_bytes()
-    try:
-        return decode_request(data)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"the edited request is not valid: {error}") from error
+        return file.read_bytes()
+
+
+def _print_rows(rows: Mapping[str, object]) -> None:
+    for name, value in rows.items():
+        if value is not None:
+            print_line(f"{name:<8} {value}")
 
 
 def _format_time(ms: float) -> str:

@@ -2,9 +2,8 @@
 
 import uvloop
 
-from workers.cli import settings
-from workers.cli.ask import AskOptions
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, load
+from workers.cli.ask import build_request
+from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
 from workers.cli.preview import render_and_print, tokenize_and_print
 
 
@@ -27,10 +26,9 @@ def render(
     json
         Print one JSON object, which includes the token ids.
     """
-    loaded = load(config)
-    options = AskOptions(model or next(iter(loaded.models)), question, image or [], {})
-    url = nats or settings.nats_url(loaded)
-    return uvloop.run(render_and_print(options, url, as_json=json))
+    url, model = find_url_and_model(config, nats, model)
+    request = build_request(model, question, image or [])
+    return uvloop.run(render_and_print(request, url, as_json=json))
 
 
 def tokenize(
@@ -49,7 +47,5 @@ def tokenize(
     json
         Print one JSON object.
     """
-    loaded = load(config)
-    url = nats or settings.nats_url(loaded)
-    name = model or next(iter(loaded.models))
-    return uvloop.run(tokenize_and_print(name, text, url, as_json=json))
+    url, model = find_url_and_model(config, nats, model)
+    return uvloop.run(tokenize_and_print(model, text, url, as_json=json))

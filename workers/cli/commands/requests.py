@@ -6,9 +6,16 @@ import uvloop
 from cyclopts import Parameter
 
 from shared.client import new_request_id
-from workers.cli import operate, settings
-from workers.cli.ask import AskOptions, ask_and_print, follow_and_print
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, load
+from workers.cli import operate
+from workers.cli.ask import ask_and_print, build_request, follow_and_print
+from workers.cli.options import (
+    ConfigFile,
+    Images,
+    ModelName,
+    NatsUrl,
+    find_url,
+    find_url_and_model,
+)
 
 
 def ask(
@@ -51,18 +58,11 @@ def ask(
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
-    loaded = load(config)
-    options = AskOptions(
-        model=model or next(iter(loaded.models)),
-        text=question,
-        images=image or [],
-        sampling={"max_tokens": max_tokens, "temperature": temperature, "seed": seed},
-        timeout_s=timeout,
-        adapter=adapter,
-    )
+    url, model = find_url_and_model(config, nats, model)
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    request = build_request(model, question, image or [], sampling, timeout, adapter)
     request_id = request_id or new_request_id()
-    url = nats or settings.nats_url(loaded)
-    return uvloop.run(ask_and_print(options, request_id, url, as_json=json, durable=durable))
+    return uvloop.run(ask_and_print(request, request_id, url, as_json=json, durable=durable))
 
 
 def follow(
