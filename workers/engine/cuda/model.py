@@ -24,8 +24,8 @@ from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import FlatModel, kv_shape
 
 
-class GpuModel:
-    """A decoder that runs on a GPU; implements `DecoderModel`."""
+class GpuModel(FlatModel):
+    """A decoder that runs on a GPU, with a cache as of `FlatModel`."""
 
     def __init__(
         self,
@@ -41,11 +41,7 @@ class GpuModel:
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
         modules and change with the batch.
         """
-        self._flat = FlatModel(family)
-        self.family = family
-        self.dtype = self._flat.dtype
-        self.device = self._flat.device
-        self.vocab_size = self._flat.vocab_size
+        super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
         self._adapted = adapted
         self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
@@ -58,13 +54,6 @@ class GpuModel:
         _, self._num_kv_heads, head_dim = kv_shape(config)
         group = config.num_attention_heads // self._num_kv_heads
         self._queries_per_tile = count_queries(group, head_dim, self.dtype)
-
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Return a cache as of `FlatModel`: [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._flat.new_cache(num_blocks, block_size)
-
-    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        return self._flat.embed(token_ids)
 
     def plan(
         self,
@@ -104,9 +93,10 @@ class GpuModel:
             self.device,
         )
         rows = torch.arange(self._num_rows, device=self.device)
+        run = super().forward
 
         def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
-            return self._run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])
+            return run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])
 
         self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
@@ -124,19 +114,5 @@ class GpuModel:
         if self._graphs is not None and deepstack is None:
             logits = self._graphs.run(embeddings, positions, plan)
         if logits is None:
-            return self._run(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
+            return super().forward(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
         return logits.index_select(0, sampled_rows)
-
-    def _run(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        plan: KernelPlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,
-        deepstack: Tensor | None = None,
-    ) -> Tensor:
-        logits = self.family.forward(
-            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
-        )
-        return logits[0]

@@ -3,33 +3,41 @@
 The model sees tensors only; the runner maps them to requests.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shared.models.language import LanguageAdapter
-from workers.engine.model.attention import ATTENTION, KVCache, new_cache
-from workers.engine.model.step_plan import StepPlan, plan_step
+from workers.engine.model.attention import ATTENTION, KVCache
+from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import layer_windows
 
 
-class DecoderModel(Protocol):
-    """Interface of a decoder to the runner. Plans and caches are opaque to the runner."""
+class DecoderModel(ABC):
+    """A decoder, as the runner sees it. Plans and caches are opaque to the runner."""
 
-    family: LanguageAdapter
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
+    def __init__(self, family: LanguageAdapter) -> None:
+        self.family = family
+        self._embed_tokens: Any = family.model.get_input_embeddings()
+        # Stored, because transformers iterates over all parameters to look them up.
+        self.dtype: torch.dtype = family.model.dtype
+        self.device: torch.device = family.model.device
+        self.vocab_size = int(family.decoder.config.vocab_size)
 
+    @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return two tensors per layer, whose first dimension is the block."""
 
     def capture(self, kv_cache: KVCache) -> None:
         """Prepare replayable steps over this cache, such as CUDA graphs, before the first step."""
+        return
 
+    @abstractmethod
     def plan(
         self,
         block_tables: Sequence[Sequence[int]],
@@ -41,7 +49,10 @@ class DecoderModel(Protocol):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input embeddings: [num_tokens] -> [num_tokens, hidden_size]."""
+        embeddings: Tensor = self._embed_tokens(token_ids)
+        return embeddings
 
+    @abstractmethod
     def forward(
         self,
         embeddings: Tensor,
@@ -59,26 +70,20 @@ class DecoderModel(Protocol):
         """
 
 
-class FlatModel:
+class FlatModel(DecoderModel):
     """A decoder that runs transformers' modules with the paged attention of `attention`."""
 
     def __init__(self, family: LanguageAdapter) -> None:
-        self.family = family
-        self._embed_tokens: Any = family.model.get_input_embeddings()
+        super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        # Stored, because transformers iterates over all parameters to look them up.
-        self.dtype: torch.dtype = family.model.dtype
-        self.device: torch.device = family.model.device
-        self.vocab_size = int(family.decoder.config.vocab_size)
         self._windows = set(layer_windows(family.decoder.config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return new_cache(num_layers, shape, self.dtype, self.device)
-
-    def capture(self, kv_cache: KVCache) -> None:
-        pass
+        # Not empty memory: a masked NaN would still spoil the sum over the values.
+        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
+        return [(zeros(), zeros()) for _ in range(num_layers)]
 
     def plan(
         self,
@@ -86,7 +91,7 @@ class FlatModel:
         query_start_loc: Sequence[int],
         seq_lens: Sequence[int],
         kv_cache: KVCache,
-    ) -> StepPlan:
+    ) -> Any:
         return plan_step(
             block_tables,
             query_start_loc,
@@ -97,15 +102,11 @@ class FlatModel:
             windows=self._windows,
         )
 
-    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        embeddings: Tensor = self._embed_tokens(token_ids)
-        return embeddings
-
     def forward(
         self,
         embeddings: Tensor,  # [num_tokens, hidden_size]
         positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: StepPlan,
+        plan: Any,
         kv_cache: KVCache,
         sampled_rows: Tensor,  # [num_sampled]
         deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
