@@ -1,4 +1,4 @@
-"""Implementation of `pagemill ask` and `pagemill follow`."""
+"""Questions from the command line, and their answers in the terminal."""
 
 import asyncio
 import base64
@@ -12,47 +12,21 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
-from shared.client import ask, cancel, follow
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
-from workers.cli.terminal import connected, errors, print_json
+from workers.cli.terminal import errors, print_json
 
 EXIT_INTERRUPTED = 130
 
 
-async def ask_and_print(
-    request: GenerateRequest, request_id: str, url: str, *, as_json: bool, durable: bool
-) -> int:
-    """Return the exit code: 0 for an answer, 1 for an error, 130 after an interrupt.
+async def print_records(records: AsyncIterator[LogRecord], *, as_json: bool) -> int:
+    """Print records and return the exit code: 0 for an answer, 1 for an error.
 
-    Ctrl-C cancels the request unless it is `durable`.
+    Raises CancelledError on Ctrl-C.
     """
-    async with connected(url, "ask") as bus:
-        try:
-            return await _print_all(ask(bus, request, request_id), as_json=as_json)
-        except asyncio.CancelledError:
-            if not durable:
-                await cancel(bus, request_id)
-                errors.print("\ncancelled")
-            else:
-                errors.print(f"\nthe request continues: pagemill follow {request_id}")
-            return EXIT_INTERRUPTED
-
-
-async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bool) -> int:
-    """Do the same as `ask_and_print` for an earlier request, which Ctrl-C does not cancel."""
-    async with connected(url, "follow") as bus:
-        try:
-            return await _print_all(follow(bus, request_id, start), as_json=as_json)
-        except asyncio.CancelledError:
-            return EXIT_INTERRUPTED
-
-
-async def _print_all(records: AsyncIterator[LogRecord], *, as_json: bool) -> int:
-    """Print records and return the exit code. Raises CancelledError on Ctrl-C."""
     record = None
     with _cancelled_by_signals():
         async for record in records:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -96,9 +96,3 @@ def check_paths(config: Config) -> None:
 def nats_url(config: Config) -> str:
     """Return the URL of the configured broker."""
     return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
-
-
-def as_tree(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values for YAML."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
-    return tree

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,17 @@ def print_json(value: Any) -> None:
 def print_line(text: str) -> None:
     """Print a line as it is: it may hold names and texts from clients."""
     out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_rows(rows: Mapping[str, object]) -> None:
+    """Print a name and a value a line; values that are None are left out."""
+    for name, value in rows.items():
+        if value is not None:
+            print_line(f"{name:<8} {value}")
+
+
+def format_time(ms: float) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def call_on_signals(handler: Callable[[], object]) -> None:
