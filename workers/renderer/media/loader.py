@@ -49,14 +49,15 @@ class MediaLoader:
             if (cached := self._fetched.get(key)) is not None:
                 return cached
             flight = self._flights.get(key)
+            is_own = flight is None
             if flight is None:
-                own_flight = self._flights[key] = Future()
-        if flight is None:
-            return self._fetch(key, field, own_flight)
+                flight = self._flights[key] = Future()
+        if is_own:
+            self._fetch(key, field, flight)
         try:
             return flight.result()
         except RequestError as error:
-            # The error is the same, but names another request's field.
+            # The error of another thread's flight names another request's field.
             raise type(error)(error.message, field=field) from None
 
     def read_uncached(self, url: str, field: str) -> bytes:
@@ -84,20 +85,14 @@ class MediaLoader:
         with self._lock:
             self._fetched.put((tenant, url), data, len(data))
 
-    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> bytes:
-        _, url = key
+    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> None:
+        """Fetch a URL and complete its flight."""
         try:
-            data = self._fetcher.fetch(url, field)
+            data = self._fetcher.fetch(key[1], field)
+            flight.set_result(data)
         except BaseException as error:
-            self._land(key)
             flight.set_exception(error)
-            raise
-        self._land(key, data)
-        flight.set_result(data)
-        return data
-
-    def _land(self, key: _Key, data: bytes | None = None) -> None:
         with self._lock:
             del self._flights[key]
-            if data is not None:
+            if flight.exception() is None:
                 self._fetched.put(key, data, len(data))
