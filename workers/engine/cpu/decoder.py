@@ -22,7 +22,7 @@ from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library
 from workers.engine.model.attention import KVCache
-from workers.engine.model.flat_model import DecoderModel
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.support import layer_windows
 
 PANEL = 32
@@ -159,48 +159,35 @@ class NativeModel(DecoderModel):
         values = (*heads, block_size // unit, value_dim, unit)
         return [(self._zeros(keys), self._zeros(values)) for _ in range(self._config.num_layers)]
 
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> NativePlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> NativePlan:
         block_size = kv_cache[0][0].shape[2] * TOKEN_GROUP
         tables = [
             table[: -(-seq_len // block_size)]
-            for table, seq_len in zip(block_tables, seq_lens, strict=True)
+            for table, seq_len in zip(batch.block_tables, batch.seq_lens, strict=True)
         ]
         lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
         padded = np.zeros((len(tables), int(lengths.max())), dtype=np.int32)
         filled = np.arange(padded.shape[1]) < lengths[:, None]
         padded[filled] = np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32)
         return NativePlan(
-            np.array(query_start_loc, dtype=np.int32),
-            np.array(seq_lens, dtype=np.int32),
+            np.array(batch.query_start_loc, dtype=np.int32),
+            np.array(batch.seq_lens, dtype=np.int32),
             padded,
             block_size,
         )
 
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: NativePlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits in float32, [num_sampled, vocab_size]
+    def forward(self, step: StepInputs) -> Tensor:  # logits in float32
+        positions, plan = step.positions, step.plan
         cos, sin = self._rotary(
             torch.empty(0, dtype=torch.float32),
             positions if len(positions) == 1 else positions[:, None],
         )
         cos, sin = cos.contiguous(), sin.contiguous()
-        embeddings = embeddings.contiguous()
-        rows = sampled_rows.to(torch.int32)
+        embeddings = step.embeddings.contiguous()
+        rows = step.sampled_rows.to(torch.int32)
         logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32)
-        deepstack = None if deepstack is None else deepstack.contiguous()
-        step = _Step(
+        deepstack = None if step.deepstack is None else step.deepstack.contiguous()
+        arguments = _Step(
             len(embeddings),
             len(plan.seq_lens),
             plan.block_size,
@@ -215,10 +202,10 @@ class NativeModel(DecoderModel):
             cos.data_ptr(),
             sin.data_ptr(),
             None if deepstack is None else deepstack.data_ptr(),
-            *self._addresses_of(kv_cache),
+            *self._addresses_of(step.kv_cache),
             logits.data_ptr(),
         )
-        self._library.pagemill_forward(self._decoder, ctypes.byref(step))
+        self._library.pagemill_forward(self._decoder, ctypes.byref(arguments))
         return logits
 
     def _addresses_of(self, kv_cache: KVCache) -> tuple[Any, Any]:

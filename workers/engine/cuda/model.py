@@ -1,6 +1,6 @@
 """Decoder on a GPU: transformers' modules with Triton kernels, and decodes as CUDA graphs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from workers.engine.cuda.kernels.plan import (
     plan_for_kernels,
 )
 from workers.engine.model.attention import KVCache
-from workers.engine.model.flat_model import FlatModel, kv_shape
+from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs, kv_shape
 
 
 class GpuModel(FlatModel):
@@ -55,17 +55,9 @@ class GpuModel(FlatModel):
         group = config.num_attention_heads // self._num_kv_heads
         self._queries_per_tile = count_queries(group, head_dim, self.dtype)
 
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> KernelPlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> KernelPlan:
         return plan_for_kernels(
-            block_tables,
-            query_start_loc,
-            seq_lens,
+            *batch,
             block_size=kv_cache[0][0].shape[1],
             num_kv_heads=self._num_kv_heads,
             queries_per_tile=self._queries_per_tile,
@@ -96,23 +88,16 @@ class GpuModel(FlatModel):
         run = super().forward
 
         def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
-            return run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])
+            sampled = rows[: len(embeddings)]
+            return run(StepInputs(embeddings, positions, plan, kv_cache, sampled))
 
         self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: KernelPlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """Run one step, as a graph if possible; after `capture`, `kv_cache` must be its cache."""
+    def forward(self, step: StepInputs) -> Tensor:
+        """Run one step, as a graph if possible; after `capture`, its cache must be the one used."""
         logits = None
-        if self._graphs is not None and deepstack is None:
-            logits = self._graphs.run(embeddings, positions, plan)
+        if self._graphs is not None and step.deepstack is None:
+            logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
-            return super().forward(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
-        return logits.index_select(0, sampled_rows)
+            return super().forward(step)
+        return logits.index_select(0, step.sampled_rows)

@@ -6,7 +6,7 @@ The model sees tensors only; the runner maps them to requests.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,27 @@ from shared.models.language import LanguageAdapter
 from workers.engine.model.attention import ATTENTION, KVCache
 from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import layer_windows
+
+
+class BatchLayout(NamedTuple):
+    """Where the tokens of a batch are; the fields are those of `plan_step`."""
+
+    block_tables: Sequence[Sequence[int]]
+    query_start_loc: Sequence[int]
+    seq_lens: Sequence[int]
+
+
+class StepInputs(NamedTuple):
+    """Tensors of one step."""
+
+    embeddings: Tensor  # [num_tokens, hidden_size]
+    positions: Tensor  # [num_position_rows, num_tokens]
+    plan: Any
+    kv_cache: KVCache
+    sampled_rows: Tensor  # [num_sampled]
+    deepstack: Tensor | None = None  # [num_levels, num_tokens, hidden_size]
+    """`deepstack[i]` is added to the hidden states behind layer i: image features in their rows
+    and zeros elsewhere, or None if the batch has no such rows."""
 
 
 class DecoderModel(ABC):
@@ -38,14 +59,8 @@ class DecoderModel(ABC):
         return
 
     @abstractmethod
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> Any:
-        """Return the plan of a step for all layers; the arguments are those of `plan_step`."""
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
+        """Return the plan of a step for all layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input embeddings: [num_tokens] -> [num_tokens, hidden_size]."""
@@ -53,21 +68,8 @@ class DecoderModel(ABC):
         return embeddings
 
     @abstractmethod
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        plan: Any,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,
-        deepstack: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits of the sampled rows, [num_sampled, vocab_size].
-
-        `embeddings` are [num_tokens, hidden_size], `positions` [num_position_rows, num_tokens] and
-        `sampled_rows` [num_sampled]. `deepstack` [num_levels, num_tokens, hidden_size] is added to
-        the outputs of the first layers.
-        """
+    def forward(self, step: StepInputs) -> Tensor:
+        """Return the logits of the sampled rows, [num_sampled, vocab_size]."""
 
 
 class FlatModel(DecoderModel):
@@ -85,39 +87,23 @@ class FlatModel(DecoderModel):
         zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
         return [(zeros(), zeros()) for _ in range(num_layers)]
 
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> Any:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
-            block_tables,
-            query_start_loc,
-            seq_lens,
+            *batch,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,
             windows=self._windows,
         )
 
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: Any,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """Run one step; see `DecoderModel.forward`.
-
-        `deepstack[i]` is added to the hidden states behind layer i: image features in their rows
-        and zeros elsewhere, or None if the batch has no such rows.
-        """
+    def forward(self, step: StepInputs) -> Tensor:
         logits = self.family.forward(
-            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
+            step.embeddings[None],
+            step.positions,
+            step.sampled_rows,
+            step.deepstack,
+            plan=step.plan,
+            kv_cache=step.kv_cache,
         )
         return logits[0]
 

@@ -6,12 +6,11 @@ continues with the mask that the previous engine had.
 """
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -173,29 +172,18 @@ def _invalid_grammar(reason: str) -> InvalidGrammar:
 
 async def _run_in_thread(work: Callable[[], LLMatcher]) -> LLMatcher:
     """Run `work` in a thread with a stack of `STACK_BYTES`, which thread pools do not offer."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def set_outcome(result: LLMatcher | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(WorkerFailure("a grammar could not be compiled"))
-        else:
-            done.set_result(result)
+    done: Future[LLMatcher] = Future()
+    done.set_running_or_notify_cancel()  # A caller that leaves does not stop the thread.
 
     def run() -> None:
         try:
-            outcome: tuple[LLMatcher | None, BaseException | None] = (work(), None)
-        except BaseException as error:  # A panic in Rust is no Exception.
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
-            loop.call_soon_threadsafe(set_outcome, *outcome)
+            done.set_result(work())
+        except BaseException:  # A panic in Rust is no Exception.
+            done.set_exception(WorkerFailure("a grammar could not be compiled"))
 
     previous_size = threading.stack_size(STACK_BYTES)
     try:
         threading.Thread(target=run, name="grammar", daemon=True).start()
     finally:
         threading.stack_size(previous_size)
-    matcher: LLMatcher = await done
-    return matcher
+    return await asyncio.wrap_future(done)
