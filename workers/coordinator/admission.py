@@ -89,16 +89,12 @@ def admit(
             field="adapter",
         )
     pipeline = pipelines[request.model]
-    merged = _sampling_defaults(model, pipeline) | given
+    # The model's own defaults go before those of the stage that writes its text.
+    writer = pipeline.outputs.get(TEXT)
+    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | given
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
     return Admitted(request, resolved, prompt_of(request), _outputs_of(request, pipeline))
-
-
-def _sampling_defaults(model: ModelConfig, pipeline: Pipeline) -> dict[str, Any]:
-    """The model's own defaults, over those of the stage that writes its text."""
-    writer = pipeline.outputs.get(TEXT)
-    return (writer.sampling_defaults if writer is not None else {}) | model.sampling_defaults
 
 
 def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:

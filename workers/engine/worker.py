@@ -178,10 +178,13 @@ class EngineWorker:
 
         Raises BlobLost for an item that is lost.
         """
-        request_id = task.header.request_id
+        request_id, ticket = task.header.request_id, task.header.ticket
+        assert ticket is not None
 
         async def progress() -> None:
-            if request_id in self._ended or self._is_late(task.header):
+            # The notice of an end may be lost, but a coordinator has ended a request that is late.
+            is_late = self._context.bus.now_ms() > ticket.deadline_ms + GRACE_MS
+            if request_id in self._ended or is_late:
                 raise _NotBegun(Ended())
             if self._context.shutdown.asked.is_set():
                 raise _NotBegun(Requeue())
@@ -219,11 +222,6 @@ class EngineWorker:
                 field="sampling_params.structured_outputs",
             )
         return await self._grammars.compile(wanted, progress)
-
-    def _is_late(self, header: TaskHeader) -> bool:
-        """Whether a coordinator must have ended the request, even if its notice was lost."""
-        assert header.ticket is not None
-        return self._context.bus.now_ms() > header.ticket.deadline_ms + GRACE_MS
 
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:
         """Have the step thread run a request, and write its log to the end."""

@@ -94,7 +94,7 @@ class GrammarCompiler:
         """
         definition = to_llguidance(outputs)
         task = self._tasks.get(definition)
-        if task is None:
+        if task is None or task.cancelling():
             task = asyncio.create_task(self._compile(definition))
             self._tasks[definition] = task
             task.add_done_callback(lambda task: self._forget_failed(definition, task))
@@ -107,26 +107,17 @@ class GrammarCompiler:
                 await progress()
             return task.result()
         finally:
-            self._stop_waiting(definition, task)
-
-    def _stop_waiting(self, definition: str, task: asyncio.Task[Grammar]) -> None:
-        """Cancel a compilation when its last waiter leaves, so that its slot becomes free."""
-        self._waiting[definition] -= 1
-        if self._waiting[definition] > 0:
-            return
-        del self._waiting[definition]
-        if not task.done():
-            task.cancel()
-            self._forget(definition, task)
-
-    def _forget(self, definition: str, task: asyncio.Task[Grammar]) -> None:
-        if self._tasks.get(definition) is task:
-            del self._tasks[definition]
+            self._waiting[definition] -= 1
+            if not self._waiting[definition]:
+                del self._waiting[definition]
+                # Nobody waits any more, and the slot of a compilation becomes free.
+                task.cancel()
 
     def _forget_failed(self, definition: str, task: asyncio.Task[Grammar]) -> None:
         """Drop failed compilations from the cache, except those of invalid grammars."""
-        if task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None):
-            self._forget(definition, task)
+        failed = task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None)
+        if failed and self._tasks.get(definition) is task:
+            del self._tasks[definition]
 
     async def _compile(self, definition: str) -> Grammar:
         async with self._slots:
