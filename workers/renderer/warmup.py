@@ -14,13 +14,7 @@ from PIL import Image
 from shared.codec import envelope
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
-from shared.protocol.requests import (
-    ImagePart,
-    ImageURL,
-    Message,
-    Prompt,
-    TextPart,
-)
+from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from workers.renderer.media.image_decoder import FORMATS
 from workers.renderer.processing.processor import Processor, Rendered
 

@@ -10,14 +10,7 @@ from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
-from workers.cli.terminal import (
-    connected,
-    errors,
-    format_time,
-    print_json,
-    print_line,
-    print_rows,
-)
+from workers.cli.terminal import connected, errors, format_time, print_json, print_line, print_rows
 
 
 async def ask(
