@@ -118,7 +118,7 @@ class PreviewPath:
                 limit = self._config.max_image_bytes
                 data = await read_stored(self._bus, part.url, part.field, limit, tenant)
             else:
-                data = await self._in_thread(self._loader.read_uncached, part.url, part.field)
+                data = await self._in_thread(self._loader.read, part.url, part.field, None)
             yield part, data, await self._in_thread(self._process, processor, part, data)
 
     def _process(self, processor: Processor, part: prompt.MediaPart, data: bytes) -> ProcessedImage:

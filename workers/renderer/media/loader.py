@@ -40,10 +40,19 @@ class MediaLoader:
         """Raises a RequestError that names `field`."""
         return decode_image(self.read(url, field, tenant), self._config, field)
 
-    def read(self, url: str, field: str, tenant: str) -> bytes:
-        """Return the bytes behind `url`. Raises a RequestError that names `field`."""
-        if not self._check_remote(url, field):
+    def read(self, url: str, field: str, tenant: str | None) -> bytes:
+        """Return the bytes behind `url`. Raises a RequestError that names `field`.
+
+        Without a tenant, the cache is neither used nor changed.
+        """
+        if not is_remote(url):
+            if url[:5].lower() != "data:":
+                raise InvalidMedia(
+                    "an image's URL must begin with data:, media:, http: or https:", field=field
+                )
             return decode_data_url(url, self._config, field)
+        if tenant is None:
+            return self._fetcher.fetch(url, field)
         key = (tenant, url)
         with self._lock:
             if (cached := self._fetched.get(key)) is not None:
@@ -59,21 +68,6 @@ class MediaLoader:
         except RequestError as error:
             # The error of another thread's flight names another request's field.
             raise type(error)(error.message, field=field) from None
-
-    def read_uncached(self, url: str, field: str) -> bytes:
-        """Read from the source itself; the cache is neither used nor changed."""
-        if not self._check_remote(url, field):
-            return decode_data_url(url, self._config, field)
-        return self._fetcher.fetch(url, field)
-
-    @staticmethod
-    def _check_remote(url: str, field: str) -> bool:
-        """Return False for a data: URL, which holds the file. Raises InvalidMedia."""
-        if not is_remote(url) and url[:5].lower() != "data:":
-            raise InvalidMedia(
-                "an image's URL must begin with data:, media:, http: or https:", field=field
-            )
-        return is_remote(url)
 
     def recall(self, url: str, tenant: str) -> bytes | None:
         """Return the cached bytes of this URL, if any; does not block."""
