@@ -31,7 +31,7 @@ from shared.protocol.records import (
 )
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import default_workers
 
@@ -98,7 +98,7 @@ class Demo:
 
     async def _ask(self, bus: Bus, one: Progress, live: Live) -> None:
         images = [IMAGES / name for name in one.case.images]
-        request = build_request(AskOptions("demo", one.case.question, images, {}))
+        request = build_request("demo", one.case.question, images, {})
         one.sent_s = time.perf_counter()
         async for record in ask(bus, request, new_request_id()):
             one.add(record)

@@ -48,7 +48,7 @@ ALLOWED = {
     "workers.renderer.processing.processor": {".read_text"},
     "workers.cli.settings": {".read_text"},
     "workers.cli.ask": {".read_bytes"},
-    "workers.cli.operate": {".read_bytes"},
+    "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.local_cluster": {".open"},
     "workers.__main__": {"os.open"},  # /dev/null
     "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor

@@ -25,7 +25,7 @@ from shared.protocol.records import Finish, StageSpan
 from shared.protocol.requests import GenerateRequest
 from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 from workers.cli.local_cluster import LocalCluster
 from workers.roles import default_workers
 
@@ -97,7 +97,7 @@ async def main(count: int) -> None:
             add_row(table, "bare publish → delivery", floor, floor_ms)
             one_token = {"max_tokens": 1}
             for title, images in (("text", []), ("picture", [IMAGES / "red.png"])):
-                request = build_request(AskOptions("demo", "What color is it?", images, one_token))
+                request = build_request("demo", "What color is it?", images, one_token)
                 await measure_path(bus, request, 5)
                 for name, took_ms in (await measure_path(bus, request, count)).items():
                     add_row(table, f"{name} ({title})", took_ms, floor_ms)

@@ -137,9 +137,7 @@ def test_our_engine_alone_and_over_the_bus_give_one_answer(tmp_path: Path) -> No
     plan = Plan(tmp_path, models, ours, workloads, 1, setup, tmp_path, False, told.append)
     rows = measure_model(plan, "demo")
     assert [(r.workload, r.peer) for r in rows] == [
-        (workload, peer)
-        for workload in ("text", "image")
-        for peer in ("pagemill", "pagemill-bus")
+        (workload, peer) for workload in ("text", "image") for peer in ("pagemill", "pagemill-bus")
     ], told
     assert report.differences(rows) == []
     direct = rows[2]

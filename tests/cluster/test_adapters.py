@@ -29,7 +29,7 @@ from tests.cluster.conftest import (
     stop_cluster,
 )
 from tests.cluster.streams import assert_gapless, tokens_of
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 from workers.cli.settings import DEMO_MODEL
 
 WITH_ADAPTER = CONFIG.replace(
@@ -69,7 +69,7 @@ async def bus(tuned: Tuned) -> AsyncIterator[Bus]:
 
 def ask(text: str, images: list[Path], adapter: str | None) -> GenerateRequest:
     sampling = {"max_tokens": MAX_TOKENS, "temperature": 0.0}
-    return build_request(AskOptions("demo", text, images, sampling, adapter=adapter))
+    return build_request("demo", text, images, sampling, adapter=adapter)
 
 
 def reference_answer(

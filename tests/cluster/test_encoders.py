@@ -37,7 +37,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 from workers.cli.settings import DEMO_MODEL
 from workers.renderer.media.image_decoder import hash_source
 from workers.renderer.processing.processor import Processor
@@ -88,7 +88,7 @@ async def until(true: Callable[[], Awaitable[bool]], timeout_s: float = 90) -> N
 
 
 def about(image: str, text: str = "What color is this image?") -> GenerateRequest:
-    return build_request(AskOptions("demo", text, [IMAGES / image], {}))
+    return build_request("demo", text, [IMAGES / image], {})
 
 
 def about_a_new_image(folder: Path, size: tuple[int, int], colour: str) -> GenerateRequest:
@@ -119,7 +119,7 @@ async def test_answers_are_right_and_every_image_went_through_an_encoder(
 ) -> None:
     await until(lambda: encoders_live(client, 3))
     requests = [
-        build_request(AskOptions("demo", case.question, [IMAGES / i for i in case.images], {}))
+        build_request("demo", case.question, [IMAGES / i for i in case.images], {})
         for case in CASES
     ]
     answers = await asyncio.gather(*(answer(client, request) for request in requests))
@@ -231,7 +231,7 @@ async def test_without_encoders_the_deadline_holds_and_text_goes_on(
     request = msgspec.structs.replace(request, timeout_s=3.0)
     with frozen([beat.pid for beat in await living(client, "encoder")]):
         running = asyncio.create_task(_collect(client, request))
-        text = await answer(client, build_request(AskOptions("demo", "What can you do?", [], {})))
+        text = await answer(client, build_request("demo", "What can you do?", [], {}))
         assert isinstance(text[-1], Finish)
         records = await running
     final = records[-1]

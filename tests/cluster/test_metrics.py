@@ -30,7 +30,7 @@ from tests.cluster.conftest import (
     start_cluster,
     stop_cluster,
 )
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 
 METRICS = "metrics: {listen: 127.0.0.1, port: 0}\n"
 
@@ -91,7 +91,7 @@ async def final_record(bus: Bus, request: GenerateRequest) -> Finish | Failure:
 
 async def test_counters_are_what_was_served(cluster: Cluster, client: Bus) -> None:
     red = build_request(
-        AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {"max_tokens": 5})
+        "demo", "What color is this image?", [IMAGES / "red.png"], {"max_tokens": 5}
     )
     long = "What can you do? " * 8
     asked = [red, *(request_text(long, max_tokens=7, n=2, ignore_eos=True) for _ in range(3))]

@@ -33,7 +33,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
 from tests.renderer.canary import Canary, send
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 
 LONG = {"ignore_eos": True, "max_tokens": 900}
 
@@ -121,9 +121,7 @@ async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client
     renderer = await cluster.pid(client, "renderer")
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
     os.kill(renderer, signal.SIGSTOP)
-    request = build_request(
-        AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {})
-    )
+    request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
     await _wait_until_in_hand(cluster.url, "renderer")
     os.kill(renderer, signal.SIGKILL)
@@ -144,8 +142,8 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
 ) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
     os.kill(engine, signal.SIGSTOP)
-    question = AskOptions("demo", "What color is this image?", [IMAGES / "red.png"], {})
-    running = asyncio.create_task(answer(client, build_request(question)))
+    request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
+    running = asyncio.create_task(answer(client, request))
     await _wait_until_in_hand(cluster.url, "engine")
     os.kill(renderer, signal.SIGKILL)
     os.kill(engine, signal.SIGCONT)

@@ -36,7 +36,7 @@ from tests.cluster.conftest import (
 )
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
-from workers.cli.ask import AskOptions, build_request
+from workers.cli.ask import build_request
 
 CASES = msgspec.json.decode((IMAGES / "questions.json").read_bytes(), type=list[Case])
 RED = IMAGES / "red.png"
@@ -82,7 +82,7 @@ async def publish(bus: Bus, data: bytes, model: str = "demo") -> tuple[list[LogR
 async def test_all_demo_questions_at_once_are_answered_right(client: Bus) -> None:
     async def one(case: Case) -> list[LogRecord]:
         images = [IMAGES / name for name in case.images]
-        return await answer(client, build_request(AskOptions("demo", case.question, images, {})))
+        return await answer(client, build_request("demo", case.question, images, {}))
 
     for case, records in zip(CASES, await asyncio.gather(*map(one, CASES)), strict=True):
         assert_gapless(records)

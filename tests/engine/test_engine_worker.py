@@ -91,7 +91,7 @@ async def test_tokens_are_gathered_into_records(bus: Bus) -> None:
         for _ in range(num_tokens):
             await step(worker, runner)
             opened = worker._requests.get(request_id)
-            while opened and opened.pending and not worker._pacer.is_waiting:  # noqa: ASYNC110
+            while opened and opened.pending and worker._pacer._timer is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     async with asyncio.timeout(20):

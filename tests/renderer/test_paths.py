@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from shared import client
 from shared.blobs import mm_items
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
+from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable
 from shared.protocol import subjects
@@ -331,16 +333,16 @@ async def test_a_warm_up_that_fails_is_told_and_leaves_nothing(
 ) -> None:
     """It fails at its last image, when there is something to leave."""
     rendered = 0
-    encode = warmup._encode
+    encode = envelope.encode
 
-    def fail(what: Any) -> None:
+    def fail(*what: Any) -> None:
         nonlocal rendered
         rendered += 1
-        encode(what)
+        encode(*what)
         if rendered == 3:
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(warmup, "_encode", fail)
+    monkeypatch.setattr(warmup, "envelope", SimpleNamespace(encode=fail))
     model = new_model()
     sink = await Sink.open(bus, model)
     with structlog.testing.capture_logs() as logs:

@@ -1,145 +1,78 @@
-"""Implementation of `pagemill ask` and `pagemill follow`."""
+"""Questions from the command line, and their answers in the terminal."""
 
 import asyncio
 import base64
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 
-from shared.bus.bus import Bus
-from shared.client import ask, cancel, follow
 from shared.errors import InvalidMedia, InvalidRequest
-from shared.protocol.encoding import to_json
-from shared.protocol.records import (
-    ErrorInfo,
-    Failure,
-    Finish,
-    LogRecord,
-    TokenChunk,
-)
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
+from workers.cli.terminal import errors, print_json
 
-CONNECT_TIMEOUT_S = 2.0
 EXIT_INTERRUPTED = 130
 
-errors = Console(stderr=True)
 
+async def print_records(records: AsyncIterator[LogRecord], *, as_json: bool) -> int:
+    """Print records and return the exit code: 0 for an answer, 1 for an error.
 
-@dataclass(frozen=True, slots=True)
-class AskOptions:
-    """A question from the command line; a `sampling` value of None means that none was given."""
-
-    model: str
-    text: str
-    images: Sequence[Path]
-    sampling: dict[str, Any]
-    timeout_s: float | None = None
-    adapter: str | None = None
-
-
-async def ask_and_print(
-    question: AskOptions, request_id: str, url: str, *, as_json: bool, durable: bool
-) -> int:
-    """Return the exit code: 0 for an answer, 1 for an error, 130 after an interrupt.
-
-    Ctrl-C cancels the request unless it is `durable`.
+    Raises CancelledError on Ctrl-C.
     """
-    request = build_request(question)
-    # A user waits at the terminal, so a server that is down is reported after a short time.
-    bus = await Bus.connect(url, "ask", CONNECT_TIMEOUT_S)
-    try:
-        with _interruptible() as interrupted:
-            return await _print_all(ask(bus, request, request_id), interrupted, as_json=as_json)
-    except asyncio.CancelledError:
-        if not durable:
-            await cancel(bus, request_id)
-            errors.print("\ncancelled")
-        else:
-            errors.print(f"\nthe request continues: pagemill follow {request_id}")
-        return EXIT_INTERRUPTED
-    finally:
-        await bus.close()
-
-
-async def follow_and_print(request_id: str, start: int, url: str, *, as_json: bool) -> int:
-    """Do the same as `ask_and_print` for an earlier request, which Ctrl-C does not cancel."""
-    bus = await Bus.connect(url, "follow", CONNECT_TIMEOUT_S)
-    try:
-        with _interruptible() as interrupted:
-            return await _print_all(follow(bus, request_id, start), interrupted, as_json=as_json)
-    except asyncio.CancelledError:
-        return EXIT_INTERRUPTED
-    finally:
-        await bus.close()
-
-
-async def _print_all(
-    records: AsyncIterator[LogRecord], interrupted: asyncio.Event, *, as_json: bool
-) -> int:
-    """Print records and return the exit code. Raises CancelledError once `interrupted` is set."""
-    code = 1
-    stop = asyncio.create_task(interrupted.wait())
-    while True:
-        step = asyncio.ensure_future(anext(records, None))
-        await asyncio.wait({step, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if not step.done():
-            step.cancel()
-            raise asyncio.CancelledError
-        record = step.result()
-        if record is None:
-            return code
-        _print_json(record) if as_json else _print_text(record)
-        code = 0 if isinstance(record, Finish) else 1
+    record = None
+    with _cancelled_by_signals():
+        async for record in records:
+            print_json(record) if as_json else _print_text(record)
+    return 0 if isinstance(record, Finish) else 1
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[asyncio.Event]:
-    """Make Ctrl-C set an event, so that the request can still be cancelled at the broker."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
+def _cancelled_by_signals() -> Iterator[None]:
+    """Make Ctrl-C cancel the task, which can then still cancel the request at the broker."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, event.set)
+        loop.add_signal_handler(number, task.cancel)
     try:
-        yield event
+        yield
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
 
-def build_request(question: AskOptions) -> GenerateRequest:
-    """Read the images and build the request.
+def build_request(
+    model: str,
+    text: str,
+    images: Sequence[Path],
+    sampling: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    adapter: str | None = None,
+) -> GenerateRequest:
+    """Read the images and build the request; a `sampling` value of None means that none was given.
 
     Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.
     """
-    parts = [ImagePart(ImageURL(data_url(path))) for path in question.images]
-    given = {name: value for name, value in question.sampling.items() if value is not None}
+    parts = [ImagePart(ImageURL(data_url(path))) for path in images]
+    given = {name: value for name, value in (sampling or {}).items() if value is not None}
     try:
-        sampling = msgspec.convert(given, SamplingParams)
+        params = msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         reason, field = split_validation_error(error)
         raise InvalidRequest(f"{field}: {reason}", field=field) from error
     return GenerateRequest(
-        model=question.model,
-        messages=[Message("user", [*parts, TextPart(question.text)])],
-        sampling_params=sampling,
-        timeout_s=question.timeout_s,
-        adapter=question.adapter,
+        model=model,
+        messages=[Message("user", [*parts, TextPart(text)])],
+        sampling_params=params,
+        timeout_s=timeout_s,
+        adapter=adapter,
     )
 
 
@@ -150,11 +83,6 @@ def data_url(path: Path) -> str:
     except OSError as error:
         raise InvalidMedia(f"{path}: {error.strerror}", field="image") from error
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-
-
-def _print_json(record: LogRecord) -> None:
-    sys.stdout.write(to_json(record).decode() + "\n")
-    sys.stdout.flush()
 
 
 def _print_text(record: LogRecord) -> None:

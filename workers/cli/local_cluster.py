@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import structlog
 
@@ -142,7 +141,8 @@ class LocalCluster:
         if self._config_file is not None:
             command += ["--config", str(self._config_file)]
         # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
-        with _open_log(self._log_file) as stderr:
+        # Without a file, a worker writes its log to the stderr of this process.
+        with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as stderr:
             return await asyncio.create_subprocess_exec(
                 *command, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent
             )
@@ -171,16 +171,6 @@ class LocalCluster:
         ours = [beat for beat in beats if beat.pid in pids]
         self.gateway_url = next((beat.url for beat in ours if beat.url is not None), None)
         return Counter(beat.role for beat in ours)
-
-
-@contextlib.contextmanager
-def _open_log(log_file: Path | None) -> Iterator[IO[bytes] | None]:
-    """Open the log of a worker; None is the stderr of this process."""
-    if log_file is None:
-        yield None
-        return
-    with log_file.open("ab") as file:
-        yield file
 
 
 async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:

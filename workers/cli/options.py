@@ -36,3 +36,9 @@ def load(config: Path | None) -> Config:
 def find_url(config: Path | None, nats: str | None) -> str:
     """Return the broker's URL; reads the configuration only when none is given."""
     return nats or settings.nats_url(load(config))
+
+
+def find_url_and_model(config: Path | None, nats: str | None, model: str | None) -> tuple[str, str]:
+    """Return the broker's URL and the model to ask, by default the first one configured."""
+    loaded = load(config)
+    return nats or settings.nats_url(loaded), model or next(iter(loaded.models))

@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 import workers
 from shared.config import Config
@@ -12,6 +13,8 @@ from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.stage.pipelines import check_pipelines
 from workers.roles import stage_roles
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 DEFAULT_FILE = Path("pagemill.yaml")
 DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
@@ -51,32 +54,25 @@ def _parse_file(file: Path | None) -> Config:
     config = parse_config(text, os.environ, str(file))
     folder = file.parent.absolute()
     models = {
-        name: msgspec.structs.replace(
-            model,
-            path=str(folder / model.path),
+        name: replace(
+            _resolve(model, folder, "path"),
             hash_model_id=model.hash_model_id or model.path,
             adapters={adapter: str(folder / path) for adapter, path in model.adapters.items()},
             stages={
-                stage: msgspec.structs.replace(
-                    changes, path=None if changes.path is None else str(folder / changes.path)
-                )
-                for stage, changes in model.stages.items()
+                stage: _resolve(changes, folder, "path") for stage, changes in model.stages.items()
             },
         )
         for name, model in config.models.items()
     }
-    embeddings = config.embeddings
-    if embeddings.path is not None:
-        path = str(folder / embeddings.path)
-        embeddings = msgspec.structs.replace(embeddings, path=path)
-    gateway = config.gateway
-    if gateway.tls_cert is not None and gateway.tls_key is not None:
-        gateway = msgspec.structs.replace(
-            gateway,
-            tls_cert=str(folder / gateway.tls_cert),
-            tls_key=str(folder / gateway.tls_key),
-        )
-    return msgspec.structs.replace(config, models=models, embeddings=embeddings, gateway=gateway)
+    embeddings = _resolve(config.embeddings, folder, "path")
+    gateway = _resolve(config.gateway, folder, "tls_cert", "tls_key")
+    return replace(config, models=models, embeddings=embeddings, gateway=gateway)
+
+
+def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
+    """Return the settings with these paths, unless they are None, taken as relative to `folder`."""
+    paths = {name: path for name in names if (path := getattr(settings, name)) is not None}
+    return replace(settings, **{name: str(folder / path) for name, path in paths.items()})
 
 
 def check_paths(config: Config) -> None:
@@ -100,9 +96,3 @@ def check_paths(config: Config) -> None:
 def nats_url(config: Config) -> str:
     """Return the URL of the configured broker."""
     return config.nats.url or f"nats://127.0.0.1:{config.nats.port}"
-
-
-def as_tree(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values for YAML."""
-    tree: dict[str, Any] = msgspec.to_builtins(config)
-    return tree

@@ -2,12 +2,9 @@
 
 import asyncio
 import contextlib
-import signal
-import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -17,9 +14,9 @@ from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
 from shared.telemetry.deltas import ClusterSnapshot
-from workers.cli.top_frame import EngineRow, Frame, ModelRow, Throughput, frame
+from workers.cli.terminal import CONNECT_TIMEOUT_S, call_on_signals, print_json
+from workers.cli.top_frame import Frame, Throughput, frame
 
-CONNECT_TIMEOUT_S = 2.0
 # Columns of the output to a file or a pipe.
 WIDTH = 120
 # A broker that hangs is reported after this time.
@@ -35,7 +32,10 @@ async def watch(url: str, interval_s: float, *, once: bool, as_json: bool) -> in
     viewer = Viewer(url)
     try:
         if once:
-            await _show_one(viewer, interval_s, _printer(as_json))
+            await viewer.next_frame()
+            # A rate needs two snapshots.
+            await asyncio.sleep(interval_s)
+            _printer(as_json)(await viewer.next_frame())
         else:
             await _until_interrupted(viewer, interval_s, as_json)
     finally:
@@ -68,13 +68,6 @@ class Viewer:
             await self._bus.close()
 
 
-async def _show_one(viewer: Viewer, interval_s: float, show: Show) -> None:
-    await viewer.next_frame()
-    # A rate needs two snapshots.
-    await asyncio.sleep(interval_s)
-    show(await viewer.next_frame())
-
-
 async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -> None:
     console = Console()
     with contextlib.ExitStack() as stack:
@@ -87,9 +80,7 @@ async def _until_interrupted(viewer: Viewer, interval_s: float, as_json: bool) -
                 live.update(render(seen), refresh=True)
 
         showing = asyncio.create_task(_show_all(viewer, interval_s, show))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, showing.cancel)
+        call_on_signals(showing.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await showing
 
@@ -111,9 +102,7 @@ def _printer(as_json: bool) -> Show:
 
     def show(seen: Frame | Unavailable) -> None:
         if as_json:
-            shown = {"error": seen.message} if isinstance(seen, Unavailable) else seen
-            sys.stdout.write(msgspec.json.encode(shown).decode() + "\n")
-            sys.stdout.flush()
+            print_json({"error": seen.message} if isinstance(seen, Unavailable) else seen)
         else:
             console.print(render(seen))
 
@@ -126,17 +115,8 @@ def _printer(as_json: bool) -> Show:
 def render(seen: Frame | Unavailable) -> RenderableType:
     if isinstance(seen, Unavailable):
         return f"[bold red]{escape(seen.message)}[/]; trying again"
-    return Group(
-        _headline(seen),
-        "",
-        _pools(seen),
-        "",
-        _queues(seen),
-        "",
-        _models(seen.models),
-        "",
-        _engines(seen.engines),
-    )
+    tables = (_pools(seen), _queues(seen), _models(seen), _engines(seen))
+    return Group(_headline(seen), *(part for table in tables for part in ("", table)))
 
 
 def _headline(seen: Frame) -> str:
@@ -150,27 +130,29 @@ def _headline(seen: Frame) -> str:
 
 
 def _pools(seen: Frame) -> Table:
-    table = _table("pool", "models", "#workers", "#silent", "versions")
-    for pool in seen.pools:
-        _add(table, pool.role, _list(pool.models), pool.workers, pool.silent, _list(pool.versions))
-    return table
+    return _table(
+        ("pool", "models", "#workers", "#silent", "versions"),
+        (
+            (p.role, ", ".join(p.models), p.workers, p.silent, ", ".join(p.versions))
+            for p in seen.pools
+        ),
+    )
 
 
 def _queues(seen: Frame) -> Table:
-    table = _table("queue", "model", "lane", "#pending", "#in flight", "#oldest")
-    for q in seen.queues:
-        _add(table, q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
-    return table
-
-
-def _models(rows: Iterable[ModelRow]) -> Table:
-    table = _table(
-        *("model", "#req/s", "#in tok/s", "#out tok/s", "#TTFT p50", "#p95", "#ITL p50"),
-        *("#prefix hits", "#preempted"),
+    return _table(
+        ("queue", "model", "lane", "#pending", "#in flight", "#oldest"),
+        (
+            (q.stage, q.model, q.lane, q.pending, q.in_flight, _seconds(q.oldest_s))
+            for q in seen.queues
+        ),
     )
-    for row in rows:
-        _add(
-            table,
+
+
+def _models(seen: Frame) -> Table:
+    columns = ("model", "#req/s", "#in tok/s", "#out tok/s", "#TTFT p50", "#p95", "#ITL p50")
+    rows = (
+        (
             row.model,
             _rate(row.flow.requests_per_s),
             *_token_rates(row.flow),
@@ -180,17 +162,15 @@ def _models(rows: Iterable[ModelRow]) -> Table:
             _share(row.flow.prefix_hit_rate),
             row.totals.preemptions,
         )
-    return table
-
-
-def _engines(rows: Iterable[EngineRow]) -> Table:
-    table = _table(
-        *("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s"),
-        "#preempted",
+        for row in seen.models
     )
-    for row in rows:
-        _add(
-            table,
+    return _table((*columns, "#prefix hits", "#preempted"), rows)
+
+
+def _engines(seen: Frame) -> Table:
+    columns = ("engine", "model", "#run", "#wait", "#KV use", "#waste", "#in tok/s", "#out tok/s")
+    rows = (
+        (
             row.worker,
             row.model,
             row.running,
@@ -200,28 +180,24 @@ def _engines(rows: Iterable[EngineRow]) -> Table:
             *_token_rates(row.flow),
             row.totals.preemptions,
         )
-    return table
+        for row in seen.engines
+    )
+    return _table((*columns, "#preempted"), rows)
 
 
-def _table(*columns: str) -> Table:
+def _table(columns: Iterable[str], rows: Iterable[tuple[str | int, ...]]) -> Table:
     """Make a table; columns of numbers are marked with #."""
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     for column in columns:
         table.add_column(column.lstrip("#"), justify="right" if column[0] == "#" else "left")
+    for row in rows:
+        # Names come from the broker.
+        table.add_row(*(escape(str(cell)) for cell in row))
     return table
-
-
-def _add(table: Table, *cells: str | int) -> None:
-    # Names come from the broker.
-    table.add_row(*(escape(str(cell)) for cell in cells))
 
 
 def _token_rates(flow: Throughput) -> tuple[str, str]:
     return _rate(flow.prompt_tokens_per_s), _rate(flow.generation_tokens_per_s)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _rate(per_s: float | None) -> str:

@@ -2,14 +2,10 @@
 
 import asyncio
 import contextlib
-import signal
-
-from rich.console import Console
 
 from shared.errors import PagemillError
 from workers.cli.local_cluster import LocalCluster
-
-errors = Console(stderr=True)
+from workers.cli.terminal import call_on_signals, errors
 
 
 async def run_until_stopped(cluster: LocalCluster) -> int:
@@ -21,9 +17,7 @@ async def run_until_stopped(cluster: LocalCluster) -> int:
             cluster.requeue_now()
         stopping.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop_or_requeue)
+    call_on_signals(stop_or_requeue)
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
     try:

@@ -1,16 +1,17 @@
 """Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
+from shared.protocol.encoding import is_packed
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
-from shared.protocol.requests import GenerateRequest, Prompt
+from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
 from shared.validation import split_validation_error
 
@@ -19,14 +20,15 @@ from shared.validation import split_validation_error
 UNSUPPORTED_PARTS = ("input_audio", "audio_url", "video_url", "file", "image_embeds")
 
 
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+
 class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-_decoders = (
-    (msgspec.json.Decoder(GenerateRequest), msgspec.json.Decoder(_GivenSampling)),
-    (msgspec.msgpack.Decoder(GenerateRequest), msgspec.msgpack.Decoder(_GivenSampling)),
-)
+class _OnlyId(msgspec.Struct, frozen=True):
+    request_id: str | None = None
 
 
 def request_id_of(header: str | None, data: bytes) -> str | None:
@@ -34,17 +36,10 @@ def request_id_of(header: str | None, data: bytes) -> str | None:
     if header is not None:
         return header if subjects.is_request_id(header) else None
     try:
-        found = _decoder_for(data, _ids).decode(data).request_id
+        found = _decode(data, _OnlyId).request_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found if found is not None and subjects.is_request_id(found) else None
-
-
-class _OnlyId(msgspec.Struct, frozen=True):
-    request_id: str | None = None
-
-
-_ids = (msgspec.json.Decoder(_OnlyId), msgspec.msgpack.Decoder(_OnlyId))
 
 
 class Admitted(NamedTuple):
@@ -68,10 +63,9 @@ def admit(
 
     Raises a RequestError that names the field and what is allowed.
     """
-    whole, sampling = _decoder_for(data, _decoders)
     try:
-        request = whole.decode(data)
-        given = sampling.decode(data).sampling_params
+        request = decode_request(data)
+        given = _decode(data, _GivenSampling).sampling_params
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -95,16 +89,12 @@ def admit(
             field="adapter",
         )
     pipeline = pipelines[request.model]
-    merged = _sampling_defaults(model, pipeline) | given
+    # The model's own defaults go before those of the stage that writes its text.
+    writer = pipeline.outputs.get(TEXT)
+    merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | given
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
     return Admitted(request, resolved, prompt_of(request), _outputs_of(request, pipeline))
-
-
-def _sampling_defaults(model: ModelConfig, pipeline: Pipeline) -> dict[str, Any]:
-    """The model's own defaults, over those of the stage that writes its text."""
-    writer = pipeline.outputs.get(TEXT)
-    return (writer.sampling_defaults if writer is not None else {}) | model.sampling_defaults
 
 
 def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:
@@ -150,7 +140,7 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedCont
     return InvalidRequest(f"{field or 'request'}: {what}", field=field or None)
 
 
-def _decoder_for(data: bytes, decoders: tuple[Any, Any]) -> Any:
-    """JSON objects start with a brace, after white space at most; msgpack maps never do."""
-    from_json, from_msgpack = decoders
-    return from_msgpack if data[:1] and data[0] >= 0x80 else from_json
+def _decode(data: bytes, part: type[Part]) -> Part:
+    """Decode a part of a request, whose other fields are not looked at."""
+    decode = msgspec.msgpack.decode if is_packed(data) else msgspec.json.decode
+    return decode(data, type=part)

@@ -1,16 +1,9 @@
 """Batch queue: decides which waiting images go through the tower together. Pure."""
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting(Generic[T]):
-    item: T
-    cost: int
 
 
 class BatchQueue(Generic[T]):
@@ -18,20 +11,21 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, max_cost: int) -> None:
         self._max_cost = max_cost
-        self._waiting: deque[_Waiting[T]] = deque()
+        self._waiting: deque[tuple[T, int]] = deque()
+        """Items with their costs."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, item: T, cost: int) -> None:
-        self._waiting.append(_Waiting(item, cost))
+        self._waiting.append((item, cost))
 
     def take(self) -> list[T]:
         """Return the next batch: all items that fit into `max_cost`, at least one if any waits."""
         batch: list[T] = []
         room = self._max_cost
-        while self._waiting and (not batch or self._waiting[0].cost <= room):
-            waiting = self._waiting.popleft()
-            room -= waiting.cost
-            batch.append(waiting.item)
+        while self._waiting and (not batch or self._waiting[0][1] <= room):
+            item, cost = self._waiting.popleft()
+            room -= cost
+            batch.append(item)
         return batch

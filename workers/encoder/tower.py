@@ -59,14 +59,9 @@ class TowerThread:
         while True:
             await self._arrived.wait()
             # No reference may outlive the batch: images are views of other workers' memory.
-            await self._serve(self._next_batch())
-
-    def _next_batch(self) -> list[_Pending]:
-        """Return the next batch without cancelled images."""
-        batch = [image for image in self._queue.take() if not image.done.done()]
-        if not len(self._queue):
-            self._arrived.clear()
-        return batch
+            await self._serve([image for image in self._queue.take() if not image.done.done()])
+            if not len(self._queue):
+                self._arrived.clear()
 
     async def _serve(self, batch: list[_Pending]) -> None:
         if not batch:

@@ -6,6 +6,7 @@ and embeddings that were computed before are found again.
 
 import asyncio
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -44,23 +45,15 @@ async def main(context: Context) -> None:
     await EncoderWorker(context, name, thread, blobs, embeddings).serve()
 
 
+@dataclass(slots=True, eq=False)
 class EncoderWorker:
-    def __init__(
-        self,
-        context: Context,
-        model: str,
-        tower: TowerThread,
-        blobs: Blobs,
-        embeddings: EmbeddingStore,
-    ) -> None:
-        self._context = context
-        self._stage = context.stage
-        self._model = model
-        self._tower = tower
-        self._blobs = blobs
-        self._embeddings = embeddings
-        self._in_flight: set[Job] = set()
-        self._num_reused = 0
+    _context: Context
+    _model: str
+    _tower: TowerThread
+    _blobs: Blobs
+    _embeddings: EmbeddingStore
+    _in_flight: set[Job] = field(default_factory=set)
+    _num_reused: int = 0
 
     async def serve(self) -> None:
         context = self._context
@@ -102,7 +95,7 @@ class EncoderWorker:
         """
         while True:
             await asyncio.sleep(WATCH_S)
-            self._stage.claims.progressed(self._in_flight)
+            self._context.stage.claims.progressed(self._in_flight)
             if self._tower.batch_s > self._context.config.encoder.step_timeout_s:
                 self._context.log.error("batch_hangs")
                 # Nothing stops a thread. The claimed tasks come to another encoder.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared.blobs import mm_items
@@ -19,20 +20,15 @@ if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, doe
     from shared.vision.embedding_store import EmbeddingStore, Held
 
 
+@dataclass(slots=True, eq=False)
 class ItemLoader:
-    def __init__(
-        self,
-        blobs: Blobs,
-        embeddings: "EmbeddingStore | None",
-        restore: Callable[[TensorData], Any],
-    ) -> None:
-        """`restore` makes of a tensor's bytes what the runner takes; `embeddings` is None where
-        nobody makes any for others."""
-        self._blobs = blobs
-        self._embeddings = embeddings
-        self._restore = restore
-        self._loop = asyncio.get_running_loop()
-        self._sharing: set[asyncio.Task[None]] = set()
+    _blobs: Blobs
+    _embeddings: "EmbeddingStore | None"
+    """None where no worker makes any for others."""
+    _restore: Callable[[TensorData], Any]
+    """Makes of a tensor's bytes what the runner takes."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _sharing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def open(
         self,

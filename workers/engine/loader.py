@@ -15,7 +15,7 @@ from shared.models.language import LanguageAdapter
 from shared.models.tower import Tower, load_tower
 from shared.vision.weights import load_weights
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
-from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
 
@@ -34,10 +34,6 @@ class LoadedModel:
     num_blocks: int
     block_size: int
     adapters: Adapters
-
-    def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self.tokenizer.encode(text)
-        return token_ids
 
     def encode_part(self, text: str) -> list[int]:
         """Encode text without adding special tokens."""
@@ -71,17 +67,23 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
-    max_model_len = _resolve_max_model_len(text_config, model)
+    longest: int = text_config.max_position_embeddings
+    max_model_len = min(longest, model.max_model_len or longest)
     dtype = getattr(torch, model.dtype)
     block_size = _resolve_block_size(engine)
-    family = _load_weights(folder, config, dtype, engine.device)
+    # The language model is loaded without its tower.
+    tower = registry.find_tower(config)
+    excluded = () if tower is None else tower.modules
+    model_class = registry.find_model_class(config)
+    family = registry.adapt(load_weights(model_class, folder, dtype, engine.device, excluded))
+    needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
     decoder = _build_decoder(family, engine, block_size, max_model_len, adapted=bool(adapters))
     num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
     warm_up(decoder, block_size)
     return LoadedModel(
         model=decoder,
-        tower=load_tower(folder, dtype, engine.device) if _needs_tower(config, model) else None,
+        tower=load_tower(folder, dtype, engine.device) if needs_tower else None,
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         eos_token_ids=_read_eos_token_ids(folder, text_config),
         max_model_len=max_model_len,
@@ -98,15 +100,16 @@ def warm_up(model: DecoderModel, block_size: int) -> None:
     num_blocks = -(-4 // block_size)
     kv_cache = model.new_cache(num_blocks, block_size)
     for num_tokens, seq_len in ((3, 3), (1, 4)):
-        plan = model.plan([range(num_blocks)], [0, num_tokens], [seq_len], kv_cache)
+        layout = BatchLayout([range(num_blocks)], [0, num_tokens], [seq_len])
         positions = torch.arange(seq_len - num_tokens, seq_len, device=model.device)
-        model.forward(
+        step = StepInputs(
             model.embed(torch.zeros_like(positions)),
             positions.expand(model.family.num_position_rows, -1),
-            plan,
+            model.plan(layout, kv_cache),
             kv_cache,
             torch.tensor([num_tokens - 1], device=model.device),
         )
+        model.forward(step)
 
 
 def _check_files(folder: Path) -> None:
@@ -115,16 +118,6 @@ def _check_files(folder: Path) -> None:
     for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             raise ConfigError(f"models.path: {folder} has no {pattern}", field="models.path")
-
-
-def _load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
-) -> LanguageAdapter:
-    """Load the language model without its vision tower."""
-    tower = registry.find_tower(config)
-    excluded = () if tower is None else tower.modules
-    model_class = registry.find_model_class(config)
-    return registry.adapt(load_weights(model_class, folder, dtype, device, excluded))
 
 
 def _build_decoder(
@@ -137,7 +130,16 @@ def _build_decoder(
     """Return the model on the kernels of its device if they support it, else on torch."""
     # Adapters wrap modules of transformers, which the kernels bypass.
     if torch.device(engine.device).type == "cuda":
-        return _build_gpu_model(family, engine, max_model_len, adapted)
+        try:
+            from workers.engine.cuda.model import GpuModel
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
+                field="engine.device",
+            ) from error
+        return GpuModel(
+            family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
+        )
     if not engine.native or adapted:
         return FlatModel(family)
     reason = unsupported_reason(family, block_size)
@@ -145,31 +147,6 @@ def _build_decoder(
         return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)
-
-
-def _build_gpu_model(
-    family: LanguageAdapter, engine: EngineConfig, max_model_len: int, adapted: bool
-) -> DecoderModel:
-    try:
-        from workers.engine.cuda.model import GpuModel
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "engine.device: a GPU requires the extra `gpu`: pip install '.[gpu]' in a checkout",
-            field="engine.device",
-        ) from error
-    return GpuModel(
-        family, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len, adapted=adapted
-    )
-
-
-def _needs_tower(config: PreTrainedConfig, model: ModelConfig) -> bool:
-    has_tower = registry.find_tower(config) is not None
-    return has_tower and (model.tower == "engine" or model.local_tokens > 0)
-
-
-def _resolve_max_model_len(text_config: PreTrainedConfig, model: ModelConfig) -> int:
-    longest: int = text_config.max_position_embeddings
-    return min(longest, model.max_model_len or longest)
 
 
 def _resolve_block_size(engine: EngineConfig) -> int:

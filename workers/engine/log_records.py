@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from shared.protocol.records import AnyRecord, ChoiceDelta, TokenChunk
 from workers.engine.core.sequence import LoggedChoice, RequestOutput
 
@@ -36,13 +38,11 @@ def merge_deltas(outputs: list[RequestOutput]) -> list[ChoiceDelta]:
         if first is None:
             merged[delta.index] = delta
             continue
-        merged[delta.index] = ChoiceDelta(
-            index=delta.index,
+        merged[delta.index] = replace(
+            delta,
             position=first.position,
             token_ids=first.token_ids + delta.token_ids,
             text=first.text + delta.text,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
             logprobs=[*(first.logprobs or []), *(delta.logprobs or [])] or None,
         )
     return [merged[index] for index in sorted(merged)]

@@ -61,9 +61,6 @@ class EngineMetrics:
         self._latency = metrics.histogram("e2e_request_latency_seconds")
         for reason in ("stop", "length"):
             metrics.counter("request_success_total", finished_reason=reason)
-        self._register_gauges()
-
-    def _register_gauges(self) -> None:
         for name, read in (
             ("num_requests_running", lambda: self._stats.num_running),
             ("num_requests_waiting", lambda: self._stats.num_waiting),
@@ -82,7 +79,7 @@ class EngineMetrics:
             ("mm_cache_hits_total", lambda: self._stats.mm_cache_hits),
             ("encoded_items_total", lambda: self._stats.encoded_items),
         ):
-            self._metrics.set_function(name, read)
+            metrics.set_function(name, read)
 
     def on_step(
         self,

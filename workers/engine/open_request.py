@@ -72,11 +72,6 @@ class RecordPacer:
         self._released_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a release is due later."""
-        return self._timer is not None
-
     def release_in_time(self, num_requests: int) -> None:
         """Release now, or as soon as the rate allows it."""
         loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from shared.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import PlaceholderRange
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
-from workers.engine.model.flat_model import DecoderModel
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.lora import Adapters
 from workers.engine.sampling.logprobs import logprobs_of
 from workers.engine.sampling.verifier import sample_batch
@@ -151,12 +151,9 @@ class ModelRunner:
         scheduled = batch.scheduled
         lengths = [s.num_new_tokens for s in scheduled]
         query_start_loc = [0, *np.cumsum(lengths).tolist()]
-        plan = self._model.plan(
-            [s.sequence.block_table for s in scheduled],
-            query_start_loc,
-            [_end_of(s) for s in scheduled],
-            self._kv_cache,
-        )
+        tables = [s.sequence.block_table for s in scheduled]
+        layout = BatchLayout(tables, query_start_loc, [_end_of(s) for s in scheduled])
+        plan = self._model.plan(layout, self._kv_cache)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples]
         rows: list[int] = []
@@ -167,13 +164,10 @@ class ModelRunner:
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + _num_prompt_logprob_rows(s))
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
+        positions = self._make_positions(scheduled)
+        sampled_rows = self._to_device(rows)
         logits = self._model.forward(
-            embeddings,
-            self._make_positions(scheduled),
-            plan,
-            self._kv_cache,
-            self._to_device(rows),
-            deepstack,
+            StepInputs(embeddings, positions, plan, self._kv_cache, sampled_rows, deepstack)
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
         if len(rows) > num_sampled:

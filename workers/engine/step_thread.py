@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from shared.errors import PagemillError, WorkerFailure
-from workers.engine.core.engine import EngineCore, EngineStats
+from workers.engine.core.engine import EngineCore, EngineStats, as_pagemill_error
 from workers.engine.core.sequence import EngineRequest, RequestOutput
 
 LAST_STEP_S = 1.0
@@ -95,11 +94,8 @@ class StepThread(Generic[Owner]):
         """Add a request to the core; return the error output if the core rejects it."""
         try:
             self._core.add(request)
-        except PagemillError as error:
-            return [(owner, RequestOutput(request.request_id, [], error=error))]
         except Exception as error:
-            failure = WorkerFailure("the engine failed on this request")
-            failure.__cause__ = error
-            return [(owner, RequestOutput(request.request_id, [], error=failure))]
+            failed = RequestOutput(request.request_id, [], error=as_pagemill_error(error))
+            return [(owner, failed)]
         self._owners[request.request_id] = owner
         return []

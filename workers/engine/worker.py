@@ -144,10 +144,8 @@ class EngineWorker:
         header, body, records = task.header, task.body, job.log.records
         try:
             items, grammar = await self._prepare(task, tensors, job)
-        except _EndedElsewhere:
-            return Ended()
-        except _Draining:
-            return Requeue()
+        except _NotBegun as stopped:
+            return stopped.outcome
         if not self._stage.claims.may_begin(job):
             return Requeue(SUSPECT_PAUSE_S)
         assert header.ticket is not None
@@ -180,13 +178,16 @@ class EngineWorker:
 
         Raises BlobLost for an item that is lost.
         """
-        request_id = task.header.request_id
+        request_id, ticket = task.header.request_id, task.header.ticket
+        assert ticket is not None
 
         async def progress() -> None:
-            if request_id in self._ended or self._is_late(task.header):
-                raise _EndedElsewhere
+            # The notice of an end may be lost, but a coordinator has ended a request that is late.
+            is_late = self._context.bus.now_ms() > ticket.deadline_ms + GRACE_MS
+            if request_id in self._ended or is_late:
+                raise _NotBegun(Ended())
             if self._context.shutdown.asked.is_set():
-                raise _Draining
+                raise _NotBegun(Requeue())
             await job.delivery.progress()
 
         # A waiting request kills no worker, so it must not keep other suspects from their turn.
@@ -198,19 +199,16 @@ class EngineWorker:
             items = [await self._items.open(item, tensors, progress) for item in task.body.items]
             if any(item.embedding is not None for item in task.body.items):
                 now_ms = self._context.bus.now_ms()
-                span = StageSpan(self._gathered, "", job.delivery.attempt, began_ms, now_ms)
+                # The span is of the fan-out stage whose results this engine gathers.
+                edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
+                stage = edges[0].target if edges else ""
+                span = StageSpan(stage, "", job.delivery.attempt, began_ms, now_ms)
                 job.path = [*job.path, span]
             return items, await self._compile(task.header, progress)
         finally:
             self._preparing.discard(request_id)
             self._adjust_capacity()
             self._ended.discard(request_id)
-
-    @property
-    def _gathered(self) -> str:
-        """The fan-out stage whose results this engine gathers."""
-        edges = self._context.pipelines[self._model].gathered_by(self._stage.name)
-        return edges[0].target if edges else ""
 
     async def _compile(
         self, header: TaskHeader, progress: Callable[[], Awaitable[None]]
@@ -225,21 +223,19 @@ class EngineWorker:
             )
         return await self._grammars.compile(wanted, progress)
 
-    def _is_late(self, header: TaskHeader) -> bool:
-        """Whether a coordinator must have ended the request, even if its notice was lost."""
-        assert header.ticket is not None
-        return self._context.bus.now_ms() > header.ticket.deadline_ms + GRACE_MS
-
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:
         """Have the step thread run a request, and write its log to the end."""
-        self._requests[opened.header.request_id] = opened
+        request_id = request.request_id
+        self._requests[request_id] = opened
         opened.job.running = True
         self._steps.add(request, opened)
         try:
             return await self._write(opened)
         finally:
             # Before the job is settled: the request takes no further step.
-            self._forget(opened)
+            if self._requests.get(request_id) is opened:
+                del self._requests[request_id]
+                self._steps.cancel(request_id)
 
     # -- outputs ----------------------------------------------------------------------------
 
@@ -312,12 +308,6 @@ class EngineWorker:
         if is_final(await last_record(self._context.bus, opened.header.request_id)):
             opened.end()
 
-    def _forget(self, opened: OpenRequest) -> None:
-        request_id = opened.header.request_id
-        if self._requests.get(request_id) is opened:
-            del self._requests[request_id]
-            self._steps.cancel(request_id)
-
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; the event loop itself holds only weak references."""
         task = asyncio.create_task(work)
@@ -325,9 +315,8 @@ class EngineWorker:
         task.add_done_callback(self._background.discard)
 
 
-class _EndedElsewhere(Exception):
-    """The request ended before it began here."""
+class _NotBegun(Exception):
+    """The request has ended elsewhere or this worker stops, before the request has begun here."""
 
-
-class _Draining(Exception):
-    """This worker stops, and the request has not begun."""
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome

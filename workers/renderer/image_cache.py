@@ -65,47 +65,22 @@ class ImageCache:
         field: str,
         tenant: str,
         ttl_s: float,
+        *,
+        is_item: bool = False,
     ) -> PreparedImage:
-        """Prepare a file; the engine may read the result for `ttl_s`.
+        """Prepare a file, or an item that another server has processed.
 
-        Raises a RequestError naming `field`.
+        The engine may read the result for `ttl_s`. Raises a RequestError naming `field`.
         """
         source_hash = await self._in_thread(hash_source, data)
-        mm_hash = processor.hash_media(modality, source_hash, tenant)
+        hash_of = processor.hash_item if is_item else processor.hash_media
+        mm_hash = hash_of(modality, source_hash, tenant)
 
         def process() -> ProcessedImage:
-            decoded = DECODERS[modality](data, self._config, field)
-            return processor.process(decoded, field, tenant)
+            if is_item:
+                return processor.decode_item(modality, data, mm_hash, field)
+            return processor.process(DECODERS[modality](data, self._config, field), field, tenant)
 
-        return await self._prepare(processor, modality, mm_hash, process, field, ttl_s)
-
-    async def prepare_item(
-        self,
-        processor: Processor,
-        modality: Modality,
-        data: bytes,
-        field: str,
-        tenant: str,
-        ttl_s: float,
-    ) -> PreparedImage:
-        """Prepare an item that another server has processed; otherwise the same as `prepare`."""
-        source_hash = await self._in_thread(hash_source, data)
-        mm_hash = processor.hash_item(modality, source_hash, tenant)
-
-        def decode() -> ProcessedImage:
-            return processor.decode_item(modality, data, mm_hash, field)
-
-        return await self._prepare(processor, modality, mm_hash, decode, field, ttl_s)
-
-    async def _prepare(
-        self,
-        processor: Processor,
-        modality: Modality,
-        mm_hash: str,
-        process: Callable[[], ProcessedImage],
-        field: str,
-        ttl_s: float,
-    ) -> PreparedImage:
         self.counters.queries += 1
         if (cached := await self._find(processor, modality, mm_hash, ttl_s)) is not None:
             self.counters.hits += 1

@@ -11,7 +11,7 @@ from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
 from shared.config import RendererConfig
 from shared.errors import PayloadTooLarge, UnsupportedContent
-from shared.protocol.multimodal import Modality, PlaceholderRange
+from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import Prompt
 from workers.renderer.media.decoders import DECODERS
@@ -41,8 +41,7 @@ class PreviewPath:
         token_ids = await self._tokenize(processor, asked)
         images: list[ProcessedImage] = []
         budget = Budget(max_bytes)
-        async for part, data in self._read_files(asked, tenant):
-            image = await self._process(processor, part.modality, data, part.field)
+        async for part, _, image in self._process_media(processor, asked, tenant):
             budget.spend(sum(tensor.data.nbytes for tensor in image.fields.values()), part.field)
             images.append(image)
         token_ids, ranges = await self._expand(processor, asked, token_ids, images)
@@ -66,8 +65,7 @@ class PreviewPath:
         images: list[ProcessedImage] = []
         encoded: list[tuple[str, bytes | None, bytes | None]] = []
         budget = Budget(max_bytes)
-        async for part, data in self._read_files(asked, tenant):
-            image = await self._process(processor, part.modality, data, part.field)
+        async for part, data, image in self._process_media(processor, asked, tenant):
             mm_hash = await self._in_thread(vllm_kwargs.mm_hash, part.modality, data, model_id)
             kwargs_data = mm_metadata = None
             if with_data:
@@ -77,10 +75,8 @@ class PreviewPath:
             images.append(replace(image, fields={}))
         token_ids, ranges = await self._expand(processor, asked, token_ids, images)
         features = [
-            RenderedFeature(image.modality, mm_hash, placeholder, kwargs_data, mm_metadata)
-            for image, placeholder, (mm_hash, kwargs_data, mm_metadata) in zip(
-                images, ranges, encoded, strict=True
-            )
+            RenderedFeature(image.modality, mm_hash, placeholder, *payload)
+            for image, placeholder, (mm_hash, *payload) in zip(images, ranges, encoded, strict=True)
         ]
         return RenderedFeatures(token_ids, features)
 
@@ -90,10 +86,7 @@ class PreviewPath:
         Raises a RequestError.
         """
         token_ids = await self._tokenize(processor, asked)
-        images = [
-            await self._process(processor, part.modality, data, part.field)
-            async for part, data in self._read_files(asked, tenant)
-        ]
+        images = [image async for *_, image in self._process_media(processor, asked, tenant)]
         if asked.text is None:
             token_ids, _ = await self._in_thread(processor.expand_unchecked, token_ids, images)
         return token_ids
@@ -116,28 +109,21 @@ class PreviewPath:
             return token_ids, []
         return await self._in_thread(processor.expand, token_ids, images, field)
 
-    async def _read_files(
-        self, asked: Prompt, tenant: str
-    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes]]:
-        """Yield the media parts with their files; a file is read when its turn comes."""
+    async def _process_media(
+        self, processor: Processor, asked: Prompt, tenant: str
+    ) -> AsyncIterator[tuple[prompt.MediaPart, bytes, ProcessedImage]]:
+        """Yield the media parts with their files, processed; each is read when its turn comes."""
         for part in prompt.media_parts(asked.messages):
             if is_stored(part.url):
                 limit = self._config.max_image_bytes
-                yield part, await read_stored(self._bus, part.url, part.field, limit, tenant)
+                data = await read_stored(self._bus, part.url, part.field, limit, tenant)
             else:
-                yield (
-                    part,
-                    await self._in_thread(self._loader.read_uncached, part.url, part.field),
-                )
+                data = await self._in_thread(self._loader.read, part.url, part.field, None)
+            yield part, data, await self._in_thread(self._process, processor, part, data)
 
-    async def _process(
-        self, processor: Processor, modality: Modality, data: bytes, field: str
-    ) -> ProcessedImage:
-        def process() -> ProcessedImage:
-            decoded = DECODERS[modality](data, self._config, field)
-            return processor.process(decoded, field, "")
-
-        return await self._in_thread(process)
+    def _process(self, processor: Processor, part: prompt.MediaPart, data: bytes) -> ProcessedImage:
+        decoded = DECODERS[part.modality](data, self._config, part.field)
+        return processor.process(decoded, part.field, "")
 
 
 class Budget:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
@@ -59,14 +58,16 @@ class RenderPath:
         token_ids = await self._in_thread(begin)
         if asked.token_ids is not None:
             ranges = await self._in_thread(processor.check_features, asked)
-        prepare = partial(self._prepare, processor, asked, scope, ttl_s)
+        is_item = asked.token_ids is not None
         prepared = []
         # One image at a time, which is dropped once it is processed: eight rasters of the largest
         # size would be a gigabyte.
         async for modality, field, source in _sources(asked, media):
             keeping = asyncio.create_task(media.keep(source))
             try:
-                image = await prepare(modality, source.data, field)
+                image = await self.images.prepare(
+                    processor, modality, source.data, field, scope, ttl_s, is_item=is_item
+                )
                 prepared.append(image)
                 if image.ref is not None:
                     made.append(image.ref)
@@ -84,19 +85,6 @@ class RenderPath:
             await media.note(asked.features)
         items, tensors = await self._packer.pack(header, prepared, ranges, made)
         return Rendered(token_ids, items, tensors)
-
-    async def _prepare(
-        self,
-        processor: Processor,
-        asked: Prompt,
-        scope: str,
-        ttl_s: float,
-        modality: Modality,
-        data: bytes,
-        field: str,
-    ) -> PreparedImage:
-        prepare = self.images.prepare if asked.token_ids is None else self.images.prepare_item
-        return await prepare(processor, modality, data, field, scope, ttl_s)
 
 
 async def _sources(

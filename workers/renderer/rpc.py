@@ -89,7 +89,9 @@ class RendererRpc:
         try:
             tenant = tenant_of(header)
             async with self._wait_turn(tenant):
-                return await work(data, tenant)
+                answer = await work(data, tenant)
+            self._bus.check_size(answer, "this answer")
+            return answer
         except PagemillError as error:
             return _error_reply(error)
         except Exception:
@@ -127,7 +129,7 @@ class RendererRpc:
             self._processors[model], prompt_of(request), self._bus.max_payload, tenant
         )
         head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
-        return self._check_size(envelope.encode(head, rendered.tensors))
+        return envelope.encode(head, rendered.tensors)
 
     async def _features(self, model: str, data: bytes, tenant: str) -> bytes:
         asked = await _decode(decode_features_request, data)
@@ -140,29 +142,24 @@ class RendererRpc:
             tenant,
             with_data=asked.payload == "tensors",
         )
-        return self._check_size(to_msgpack(rendered))
+        return to_msgpack(rendered)
 
     async def _tokenize(self, model: str, data: bytes, tenant: str) -> bytes:
         asked = prompt_to_tokenize(await _decode(decode_tokenize_request, data))
         processor = self._processors[model]
         token_ids = await self._path.tokenize(processor, asked, tenant)
         spellings = await self._in_thread(processor.spellings, token_ids)
-        tokenized = Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings)
-        return self._check_size(to_json(tokenized))
+        return to_json(Tokenized(len(token_ids), processor.max_model_len, token_ids, spellings))
 
     async def _detokenize(self, model: str, data: bytes, tenant: str) -> bytes:
         request = await _decode(decode_detokenize_request, data)
         text, token_bytes = await self._in_thread(
             self._processors[model].detokenize, request.tokens, request.skip_special_tokens
         )
-        return self._check_size(to_json(Detokenized(text, token_bytes)))
+        return to_json(Detokenized(text, token_bytes))
 
     async def _card(self, model: str, data: bytes, tenant: str) -> bytes:
         return to_json(self._processors[model].card(model))
-
-    def _check_size(self, answer: bytes) -> bytes:
-        self._bus.check_size(answer, "this answer")
-        return answer
 
 
 def _check_model(request: GenerateRequest, model: str) -> None:

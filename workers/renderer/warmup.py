@@ -7,55 +7,34 @@ plugins, the template's compilation, imports inside libraries. Nothing of it sta
 import asyncio
 import base64
 import io
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from PIL import Image
 
 from shared.codec import envelope
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import RenderedPrompt
-from shared.protocol.requests import (
-    ImagePart,
-    ImageURL,
-    Message,
-    Prompt,
-    TextPart,
-)
+from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from workers.renderer.media.image_decoder import FORMATS
-from workers.renderer.media.request_media import RequestMedia
-from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor, Rendered
-from workers.renderer.render_path import RenderPath
 
 SIZE = (448, 448)
 TTL_S = 60.0
 MAX_BYTES = 2**30
 
 
-async def warm_up_render_path(path: RenderPath, processor: Processor, media: RequestMedia) -> None:
-    """Run before other requests; the path's image cache is empty again afterwards."""
+async def warm_up(processor: Processor, render: Callable[[Prompt], Awaitable[Rendered]]) -> None:
+    """Render and encode prompts by `render`, before other requests."""
 
-    async def render(messages: list[Message]) -> None:
-        _encode(await path.render(processor, Prompt(messages), media, TTL_S, None, []))
+    async def encode(messages: list[Message]) -> None:
+        rendered = await render(Prompt(messages))
+        head = RenderedPrompt(rendered.prompt_token_ids, rendered.items)
+        envelope.encode(head, rendered.tensors)
 
-    try:
-        await _run_at_once(render(messages) for messages in _conversations(processor))
-    finally:
-        path.images.clear()
-
-
-async def warm_up_preview_path(path: PreviewPath, processor: Processor) -> None:
-    async def render(messages: list[Message]) -> None:
-        _encode(await path.render(processor, Prompt(messages), MAX_BYTES))
-
-    await _run_at_once(render(messages) for messages in _conversations(processor))
-
-
-async def _run_at_once(renderings: Iterable[Coroutine[None, None, None]]) -> None:
-    """Use more than one thread, because threads have one-time work, too."""
+    # At once, to use more than one thread: threads have one-time work, too.
     async with asyncio.TaskGroup() as group:
-        for rendering in renderings:
-            group.create_task(rendering)
+        for messages in _conversations(processor):
+            group.create_task(encode(messages))
 
 
 def _conversations(processor: Processor) -> Iterator[list[Message]]:
@@ -72,7 +51,3 @@ def _noise(name: str) -> str:
     file = io.BytesIO()
     Image.effect_noise(SIZE, 64).convert("RGB").save(file, name)
     return "data:;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _encode(rendered: Rendered) -> None:
-    envelope.encode(RenderedPrompt(rendered.prompt_token_ids, rendered.items), rendered.tensors)

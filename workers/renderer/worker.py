@@ -1,10 +1,10 @@
 """Renderer: turns a conversation with images into token ids and multimodal items."""
 
 import asyncio
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
@@ -15,8 +15,6 @@ from shared.protocol.task_messages import EngineBody, RenderBody, Task, TaskHead
 from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Ended, Forward, Outcome, WorkerLoop
-from shared.telemetry.logs import Logger
-from workers.renderer import warmup
 from workers.renderer.media.loader import MediaLoader, is_remote
 from workers.renderer.media.request_media import RequestMedia
 from workers.renderer.preview_path import PreviewPath
@@ -25,6 +23,7 @@ from workers.renderer.processing.prompt import media_parts
 from workers.renderer.render_path import RenderPath
 from workers.renderer.rpc import RendererRpc
 from workers.renderer.threads import Args, Result
+from workers.renderer.warmup import MAX_BYTES, TTL_S, warm_up
 
 
 async def main(context: Context) -> None:
@@ -61,22 +60,21 @@ class RendererWorker:
 
     async def _warm_up(self, model: str, processor: Processor) -> None:
         media = self._open_media("warm-up", 0)
-        log = self._context.log.bind(model=model)
-        with self._timed(log.bind(path="render")):
-            await warmup.warm_up_render_path(self._render_path, processor, media)
-        with self._timed(log.bind(path="preview")):
-            await warmup.warm_up_preview_path(self._preview_path, processor)
-
-    @contextlib.contextmanager
-    def _timed(self, log: Logger) -> Iterator[None]:
-        began_ms = self._context.bus.now_ms()
-        try:
-            yield
-        except Exception:
-            # The first request will be slow, which is the only consequence.
-            log.warning("warm_up_failed", exc_info=True)
-        else:
-            log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
+        render = partial(
+            self._render_path.render, processor, media=media, ttl_s=TTL_S, header=None, made=[]
+        )
+        preview = partial(self._preview_path.render, processor, max_bytes=MAX_BYTES)
+        for path, way in (("render", render), ("preview", preview)):
+            log = self._context.log.bind(model=model, path=path)
+            began_ms = self._context.bus.now_ms()
+            try:
+                await warm_up(processor, way)
+            except Exception:
+                # The first request will be slow, which is the only consequence.
+                log.warning("warm_up_failed", exc_info=True)
+            else:
+                log.info("warmed_up", ms=round(self._context.bus.now_ms() - began_ms))
+        self._render_path.images.clear()
 
     async def serve(self) -> None:
         """Serve all models; they share the same threads."""

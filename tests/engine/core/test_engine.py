@@ -264,7 +264,7 @@ def test_a_log_that_cannot_be_replayed_leaves_no_state() -> None:
         raise RuntimeError("no text for these")
 
     core = make_core()
-    core._factory._decode = fails
+    core._factory = replace(core._factory, decode=fails)
     bad = replace(make_request("bad"), logged=[LoggedChoice([5], False)])
     with pytest.raises(RuntimeError):
         core.add(bad)

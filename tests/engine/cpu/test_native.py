@@ -42,7 +42,7 @@ from tests.engine.model.test_parity import (
 )
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.loader import load
-from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 
 NUM_BLOCKS = 64
 PART_OF_A_HEAD = {
@@ -157,11 +157,12 @@ class Pair:
         logits = []
         for model, cache in self._sides:
             rows = torch.tensor(positions).expand(model.family.num_position_rows, -1)
-            plan = model.plan(
-                [self._tables[i] for i in taking], starts, [self._lens[i] for i in taking], cache
-            )
+            tables = [self._tables[i] for i in taking]
+            layout = BatchLayout(tables, starts, [self._lens[i] for i in taking])
+            plan = model.plan(layout, cache)
             every = torch.arange(len(positions))
-            logits.append(model.forward(model.embed(token_ids), rows, plan, cache, every).float())
+            inputs = StepInputs(model.embed(token_ids), rows, plan, cache, every)
+            logits.append(model.forward(inputs).float())
         return logits[0], logits[1]
 
 
@@ -236,9 +237,9 @@ def test_nan_stays_within_its_sequence() -> None:
     with torch.inference_mode():
         embeddings = native.embed(torch.tensor([1, 2, 3, 1, 2, 3]))
         embeddings[4] = torch.nan
-        plan = native.plan([[0], [1]], [0, 3, 6], [3, 3], cache)
+        plan = native.plan(BatchLayout([[0], [1]], [0, 3, 6], [3, 3]), cache)
         positions = torch.arange(3).repeat(2)[None]
-        logits = native.forward(embeddings, positions, plan, cache, torch.arange(6))
+        logits = native.forward(StepInputs(embeddings, positions, plan, cache, torch.arange(6)))
     assert logits[:3].isfinite().all()
     assert logits[5].isnan().all()
 
@@ -254,9 +255,10 @@ def test_levels_are_added_after_the_first_layers() -> None:
     native = make_native(model)
     cache = native.new_cache(1, 8)
     with torch.inference_mode():
-        plan = native.plan([[0]], [0, 5], [5], cache)
+        plan = native.plan(BatchLayout([[0]], [0, 5], [5]), cache)
+        embeddings = native.embed(token_ids)
         ours = native.forward(
-            native.embed(token_ids), token_ids[None], plan, cache, token_ids, deepstack=levels
+            StepInputs(embeddings, token_ids[None], plan, cache, token_ids, deepstack=levels)
         )
         for layer, level in zip(model.model.layers, levels, strict=False):
             layer.register_forward_hook(lambda _, __, output, level=level: output + level)
@@ -293,9 +295,11 @@ def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.Mo
         native = make_native(model)
         cache = native.new_cache(16, 8)
         positions = torch.arange(num_tokens)
-        plan = native.plan([range(16)], [0, num_tokens], [num_tokens], cache)
+        plan = native.plan(BatchLayout([range(16)], [0, num_tokens], [num_tokens]), cache)
         with torch.inference_mode():
-            return native.forward(native.embed(positions), positions[None], plan, cache, positions)
+            return native.forward(
+                StepInputs(native.embed(positions), positions[None], plan, cache, positions)
+            )
 
     sizes = (9, 16, 17, 32, 33, 70)
     vector = [logits_of(size) for size in sizes]
@@ -311,18 +315,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from shared.models.registry import adapt
 from workers.engine.cpu.decoder import NativeModel
+from workers.engine.model.flat_model import BatchLayout, StepInputs
 
 config = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
 native = NativeModel(adapt(LlamaForCausalLM(config).requires_grad_(False)), 2)
 cache = native.new_cache(256, 8)
 positions = torch.arange(2048)
-plan = native.plan([range(256)], [0, 2048], [2048], cache)
+plan = native.plan(BatchLayout([range(256)], [0, 2048], [2048]), cache)
 embeddings = torch.randn(2048, 512)
 
 def step():
     with torch.inference_mode():
         while True:
-            native.forward(embeddings, positions[None], plan, cache, positions[:1])
+            native.forward(StepInputs(embeddings, positions[None], plan, cache, positions[:1]))
 
 threading.Thread(target=step, daemon=True).start()
 time.sleep(0.5)

@@ -25,6 +25,7 @@ from shared.models.registry import adapt
 from workers.engine.cuda.cuda_graphs import CudaRecorder, Replay
 from workers.engine.cuda.kernels import plan
 from workers.engine.cuda.model import GpuModel
+from workers.engine.model.flat_model import BatchLayout, StepInputs
 
 # The interpreter computes with numpy, which warns of infinities; to a GPU they are numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -127,16 +128,13 @@ class Served:
             starts.append(starts[-1] + len(ids))
         seq_lens = [past + len(ids) for past, ids in zip(pasts, token_ids, strict=True)]
         tables = [self.tables[i] for i in owners]
-        step = self.model.plan(tables, starts, seq_lens, self.kv_cache)
+        step = self.model.plan(BatchLayout(tables, starts, seq_lens), self.kv_cache)
         ranges = [torch.arange(*ends) for ends in zip(pasts, seq_lens, strict=True)]
         positions = torch.cat(ranges).expand(self.model.family.num_position_rows, -1)
         flat = torch.tensor([token_id for ids in token_ids for token_id in ids], device=device)
+        rows = torch.tensor(starts[1:], device=device) - 1
         logits = self.model.forward(
-            self.model.embed(flat),
-            positions.to(device),
-            step,
-            self.kv_cache,
-            torch.tensor(starts[1:], device=device) - 1,
+            StepInputs(self.model.embed(flat), positions.to(device), step, self.kv_cache, rows)
         )
         return logits.argmax(-1).tolist()
 
@@ -186,11 +184,13 @@ def test_outputs_are_those_of_transformers(device: torch.device, name: str) -> N
 def logits_of(served: Served, positions: Tensor) -> Tensor:
     device = served.model.device
     num_tokens = positions.shape[1]
-    step = served.model.plan([[3]], [0, num_tokens], [num_tokens], served.kv_cache)
+    layout = BatchLayout([[3]], [0, num_tokens], [num_tokens])
+    step = served.model.plan(layout, served.kv_cache)
     token_ids = torch.arange(10, 10 + num_tokens, device=device)
     rows = torch.arange(num_tokens, device=device)
+    embeddings = served.model.embed(token_ids)
     return served.model.forward(
-        served.model.embed(token_ids), positions.to(device), step, served.kv_cache, rows
+        StepInputs(embeddings, positions.to(device), step, served.kv_cache, rows)
     )
 
 

@@ -29,7 +29,7 @@ from tests.engine.model.test_parity import (
     widen,
 )
 from workers.engine.core.sequence import LoggedChoice
-from workers.engine.model.flat_model import FlatModel
+from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.lora import (
     AdaptedLinear,
     AdapterRun,
@@ -178,13 +178,15 @@ def logits_of(twins: Twins, batch: list[str | None]) -> Tensor:
     assert twins.adapters is not None
     twins.adapters.assign(batch, query_start_loc)
     positions = torch.arange(3).repeat(num).expand(model.family.num_position_rows, -1)
-    return model.forward(
+    layout = BatchLayout([[i] for i in range(num)], query_start_loc, [3] * num)
+    step = StepInputs(
         model.embed(torch.tensor([5, 6, 7] * num)),
         positions,
-        model.plan([[i] for i in range(num)], query_start_loc, [3] * num, kv_cache),
+        model.plan(layout, kv_cache),
         kv_cache,
         torch.tensor(query_start_loc[1:]) - 1,
     )
+    return model.forward(step)
 
 
 def test_rows_without_an_adapter_are_not_touched(mixed: Mixed) -> None:

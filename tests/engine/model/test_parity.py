@@ -640,7 +640,7 @@ def ask_demo(demo: LoadedModel, colour: str, question: str) -> Case:
     text = demo.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    before, after = (demo.encode(part) for part in text.split("<|image_pad|>"))
+    before, after = (demo.tokenizer.encode(part) for part in text.split("<|image_pad|>"))
     item = item_of(image, len(before), processor)
     image_token_id = demo.model.family.model.config.image_token_id
     token_ids = [*before, *[image_token_id] * item.placeholder.length, *after]

@@ -67,7 +67,7 @@ class Rig:
     ) -> EngineRequest:
         values = {"max_tokens": 200, "logit_bias": self.blanks if wanted else {}, **params}
         sampling = SamplingParams(**values, structured_outputs=wanted)
-        prompt = self.loaded.encode("Tell me about Ada, please.")
+        prompt = self.loaded.tokenizer.encode("Tell me about Ada, please.")
         mask = None if wanted is None else self.grammar(wanted).new_mask
         return EngineRequest(name, prompt, [], sampling, new_token_mask=mask)
 
@@ -155,7 +155,7 @@ def say(rig: Rig, wanted: StructuredOutputs, **params: Any) -> list[ChoiceDelta]
 @pytest.mark.parametrize("indented", ['{"a":1,"b":[]}', '{ "a": 1, "b": [] }', '{\n  "a": 1,\n'])
 def test_json_allows_the_usual_white_space(demo: Rig, indented: str) -> None:
     mask = demo.grammar(StructuredOutputs(json_object=True)).new_mask()
-    for token_id in demo.loaded.encode(indented):
+    for token_id in demo.loaded.tokenizer.encode(indented):
         assert mask.allowed()[token_id // 32] >> (token_id % 32) & 1
         mask.advance(token_id)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from msgspec.structs import replace
@@ -33,7 +34,6 @@ from tests.renderer.rig import (
     task_for,
 )
 from tests.renderer.threads import in_thread
-from workers.cli.settings import as_tree
 from workers.renderer.media.loader import MediaLoader
 from workers.renderer.media.request_media import RequestMedia
 
@@ -77,7 +77,7 @@ async def test_a_renderer_killed_between_fetch_and_hand_over(
     config = config_for(model)
     expected = await hashes_of(bus, broker.url, config, sink, [png(1), png(2)])
     file = tmp_path / "pagemill.yaml"
-    file.write_text(yaml.safe_dump(as_tree(config)))
+    file.write_text(yaml.safe_dump(msgspec.to_builtins(config)))
     dying = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

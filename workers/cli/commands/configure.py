@@ -2,6 +2,7 @@
 
 import sys
 
+import msgspec
 import yaml
 from rich.console import Console
 
@@ -42,5 +43,5 @@ def check(*, config: ConfigFile = None) -> int:
     for name, pipeline in pipelines_of(loaded).items():
         lines = [f"pipeline of {name}", *(f"  {line}" for line in graph_lines(pipeline))]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
-    sys.stdout.write(yaml.safe_dump(settings.as_tree(loaded), sort_keys=False))
+    sys.stdout.write(yaml.safe_dump(msgspec.to_builtins(loaded), sort_keys=False))
     return 0

@@ -1,16 +1,30 @@
 """Commands about dead letters: `pagemill dead list`, `show` and `requeue`."""
 
-import uvloop
-from cyclopts import App
+import contextlib
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
 
-from workers.cli import operate
+import msgspec
+from cyclopts import App
+from rich.markup import escape
+from rich.table import Table
+
+from shared.errors import InvalidRequest, NotFound
+from shared.protocol.encoding import is_packed, to_json
+from shared.protocol.messages import DeadLetter
+from shared.protocol.requests import decode_request
+from shared.state import dead_letters
 from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.terminal import connected, format_time, out, print_json, print_line, print_rows
 
 app = App(name="dead", help="Inspect and requeue the requests that all attempts failed to answer.")
 
 
 @app.command(name="list")
-def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """List dead letters, the newest first.
 
     Parameters
@@ -18,19 +32,34 @@ def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: NatsUrl = 
     limit
         Maximum number of letters.
     """
-    return uvloop.run(operate.print_dead(limit, find_url(config, nats)))
+    table = Table("failed", "request", "role", "attempts", "code", "message", box=None)
+    async with connected(find_url(config, nats), "dead") as bus:
+        async for letter in dead_letters.read_newest(bus, limit):
+            table.add_row(
+                format_time(letter.failed_ms),
+                letter.request_id or "(none)",
+                letter.role,
+                str(letter.attempts),
+                letter.error.code,
+                escape(letter.error.message),
+            )
+    out.print(table if table.row_count else "no dead letters")
+    return 0
 
 
 @app.command(name="show")
-def show_letter(
+async def show_letter(
     request_id: str, /, *, json: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Print one dead letter: cause, attempts, traceback, and the request itself."""
-    return uvloop.run(operate.print_letter(request_id, find_url(config, nats), as_json=json))
+    async with connected(find_url(config, nats), "dead") as bus:
+        letter = await dead_letters.find(bus, request_id)
+    print_json(letter) if json else _print_letter(letter)
+    return 0
 
 
 @app.command(name="requeue")
-def requeue_letter(
+async def requeue_letter(
     request_id: str, /, *, edit: bool = False, config: ConfigFile = None, nats: NatsUrl = None
 ) -> int:
     """Publish the request of a dead letter again, under the same id.
@@ -40,4 +69,49 @@ def requeue_letter(
     edit
         Open the request in $EDITOR first.
     """
-    return uvloop.run(operate.requeue(request_id, find_url(config, nats), edit=edit))
+    async with connected(find_url(config, nats), "dead") as bus:
+        letter = await dead_letters.find(bus, request_id)
+        if not letter.request:
+            raise NotFound(f"the dead letter of {request_id} does not hold the request")
+        try:
+            request = decode_request(_edit(letter.request) if edit else letter.request)
+        except msgspec.MsgspecError as error:
+            hint = f"{error}: use --edit to correct it"
+            message = f"the edited request is not valid: {error}" if edit else hint
+            raise InvalidRequest(message) from error
+        request = msgspec.structs.replace(request, request_id=request_id)
+        await dead_letters.requeue(bus, request_id, request.model, to_json(request), letter.tenant)
+    out.print(f"published again: pagemill follow {request_id}", highlight=False)
+    return 0
+
+
+def _print_letter(letter: DeadLetter) -> None:
+    rows = {
+        "request": letter.request_id,
+        "failed": format_time(letter.failed_ms),
+        "stage": f"{letter.role} {letter.worker}, version {letter.version}",
+        "subject": letter.subject,
+        "attempts": letter.attempts,
+        "cause": f"{letter.error.code}: {letter.error.message}",
+        "input": f"{letter.input_len} bytes",
+    }
+    print_rows(rows)
+    for attempt in letter.history:
+        print_line(f"         {format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}")
+    print_line(letter.traceback)
+    if letter.request:
+        out.print(letter.request.decode(errors="replace"), markup=False, soft_wrap=True)
+
+
+def _edit(data: bytes) -> bytes:
+    """Open a request in the editor and return the text that the user has saved."""
+    if is_packed(data):
+        data = msgspec.json.encode(msgspec.msgpack.decode(data))
+    with contextlib.suppress(msgspec.MsgspecError):  # Other bytes are edited as they are.
+        data = msgspec.json.format(data, indent=2)
+    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
+        file = Path(folder) / "request.json"
+        file.write_bytes(data)
+        subprocess.run([*editor, str(file)], check=True)
+        return file.read_bytes()

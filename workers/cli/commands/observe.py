@@ -1,17 +1,26 @@
 """Commands that watch a cluster: `pagemill top` and `pagemill metrics`."""
 
+import asyncio
+import sys
 from typing import Annotated
 
-import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from workers.cli.metrics import print_metrics, serve_metrics
+from shared.bus.bus import Bus
+from shared.errors import ConfigError, PagemillError
+from shared.protocol.messages import MetricSeries
+from shared.telemetry import cluster_snapshot
+from shared.telemetry.prometheus import MetricsEndpoint, to_text
 from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.terminal import call_on_signals, connected, errors
 from workers.cli.top import watch
 
+# Prometheus itself gives up after ten seconds.
+SCRAPE_TIMEOUT_S = 5.0
 
-def top(
+
+async def top(
     *,
     once: bool = False,
     json: bool = False,
@@ -30,10 +39,12 @@ def top(
     interval
         Seconds between two frames.
     """
-    return uvloop.run(watch(find_url(config, nats), interval, once=once, as_json=json))
+    return await watch(find_url(config, nats), interval, once=once, as_json=json)
 
 
-def metrics(*, listen: str | None = None, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+async def metrics(
+    *, listen: str | None = None, config: ConfigFile = None, nats: NatsUrl = None
+) -> int:
     """Print the metrics of all workers and queues in Prometheus' text format.
 
     Parameters
@@ -41,5 +52,48 @@ def metrics(*, listen: str | None = None, config: ConfigFile = None, nats: NatsU
     listen
         Serve them over HTTP instead, on this address and port, such as 127.0.0.1:9400.
     """
-    url = find_url(config, nats)
-    return uvloop.run(print_metrics(url) if listen is None else serve_metrics(url, listen))
+    address = None if listen is None else _parse_address(listen)
+    async with connected(find_url(config, nats), "metrics") as bus:
+        if address is None:
+            series = cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+            sys.stdout.write(to_text(series).decode())
+        else:
+            await _serve_metrics(bus, *address)
+    return 0
+
+
+async def _serve_metrics(bus: Bus, host: str, port: int) -> None:
+    """Serve the metrics over HTTP until Ctrl-C; each scrape takes a new snapshot."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    call_on_signals(stopping.set)
+
+    def collect() -> list[MetricSeries]:
+        return asyncio.run_coroutine_threadsafe(_collect(bus), loop).result()
+
+    endpoint = MetricsEndpoint(collect, host, port)
+    try:
+        address = ":".join(map(str, endpoint.address))
+        errors.print(f"metrics at http://{address}/metrics; Ctrl-C stops")
+        await stopping.wait()
+    finally:
+        await asyncio.to_thread(endpoint.close)
+
+
+async def _collect(bus: Bus) -> list[MetricSeries]:
+    """Return the cluster's metrics, or the metric that says that the broker is down."""
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            return cluster_snapshot.to_series(await cluster_snapshot.take_snapshot(bus))
+    except (PagemillError, TimeoutError):
+        return [cluster_snapshot.BROKER_DOWN]
+
+
+def _parse_address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"--listen: {listen!r} is not an address and a port such as 127.0.0.1:9400",
+            field="listen",
+        )
+    return host.strip("[]"), int(port)

@@ -1,14 +1,17 @@
 """Commands that ask a renderer, without an engine: `pagemill render` and `pagemill tokenize`."""
 
-import uvloop
+from collections.abc import Sequence
+from typing import Any
 
-from workers.cli import settings
-from workers.cli.ask import AskOptions
-from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, load
-from workers.cli.preview import render_and_print, tokenize_and_print
+from shared import client
+from shared.codec.envelope import TensorData
+from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeRequest
+from workers.cli.ask import build_request, print_error
+from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
+from workers.cli.terminal import connected, print_json, print_line
 
 
-def render(
+async def render(
     question: str,
     /,
     *,
@@ -27,13 +30,26 @@ def render(
     json
         Print one JSON object, which includes the token ids.
     """
-    loaded = load(config)
-    options = AskOptions(model or next(iter(loaded.models)), question, image or [], {})
-    url = nats or settings.nats_url(loaded)
-    return uvloop.run(render_and_print(options, url, as_json=json))
+    url, model = find_url_and_model(config, nats, model)
+    request = build_request(model, question, image or [])
+    async with connected(url, "render") as bus:
+        answer = await client.render(bus, request)
+    if isinstance(answer, ErrorReply):
+        return _print_error_reply(answer, as_json=json)
+    rendered, tensors = answer
+    if json:
+        print_json(_describe(rendered, tensors))
+        return 0
+    print_line(f"{len(rendered.prompt_token_ids)} tokens")
+    for item in rendered.items:
+        offset, length = item.placeholder.offset, item.placeholder.length
+        print_line(f"{item.modality} {item.mm_hash}: tokens {offset} to {offset + length - 1}")
+        for name, index in item.fields.items():
+            print_line(f"  {name:<16} {tensors[index].dtype} {list(tensors[index].shape)}")
+    return 0
 
 
-def tokenize(
+async def tokenize(
     text: str,
     /,
     *,
@@ -49,7 +65,39 @@ def tokenize(
     json
         Print one JSON object.
     """
-    loaded = load(config)
-    url = nats or settings.nats_url(loaded)
-    name = model or next(iter(loaded.models))
-    return uvloop.run(tokenize_and_print(name, text, url, as_json=json))
+    url, model = find_url_and_model(config, nats, model)
+    async with connected(url, "tokenize") as bus:
+        answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
+    if isinstance(answer, ErrorReply):
+        return _print_error_reply(answer, as_json=json)
+    if json:
+        print_json(answer)
+    else:
+        print_line(f"{answer.count} tokens of at most {answer.max_model_len}")
+        print_line(" ".join(map(str, answer.token_ids)))
+    return 0
+
+
+def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[str, Any]:
+    """Return a JSON object for a prompt; tensors are shown by dtype and shape."""
+    return {
+        "prompt_token_ids": rendered.prompt_token_ids,
+        "items": [
+            {
+                "modality": item.modality,
+                "mm_hash": item.mm_hash,
+                "offset": item.placeholder.offset,
+                "length": item.placeholder.length,
+                "fields": {
+                    name: {"dtype": tensors[index].dtype, "shape": tensors[index].shape}
+                    for name, index in item.fields.items()
+                },
+            }
+            for item in rendered.items
+        ],
+    }
+
+
+def _print_error_reply(reply: ErrorReply, *, as_json: bool) -> int:
+    print_json(reply) if as_json else print_error(reply.error)
+    return 1

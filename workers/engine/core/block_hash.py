@@ -13,7 +13,7 @@ the sender of the other.
 import struct
 
 from shared.protocol.multimodal import content_hash
-from workers.engine.core.sequence import EngineRequest, Sequence
+from workers.engine.core.sequence import Sequence
 
 
 def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[str]:
@@ -21,9 +21,10 @@ def block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> list[s
 
     The sequence stores them, because its tokens are only ever appended to.
     """
-    hashes = sequence.block_hashes
+    request, hashes = sequence.request, sequence.block_hashes
     for index in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else _root_hash(sequence.request)
+        # An adapter's name is never empty, so "" stands for no adapter.
+        parent = hashes[-1] if hashes else content_hash(request.tenant, request.adapter or "")
         hashes.append(_block_hash(parent, sequence, index * block_size, block_size))
     return hashes[:num_blocks]
 
@@ -44,11 +45,6 @@ def extra_keys(
     if index == 0 and request.tenant:
         keys.append(request.tenant)
     return tuple(keys) or None
-
-
-def _root_hash(request: EngineRequest) -> str:
-    # An adapter's name is never empty, so "" stands for no adapter.
-    return content_hash(request.tenant, request.adapter or "")
 
 
 def _block_hash(parent: str, sequence: Sequence, start: int, block_size: int) -> str:

@@ -13,13 +13,7 @@ from shared.errors import InvalidRequest, PagemillError, WorkerFailure
 from shared.protocol.records import ChoiceDelta
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.kv_events import KVEvents
-from workers.engine.core.request_state import (
-    ChoiceState,
-    Decode,
-    RequestFactory,
-    RequestState,
-    StopEvent,
-)
+from workers.engine.core.request_state import Decode, RequestFactory, RequestState
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
     Batch,
@@ -152,20 +146,14 @@ class EngineCore:
         ]
         self._requests[request.request_id] = state
         for choice, log, stop_event in zip(state.choices, logged, stop_events, strict=True):
-            self._enqueue_choice(choice, log, stop_event)
+            if log.finished:
+                choice.finished = True
+            elif stop_event is not None:  # The end is not in the log yet.
+                self._add_delta(request.request_id, choice.finish_replayed(stop_event))
+            else:
+                self._scheduler.add(choice.sequence)
         if state.finished:
             self._deltas.setdefault(request.request_id, [])
-
-    def _enqueue_choice(
-        self, choice: ChoiceState, logged: LoggedChoice, stop_event: StopEvent | None
-    ) -> None:
-        """Queue the choice unless its log shows that it has finished."""
-        if logged.finished:
-            choice.finished = True
-        elif stop_event is not None:
-            self._add_delta(choice.sequence.request_id, choice.finish_replayed(stop_event))
-        else:
-            self._scheduler.add(choice.sequence)
 
     def cancel(self, request_id: str) -> None:
         """Drop the request without an output. Does nothing if the request has already ended."""
@@ -200,7 +188,7 @@ class EngineCore:
             try:
                 self._prepare_sequence(state, s)
             except Exception as error:
-                failures.append(self._fail(state, _as_pagemill_error(error)))
+                failures.append(self._fail(state, as_pagemill_error(error)))
         remaining = [s for s in batch.scheduled if s.sequence.request_id in self._requests]
         # Adjacent sequences of one adapter go through it in one product.
         remaining.sort(key=lambda s: s.sequence.request.adapter or "")
@@ -237,7 +225,10 @@ class EngineCore:
         return self._runner.run(batch)
 
     def _process_sampled(self, batch: Batch, sampled: list[list[SampledToken]]) -> None:
-        choices = [self._choice_of(s) for s in batch.scheduled]
+        choices = [
+            self._requests[s.sequence.request_id].choices[s.sequence.choice]
+            for s in batch.scheduled
+        ]
         for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
             assert s.samples == bool(tokens)
             if tokens:
@@ -302,7 +293,7 @@ class EngineCore:
     def _fail_isolated(self, state: RequestState, error: Exception) -> RequestOutput:
         blocks = state.blocks
         self._pool.unregister(blocks)
-        failure = self._fail(state, _as_pagemill_error(error))
+        failure = self._fail(state, as_pagemill_error(error))
         # Blocks that other requests hold too were registered before this run, which did not write
         # them.
         self._runner.zero_blocks([block for block in blocks if self._pool.ref_count(block) == 0])
@@ -330,11 +321,9 @@ class EngineCore:
         request_ids = dict.fromkeys(s.sequence.request_id for s in batch.scheduled)
         return [self._requests[request_id] for request_id in request_ids]
 
-    def _choice_of(self, s: ScheduledSequence) -> ChoiceState:
-        return self._requests[s.sequence.request_id].choices[s.sequence.choice]
 
-
-def _as_pagemill_error(error: Exception) -> PagemillError:
+def as_pagemill_error(error: Exception) -> PagemillError:
+    """Return the error to report for a request: a WorkerFailure in the place of unknown ones."""
     if isinstance(error, PagemillError):
         return error
     # The cause goes to the log and the dead letter only: it may name paths and addresses.

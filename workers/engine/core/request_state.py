@@ -127,17 +127,13 @@ class RequestState:
 
     @property
     def usage(self) -> Usage:
+        # Cached tokens are those of the choice admitted first; the other choices find its prompt.
+        num_cached = (choice.sequence.num_cached_tokens for choice in self.choices)
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(c.sequence.num_output_tokens for c in self.choices),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=next((count for count in num_cached if count is not None), 0),
         )
-
-    @property
-    def _cached_tokens(self) -> int:
-        """Cached tokens of the choice admitted first; the other choices find its prompt."""
-        counts = (choice.sequence.num_cached_tokens for choice in self.choices)
-        return next((num_tokens for num_tokens in counts if num_tokens is not None), 0)
 
     @property
     def blocks(self) -> set[int]:
@@ -145,71 +141,57 @@ class RequestState:
         return {block for choice in self.choices for block in choice.sequence.block_table}
 
 
+@dataclass(frozen=True, slots=True)
 class RequestFactory:
     """Validates requests and creates their state."""
 
-    def __init__(
-        self,
-        decode: Decode,
-        encode: Callable[[str], list[int]],
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
-        max_model_len: int,
-        new_drafter: Callable[[], Drafter | None],
-    ) -> None:
-        """`encode` adds no special tokens.
-
-        `new_drafter` is called for each choice without a token mask: a mask is defined only after
-        accepted tokens, and so cannot be applied to drafts.
-        """
-        self._decode = decode
-        self._encode = encode
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._new_drafter = new_drafter
+    decode: Decode
+    encode: Callable[[str], list[int]]
+    """Tokenizes text without adding special tokens."""
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    new_drafter: Callable[[], Drafter | None]
+    """Creates the drafter of each choice without a token mask: a mask is defined only after
+    accepted tokens, and so cannot be applied to drafts."""
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a RequestError if it could never run."""
-        check_prompt(request, self._vocab_size)
+        check_prompt(request, self.vocab_size)
         check_placeholders(request)
-        max_tokens = resolve_max_tokens(request, self._max_model_len)
-        check_sampling(request, self._vocab_size, max_tokens)
+        max_tokens = resolve_max_tokens(request, self.max_model_len)
+        check_sampling(request, self.vocab_size, max_tokens)
         return RequestState(request, self._new_choices(request, max_tokens))
 
     def _new_choices(self, request: EngineRequest, max_tokens: int) -> list[ChoiceState]:
         params, new_token_mask = request.sampling, request.new_token_mask
-        bad_words = tokenize_bad_words(params.bad_words, self._encode, self._vocab_size)
+        bad_words = tokenize_bad_words(params.bad_words, self.encode, self.vocab_size)
         # The first log record holds them, so a resumed request has already returned them.
         wants_prompt_logprobs = params.prompt_logprobs is not None and not request.logged
-        sequences = [
-            Sequence(
+        choices = []
+        for index in range(params.n):
+            sequence = Sequence(
                 request=request,
                 choice=index,
                 seed=_derive_seed(request),
                 token_ids=list(request.prompt_token_ids),
                 max_tokens=max_tokens,
-                end_token_ids=(*self._eos_token_ids, *params.stop_token_ids),
+                end_token_ids=(*self.eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
                 token_mask=None if new_token_mask is None else new_token_mask(),
+                drafter=self.new_drafter() if new_token_mask is None else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
             )
-            for index in range(params.n)
-        ]
-        for sequence in sequences:
-            if sequence.token_mask is None:
-                sequence.drafter = self._new_drafter()
-        return [
-            ChoiceState(sequence, self._new_detokenizer(params), self._eos_token_ids)
-            for sequence in sequences
-        ]
+            detokenizer = self._new_detokenizer(params)
+            choices.append(ChoiceState(sequence, detokenizer, self.eos_token_ids))
+        return choices
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        decode: Callable[[list[int]], str] = self._decode
+        decode: Callable[[list[int]], str] = self.decode
         if not params.detokenize:
             decode = _decode_nothing
         elif not params.skip_special_tokens:
-            decode = partial(self._decode, skip_special_tokens=False)
+            decode = partial(self.decode, skip_special_tokens=False)
         return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
 
 

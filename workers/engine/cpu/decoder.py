@@ -22,6 +22,7 @@ from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library
 from workers.engine.model.attention import KVCache
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.support import layer_windows
 
 PANEL = 32
@@ -99,20 +100,17 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
     return None
 
 
-class NativeModel:
+class NativeModel(DecoderModel):
     """A decoder whose layers and head run in C++."""
 
     def __init__(self, family: LanguageAdapter, num_threads: int) -> None:
         """Move the layers' weights out of the family's model; `unsupported_reason` must be None."""
         loaded = library.load()
         assert loaded is not None
-        self.family = family
-        self.dtype: torch.dtype = family.model.dtype
-        self.device = torch.device("cpu")
+        super().__init__(family)
         self._library = loaded
         decoder: Any = family.decoder
         model: Any = family.model
-        self._embed_tokens: Any = model.get_input_embeddings()
         self._rotary: Any = decoder.rotary_emb
         self._pinned: list[Tensor] = []
         """Small weights that the kernels read in place."""
@@ -121,13 +119,6 @@ class NativeModel:
         """Pointer arrays of the cache's keys and values."""
         config = decoder.config
         attention = decoder.layers[0].self_attn
-        self.vocab_size = int(config.vocab_size)
-        self._shape = _ModelShape(
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            int(attention.head_dim),
-        )
         layers = (_Layer * config.num_hidden_layers)()
         windows = layer_windows(config)
         for index in range(config.num_hidden_layers):
@@ -161,62 +152,42 @@ class NativeModel:
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return a cache in the layout of attention.h; the first dimension is the block."""
         assert block_size % TOKEN_GROUP == 0
-        shape, unit = self._shape, 4 // self.dtype.itemsize
-        groups, value_dim = block_size // TOKEN_GROUP, -(-shape.head_dim // PANEL) * PANEL
-        heads = (num_blocks, shape.num_kv_heads)
-        keys = (*heads, groups, shape.head_dim // unit, TOKEN_GROUP, unit)
+        head_dim, unit = self._config.head_dim, 4 // self.dtype.itemsize
+        groups, value_dim = block_size // TOKEN_GROUP, -(-head_dim // PANEL) * PANEL
+        heads = (num_blocks, self._config.num_kv_heads)
+        keys = (*heads, groups, head_dim // unit, TOKEN_GROUP, unit)
         values = (*heads, block_size // unit, value_dim, unit)
-        return [(self._zeros(keys), self._zeros(values)) for _ in range(shape.num_layers)]
+        return [(self._zeros(keys), self._zeros(values)) for _ in range(self._config.num_layers)]
 
-    def capture(self, kv_cache: KVCache) -> None:
-        pass
-
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> NativePlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> NativePlan:
         block_size = kv_cache[0][0].shape[2] * TOKEN_GROUP
         tables = [
             table[: -(-seq_len // block_size)]
-            for table, seq_len in zip(block_tables, seq_lens, strict=True)
+            for table, seq_len in zip(batch.block_tables, batch.seq_lens, strict=True)
         ]
         lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
         padded = np.zeros((len(tables), int(lengths.max())), dtype=np.int32)
         filled = np.arange(padded.shape[1]) < lengths[:, None]
         padded[filled] = np.fromiter(itertools.chain.from_iterable(tables), dtype=np.int32)
         return NativePlan(
-            np.array(query_start_loc, dtype=np.int32),
-            np.array(seq_lens, dtype=np.int32),
+            np.array(batch.query_start_loc, dtype=np.int32),
+            np.array(batch.seq_lens, dtype=np.int32),
             padded,
             block_size,
         )
 
-    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        embeddings: Tensor = self._embed_tokens(token_ids)
-        return embeddings
-
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: NativePlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits in float32, [num_sampled, vocab_size]
+    def forward(self, step: StepInputs) -> Tensor:  # logits in float32
+        positions, plan = step.positions, step.plan
         cos, sin = self._rotary(
             torch.empty(0, dtype=torch.float32),
             positions if len(positions) == 1 else positions[:, None],
         )
         cos, sin = cos.contiguous(), sin.contiguous()
-        embeddings = embeddings.contiguous()
-        rows = sampled_rows.to(torch.int32)
+        embeddings = step.embeddings.contiguous()
+        rows = step.sampled_rows.to(torch.int32)
         logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32)
-        deepstack = None if deepstack is None else deepstack.contiguous()
-        step = _Step(
+        deepstack = None if step.deepstack is None else step.deepstack.contiguous()
+        arguments = _Step(
             len(embeddings),
             len(plan.seq_lens),
             plan.block_size,
@@ -231,10 +202,10 @@ class NativeModel:
             cos.data_ptr(),
             sin.data_ptr(),
             None if deepstack is None else deepstack.data_ptr(),
-            *self._addresses_of(kv_cache),
+            *self._addresses_of(step.kv_cache),
             logits.data_ptr(),
         )
-        self._library.pagemill_forward(self._decoder, ctypes.byref(step))
+        self._library.pagemill_forward(self._decoder, ctypes.byref(arguments))
         return logits
 
     def _addresses_of(self, kv_cache: KVCache) -> tuple[Any, Any]:
@@ -305,14 +276,6 @@ class NativeModel:
             )
             first += len(source) if stride == PANEL else stride
         return memory
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelShape:
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def _on_collect(owner: Any, function: Callable[..., None], *arguments: Any) -> None:

@@ -1,6 +1,6 @@
 """Decoder on a GPU: transformers' modules with Triton kernels, and decodes as CUDA graphs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from workers.engine.cuda.kernels.plan import (
     plan_for_kernels,
 )
 from workers.engine.model.attention import KVCache
-from workers.engine.model.flat_model import FlatModel, kv_shape
+from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs, kv_shape
 
 
-class GpuModel:
-    """A decoder that runs on a GPU; implements `DecoderModel`."""
+class GpuModel(FlatModel):
+    """A decoder that runs on a GPU, with a cache as of `FlatModel`."""
 
     def __init__(
         self,
@@ -41,11 +41,7 @@ class GpuModel:
         With adapters, layers are not fused and graphs are not recorded: adapters wrap transformers'
         modules and change with the batch.
         """
-        self._flat = FlatModel(family)
-        self.family = family
-        self.dtype = self._flat.dtype
-        self.device = self._flat.device
-        self.vocab_size = self._flat.vocab_size
+        super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
         self._adapted = adapted
         self.is_fused = not adapted and fuse_layers(family.decoder, family.num_position_rows)
@@ -59,24 +55,9 @@ class GpuModel:
         group = config.num_attention_heads // self._num_kv_heads
         self._queries_per_tile = count_queries(group, head_dim, self.dtype)
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Return a cache as of `FlatModel`: [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._flat.new_cache(num_blocks, block_size)
-
-    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        return self._flat.embed(token_ids)
-
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> KernelPlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> KernelPlan:
         return plan_for_kernels(
-            block_tables,
-            query_start_loc,
-            seq_lens,
+            *batch,
             block_size=kv_cache[0][0].shape[1],
             num_kv_heads=self._num_kv_heads,
             queries_per_tile=self._queries_per_tile,
@@ -104,39 +85,19 @@ class GpuModel:
             self.device,
         )
         rows = torch.arange(self._num_rows, device=self.device)
+        run = super().forward
 
         def forward(embeddings: Tensor, positions: Tensor, plan: KernelPlan) -> Tensor:
-            return self._run(embeddings, positions, plan, kv_cache, rows[: len(embeddings)])
+            sampled = rows[: len(embeddings)]
+            return run(StepInputs(embeddings, positions, plan, kv_cache, sampled))
 
         self._graphs = DecodeGraphs(forward, buffers, self._num_kv_heads, record)
 
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: KernelPlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """Run one step, as a graph if possible; after `capture`, `kv_cache` must be its cache."""
+    def forward(self, step: StepInputs) -> Tensor:
+        """Run one step, as a graph if possible; after `capture`, its cache must be the one used."""
         logits = None
-        if self._graphs is not None and deepstack is None:
-            logits = self._graphs.run(embeddings, positions, plan)
+        if self._graphs is not None and step.deepstack is None:
+            logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
-            return self._run(embeddings, positions, plan, kv_cache, sampled_rows, deepstack)
-        return logits.index_select(0, sampled_rows)
-
-    def _run(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        plan: KernelPlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,
-        deepstack: Tensor | None = None,
-    ) -> Tensor:
-        logits = self.family.forward(
-            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
-        )
-        return logits[0]
+            return super().forward(step)
+        return logits.index_select(0, step.sampled_rows)

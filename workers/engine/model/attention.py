@@ -24,23 +24,6 @@ KVCache = list[tuple[Tensor, Tensor]]
 UNSUPPORTED = ("s_aux", "position_bias")
 
 
-def new_cache(
-    num_layers: int,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    """Return a zeroed cache; `shape` is [num_blocks, block_size, num_kv_heads, head_dim]."""
-    # Not empty memory: a masked NaN would still spoil the sum over the values.
-    return [
-        (
-            torch.zeros(shape, dtype=dtype, device=device),
-            torch.zeros(shape, dtype=dtype, device=device),
-        )
-        for _ in range(num_layers)
-    ]
-
-
 def write_cache(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write `rows` [num_tokens, num_kv_heads, head_dim] to their slots of one layer's cache."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)

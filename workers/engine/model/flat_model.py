@@ -3,120 +3,107 @@
 The model sees tensors only; the runner maps them to requests.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shared.models.language import LanguageAdapter
-from workers.engine.model.attention import ATTENTION, KVCache, new_cache
-from workers.engine.model.step_plan import StepPlan, plan_step
+from workers.engine.model.attention import ATTENTION, KVCache
+from workers.engine.model.step_plan import plan_step
 from workers.engine.model.support import layer_windows
 
 
-class DecoderModel(Protocol):
-    """Interface of a decoder to the runner. Plans and caches are opaque to the runner."""
+class BatchLayout(NamedTuple):
+    """Where the tokens of a batch are; the fields are those of `plan_step`."""
 
-    family: LanguageAdapter
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
+    block_tables: Sequence[Sequence[int]]
+    query_start_loc: Sequence[int]
+    seq_lens: Sequence[int]
 
+
+class StepInputs(NamedTuple):
+    """Tensors of one step."""
+
+    embeddings: Tensor  # [num_tokens, hidden_size]
+    positions: Tensor  # [num_position_rows, num_tokens]
+    plan: Any
+    kv_cache: KVCache
+    sampled_rows: Tensor  # [num_sampled]
+    deepstack: Tensor | None = None  # [num_levels, num_tokens, hidden_size]
+    """`deepstack[i]` is added to the hidden states behind layer i: image features in their rows
+    and zeros elsewhere, or None if the batch has no such rows."""
+
+
+class DecoderModel(ABC):
+    """A decoder, as the runner sees it. Plans and caches are opaque to the runner."""
+
+    def __init__(self, family: LanguageAdapter) -> None:
+        self.family = family
+        self._embed_tokens: Any = family.model.get_input_embeddings()
+        # Stored, because transformers iterates over all parameters to look them up.
+        self.dtype: torch.dtype = family.model.dtype
+        self.device: torch.device = family.model.device
+        self.vocab_size = int(family.decoder.config.vocab_size)
+
+    @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return two tensors per layer, whose first dimension is the block."""
 
     def capture(self, kv_cache: KVCache) -> None:
         """Prepare replayable steps over this cache, such as CUDA graphs, before the first step."""
+        return
 
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> Any:
-        """Return the plan of a step for all layers; the arguments are those of `plan_step`."""
+    @abstractmethod
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
+        """Return the plan of a step for all layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input embeddings: [num_tokens] -> [num_tokens, hidden_size]."""
+        embeddings: Tensor = self._embed_tokens(token_ids)
+        return embeddings
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        plan: Any,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,
-        deepstack: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits of the sampled rows, [num_sampled, vocab_size].
-
-        `embeddings` are [num_tokens, hidden_size], `positions` [num_position_rows, num_tokens] and
-        `sampled_rows` [num_sampled]. `deepstack` [num_levels, num_tokens, hidden_size] is added to
-        the outputs of the first layers.
-        """
+    @abstractmethod
+    def forward(self, step: StepInputs) -> Tensor:
+        """Return the logits of the sampled rows, [num_sampled, vocab_size]."""
 
 
-class FlatModel:
+class FlatModel(DecoderModel):
     """A decoder that runs transformers' modules with the paged attention of `attention`."""
 
     def __init__(self, family: LanguageAdapter) -> None:
-        self.family = family
-        self._embed_tokens: Any = family.model.get_input_embeddings()
+        super().__init__(family)
         family.decoder.set_attn_implementation(ATTENTION)
-        # Stored, because transformers iterates over all parameters to look them up.
-        self.dtype: torch.dtype = family.model.dtype
-        self.device: torch.device = family.model.device
-        self.vocab_size = int(family.decoder.config.vocab_size)
         self._windows = set(layer_windows(family.decoder.config))
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         num_layers, num_kv_heads, head_dim = kv_shape(self.family.decoder.config)
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return new_cache(num_layers, shape, self.dtype, self.device)
+        # Not empty memory: a masked NaN would still spoil the sum over the values.
+        zeros = partial(torch.zeros, shape, dtype=self.dtype, device=self.device)
+        return [(zeros(), zeros()) for _ in range(num_layers)]
 
-    def capture(self, kv_cache: KVCache) -> None:
-        pass
-
-    def plan(
-        self,
-        block_tables: Sequence[Sequence[int]],
-        query_start_loc: Sequence[int],
-        seq_lens: Sequence[int],
-        kv_cache: KVCache,
-    ) -> StepPlan:
+    def plan(self, batch: BatchLayout, kv_cache: KVCache) -> Any:
         return plan_step(
-            block_tables,
-            query_start_loc,
-            seq_lens,
+            *batch,
             block_size=kv_cache[0][0].shape[1],
             dtype=self.dtype,
             device=self.device,
             windows=self._windows,
         )
 
-    def embed(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        embeddings: Tensor = self._embed_tokens(token_ids)
-        return embeddings
-
-    def forward(
-        self,
-        embeddings: Tensor,  # [num_tokens, hidden_size]
-        positions: Tensor,  # [num_position_rows, num_tokens]
-        plan: StepPlan,
-        kv_cache: KVCache,
-        sampled_rows: Tensor,  # [num_sampled]
-        deepstack: Tensor | None = None,  # [num_levels, num_tokens, hidden_size]
-    ) -> Tensor:  # logits, [num_sampled, vocab_size]
-        """Run one step; see `DecoderModel.forward`.
-
-        `deepstack[i]` is added to the hidden states behind layer i: image features in their rows
-        and zeros elsewhere, or None if the batch has no such rows.
-        """
+    def forward(self, step: StepInputs) -> Tensor:
         logits = self.family.forward(
-            embeddings[None], positions, sampled_rows, deepstack, plan=plan, kv_cache=kv_cache
+            step.embeddings[None],
+            step.positions,
+            step.sampled_rows,
+            step.deepstack,
+            plan=step.plan,
+            kv_cache=step.kv_cache,
         )
         return logits[0]
 

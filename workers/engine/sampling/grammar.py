@@ -6,12 +6,11 @@ continues with the mask that the previous engine had.
 """
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -95,7 +94,7 @@ class GrammarCompiler:
         """
         definition = to_llguidance(outputs)
         task = self._tasks.get(definition)
-        if task is None:
+        if task is None or task.cancelling():
             task = asyncio.create_task(self._compile(definition))
             self._tasks[definition] = task
             task.add_done_callback(lambda task: self._forget_failed(definition, task))
@@ -108,26 +107,17 @@ class GrammarCompiler:
                 await progress()
             return task.result()
         finally:
-            self._stop_waiting(definition, task)
-
-    def _stop_waiting(self, definition: str, task: asyncio.Task[Grammar]) -> None:
-        """Cancel a compilation when its last waiter leaves, so that its slot becomes free."""
-        self._waiting[definition] -= 1
-        if self._waiting[definition] > 0:
-            return
-        del self._waiting[definition]
-        if not task.done():
-            task.cancel()
-            self._forget(definition, task)
-
-    def _forget(self, definition: str, task: asyncio.Task[Grammar]) -> None:
-        if self._tasks.get(definition) is task:
-            del self._tasks[definition]
+            self._waiting[definition] -= 1
+            if not self._waiting[definition]:
+                del self._waiting[definition]
+                # Nobody waits any more, and the slot of a compilation becomes free.
+                task.cancel()
 
     def _forget_failed(self, definition: str, task: asyncio.Task[Grammar]) -> None:
         """Drop failed compilations from the cache, except those of invalid grammars."""
-        if task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None):
-            self._forget(definition, task)
+        failed = task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None)
+        if failed and self._tasks.get(definition) is task:
+            del self._tasks[definition]
 
     async def _compile(self, definition: str) -> Grammar:
         async with self._slots:
@@ -173,29 +163,18 @@ def _invalid_grammar(reason: str) -> InvalidGrammar:
 
 async def _run_in_thread(work: Callable[[], LLMatcher]) -> LLMatcher:
     """Run `work` in a thread with a stack of `STACK_BYTES`, which thread pools do not offer."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def set_outcome(result: LLMatcher | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(WorkerFailure("a grammar could not be compiled"))
-        else:
-            done.set_result(result)
+    done: Future[LLMatcher] = Future()
+    done.set_running_or_notify_cancel()  # A caller that leaves does not stop the thread.
 
     def run() -> None:
         try:
-            outcome: tuple[LLMatcher | None, BaseException | None] = (work(), None)
-        except BaseException as error:  # A panic in Rust is no Exception.
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
-            loop.call_soon_threadsafe(set_outcome, *outcome)
+            done.set_result(work())
+        except BaseException:  # A panic in Rust is no Exception.
+            done.set_exception(WorkerFailure("a grammar could not be compiled"))
 
     previous_size = threading.stack_size(STACK_BYTES)
     try:
         threading.Thread(target=run, name="grammar", daemon=True).start()
     finally:
         threading.stack_size(previous_size)
-    matcher: LLMatcher = await done
-    return matcher
+    return await asyncio.wrap_future(done)

@@ -12,8 +12,8 @@ import ssl
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from ipaddress import ip_network
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
@@ -21,7 +21,7 @@ import httpcore2
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
-from workers.renderer.media.ip_policy import Network, may_dial, parse_address, parse_network
+from workers.renderer.media.ip_policy import Network, may_dial, parse_address
 
 MAX_REDIRECTS = 3
 MAX_URL_LEN = 8192
@@ -73,7 +73,7 @@ class Fetcher:
     def __init__(self, config: RendererConfig) -> None:
         """Raises ValueError for a text in `media_networks` that is no network."""
         self._config = config
-        networks = [parse_network(text) for text in config.media_networks]
+        networks = [ip_network(text) for text in config.media_networks]
         self._pool = httpcore2.ConnectionPool(
             # A context reads a file of certificates; the pool would make one per connection.
             ssl_context=httpcore2.default_ssl_context(),
@@ -96,13 +96,16 @@ class Fetcher:
                 raise MediaBlocked(
                     "images are not fetched from this host (renderer.media_hosts)", field=field
                 )
-            result = self._get(target, deadline, field)
-            if isinstance(result, bytes):
-                return result
-            url = urljoin(url, result.location)
+            body_or_location = self._get(target, deadline, field)
+            if isinstance(body_or_location, bytes):
+                return body_or_location
+            url = urljoin(url, body_or_location)
         raise InvalidMedia(f"more than {MAX_REDIRECTS} redirects", field=field)
 
-    def _get(self, target: Target, deadline: float, field: str) -> "bytes | _Redirect":
+    def _get(self, target: Target, deadline: float, field: str) -> bytes | str:
+        """Return the body, or the location of a redirect."""
+        # Deadlines for `_GuardedBackend`; the pool's own timeout is a duration.
+        deadlines = dict.fromkeys(("connect", "read", "write"), deadline)
         try:
             with self._pool.stream(
                 "GET",
@@ -110,10 +113,10 @@ class Fetcher:
                     scheme=target.scheme, host=target.host, port=target.port, target=target.path
                 ),
                 headers=[("Host", _host_header(target)), *_HEADERS],
-                extensions={"timeout": _timeouts(deadline)},
+                extensions={"timeout": {**deadlines, "pool": _left_s(deadline)}},
             ) as response:
                 if response.status in _REDIRECTS:
-                    return _Redirect(_location(response.headers))
+                    return _location(response.headers)
                 if response.status != 200:
                     raise InvalidMedia(
                         f"the image's server answered {response.status}", field=field
@@ -141,11 +144,6 @@ class Fetcher:
                     f"the image has more than the limit of {limit} bytes", field=field
                 )
         return bytes(body)
-
-
-@dataclass(frozen=True, slots=True)
-class _Redirect:
-    location: str
 
 
 class _Blocked(Exception):
@@ -224,12 +222,6 @@ def _host_header(target: Target) -> str:
     host = f"[{target.host}]" if ":" in target.host else target.host
     default = {"http": 80, "https": 443}[target.scheme]
     return host if target.port == default else f"{host}:{target.port}"
-
-
-def _timeouts(deadline: float) -> dict[str, float]:
-    # The pool's own timeout is a duration; the others are deadlines for `_GuardedBackend`.
-    deadlines = dict.fromkeys(("connect", "read", "write"), deadline)
-    return deadlines | {"pool": _left_s(deadline)}
 
 
 def _location(headers: Iterable[tuple[bytes, bytes]]) -> str:

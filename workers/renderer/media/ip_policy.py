@@ -5,7 +5,7 @@ one carries another inside (mapped, translated, tunnelled).
 """
 
 from collections.abc import Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -35,11 +35,6 @@ def may_dial(address: Address, allowed: Sequence[Network] = ()) -> bool:
         return True
     inner = _inside(address)
     return _is_public(address) and all(may_dial(i, allowed) for i in inner)
-
-
-def parse_network(text: str) -> Network:
-    """Raises ValueError."""
-    return ip_network(text)
 
 
 def parse_address(text: str) -> Address:

@@ -26,11 +26,9 @@ class ItemRegistry:
         """Make `find` return `name` for as long as the bytes are stored."""
         subject = self._subject(mm_hash)
         stored = await self._bus.read_last(subjects.MEDIA_STREAM, subject)
-        if stored is None or stored.data != name.encode() or self._is_old(stored.stored_ms):
+        recent_ms = self._bus.now_ms() - 1000 * MEDIA_REUSE_S
+        if stored is None or stored.data != name.encode() or stored.stored_ms <= recent_ms:
             await self._bus.publish_without_id(subject, name.encode())
-
-    def _is_old(self, stored_ms: float) -> bool:
-        return self._bus.now_ms() - stored_ms >= 1000 * MEDIA_REUSE_S
 
     def _subject(self, mm_hash: str) -> str:
         return subjects.item(content_hash("item", self._scope, self._model, mm_hash))

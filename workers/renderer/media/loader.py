@@ -40,39 +40,34 @@ class MediaLoader:
         """Raises a RequestError that names `field`."""
         return decode_image(self.read(url, field, tenant), self._config, field)
 
-    def read(self, url: str, field: str, tenant: str) -> bytes:
-        """Return the bytes behind `url`. Raises a RequestError that names `field`."""
-        if not self._check_remote(url, field):
+    def read(self, url: str, field: str, tenant: str | None) -> bytes:
+        """Return the bytes behind `url`. Raises a RequestError that names `field`.
+
+        Without a tenant, the cache is neither used nor changed.
+        """
+        if not is_remote(url):
+            if url[:5].lower() != "data:":
+                raise InvalidMedia(
+                    "an image's URL must begin with data:, media:, http: or https:", field=field
+                )
             return decode_data_url(url, self._config, field)
+        if tenant is None:
+            return self._fetcher.fetch(url, field)
         key = (tenant, url)
         with self._lock:
             if (cached := self._fetched.get(key)) is not None:
                 return cached
             flight = self._flights.get(key)
+            is_own = flight is None
             if flight is None:
-                own_flight = self._flights[key] = Future()
-        if flight is None:
-            return self._fetch(key, field, own_flight)
+                flight = self._flights[key] = Future()
+        if is_own:
+            self._fetch(key, field, flight)
         try:
             return flight.result()
         except RequestError as error:
-            # The error is the same, but names another request's field.
+            # The error of another thread's flight names another request's field.
             raise type(error)(error.message, field=field) from None
-
-    def read_uncached(self, url: str, field: str) -> bytes:
-        """Read from the source itself; the cache is neither used nor changed."""
-        if not self._check_remote(url, field):
-            return decode_data_url(url, self._config, field)
-        return self._fetcher.fetch(url, field)
-
-    @staticmethod
-    def _check_remote(url: str, field: str) -> bool:
-        """Return False for a data: URL, which holds the file. Raises InvalidMedia."""
-        if not is_remote(url) and url[:5].lower() != "data:":
-            raise InvalidMedia(
-                "an image's URL must begin with data:, media:, http: or https:", field=field
-            )
-        return is_remote(url)
 
     def recall(self, url: str, tenant: str) -> bytes | None:
         """Return the cached bytes of this URL, if any; does not block."""
@@ -84,20 +79,14 @@ class MediaLoader:
         with self._lock:
             self._fetched.put((tenant, url), data, len(data))
 
-    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> bytes:
-        _, url = key
+    def _fetch(self, key: _Key, field: str, flight: "Future[bytes]") -> None:
+        """Fetch a URL and complete its flight."""
         try:
-            data = self._fetcher.fetch(url, field)
+            data = self._fetcher.fetch(key[1], field)
+            flight.set_result(data)
         except BaseException as error:
-            self._land(key)
             flight.set_exception(error)
-            raise
-        self._land(key, data)
-        flight.set_result(data)
-        return data
-
-    def _land(self, key: _Key, data: bytes | None = None) -> None:
         with self._lock:
             del self._flights[key]
-            if data is not None:
+            if flight.exception() is None:
                 self._fetched.put(key, data, len(data))

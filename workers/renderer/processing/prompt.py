@@ -10,14 +10,7 @@ import msgspec
 
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import Modality, PlaceholderRange
-from shared.protocol.requests import (
-    Feature,
-    Message,
-    Prompt,
-    TextPart,
-    Tool,
-    ToolCall,
-)
+from shared.protocol.requests import Feature, Message, Prompt, TextPart, Tool, ToolCall
 
 Transform = Callable[[Any], Any]
 

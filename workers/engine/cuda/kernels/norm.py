@@ -10,46 +10,37 @@ from workers.engine.cuda.kernels.launch import pad_to_power_of_two
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm over the last dimension of `x` [..., size], in its shape and dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    normed = torch.empty_like(rows)
-    _launch(rows, rows, rows, normed, weight, eps, add=False)
-    return normed.view(x.shape)
+    return _run(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # each [..., size]
     """Return the norm of `residual + x`, and the sum itself."""
+    return _run(x, residual, weight, eps)
+
+
+def _run(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:  # the norm and the sum, each [..., size]
     rows = x.reshape(-1, x.shape[-1])
-    normed, total = torch.empty_like(rows), torch.empty_like(rows)
-    _launch(rows, residual.reshape(rows.shape), total, normed, weight, eps, add=True)
-    return normed.view(x.shape), total.view(x.shape)
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    total: Tensor,
-    normed: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    add: bool,
-) -> None:
-    num_rows, size = x.shape
+    normed = torch.empty_like(rows)
+    total = rows if residual is None else torch.empty_like(rows)
+    num_rows, size = rows.shape
     size_pad = pad_to_power_of_two(size)
     _rms_norm[(num_rows,)](
-        x,
-        residual,
+        rows,
+        rows if residual is None else residual.reshape(rows.shape),
         total,
         normed,
         weight,
         eps,
         SIZE=size,
         SIZE_PAD=size_pad,
-        ADD=add,
+        ADD=residual is not None,
         num_warps=min(max(size_pad // 512, 1), 8),
     )
+    return normed.view(x.shape), total.view(x.shape)
 
 
 @triton.jit

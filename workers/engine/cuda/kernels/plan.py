@@ -94,15 +94,11 @@ def plan_for_kernels(
     slot_mapping = table[owners, positions // block_size] * block_size + positions % block_size
     tiles = _cut_tiles(starts[:-1], num_new, lens, queries_per_tile)
     is_decode = num_new[tiles[:, 3]] == 1
-    decodes, chunks = tiles[is_decode], tiles[~is_decode]
-    copied = _copy_to_device([slot_mapping, decodes, chunks, table], device)
-    return KernelPlan(
-        slot_mapping=copied[0],
-        decodes=copied[1],
-        chunks=copied[2],
-        block_table=copied[3],
-        num_splits=count_splits(len(decodes), num_kv_heads),
+    slots, decodes, chunks, table_on_device = _copy_to_device(
+        [slot_mapping, tiles[is_decode], tiles[~is_decode], table], device
     )
+    num_splits = count_splits(len(decodes), num_kv_heads)
+    return KernelPlan(slots, decodes, chunks, table_on_device, num_splits)
 
 
 def count_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,58 @@
+"""What the commands share: a connection to the broker, output to the terminal, signals."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+
+from shared.bus.bus import Bus
+from shared.protocol.encoding import to_json
+
+# A user waits at the terminal, so a server that is down is reported after a short time.
+CONNECT_TIMEOUT_S = 2.0
+
+out = Console()
+errors = Console(stderr=True)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, name: str) -> AsyncIterator[Bus]:
+    """Connect to the broker for one command. Raises Unavailable."""
+    bus = await Bus.connect(url, name, CONNECT_TIMEOUT_S)
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.write(to_json(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def print_line(text: str) -> None:
+    """Print a line as it is: it may hold names and texts from clients."""
+    out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_rows(rows: Mapping[str, object]) -> None:
+    """Print a name and a value a line; values that are None are left out."""
+    for name, value in rows.items():
+        if value is not None:
+            print_line(f"{name:<8} {value}")
+
+
+def format_time(ms: float) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def call_on_signals(handler: Callable[[], object]) -> None:
+    """Call `handler` on Ctrl-C, SIGTERM and the end of the terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, handler)
