@@ -22,13 +22,7 @@ from rich.table import Table
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.errors import PagemillError
-from shared.protocol.records import (
-    Failure,
-    Finish,
-    LogRecord,
-    StageSpan,
-    TokenChunk,
-)
+from shared.protocol.records import Failure, Finish, LogRecord, StageSpan, TokenChunk
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.ask import build_request

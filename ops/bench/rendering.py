@@ -29,14 +29,7 @@ from shared.codec import envelope
 from shared.config import Config
 from shared.protocol import subjects
 from shared.protocol.renderer_rpc import ErrorReply
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    Prompt,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import RenderBody, RequestTicket, Task, TaskHeader
 from shared.telemetry import logs
 from workers.cli import settings

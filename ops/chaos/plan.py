@@ -9,13 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from ops.chaos import fake_model
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from workers.gateway.core.ids import named_request_id
 

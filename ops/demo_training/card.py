@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ops.demo_training.evaluation import ROW_NAMES, Score
-from ops.demo_training.scenes import (
-    COLOUR_NAMES,
-    MAX_PIXELS,
-    SHAPE_NAMES,
-)
+from ops.demo_training.scenes import COLOUR_NAMES, MAX_PIXELS, SHAPE_NAMES
 from ops.demo_training.trainer import Settings, State
 
 CARD = """\

@@ -14,22 +14,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    Qwen2VLForConditionalGeneration,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    Qwen2VLImageProcessorPil,
-)
+from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from ops.demo_training.model import build_model, patches_of, tower_forward
-from ops.demo_training.samples import (
-    Sample,
-    ask,
-    chat_sample,
-    pair_sample,
-    training_samples,
-)
+from ops.demo_training.samples import Sample, ask, chat_sample, pair_sample, training_samples
 from ops.demo_training.saving import save_folder
 from ops.demo_training.scenes import (
     CELL,

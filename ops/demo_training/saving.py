@@ -8,19 +8,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
-from ops.demo_training.scenes import (
-    MAX_PIXELS,
-    MEAN,
-    MERGE,
-    MIN_PIXELS,
-    PATCH,
-    STD,
-)
+from ops.demo_training.scenes import MAX_PIXELS, MEAN, MERGE, MIN_PIXELS, PATCH, STD
 
 
 def save_folder(

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    smart_resize,
-)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 PATCH = 14
 MERGE = 2

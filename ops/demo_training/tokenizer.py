@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from ops.demo_training.samples import Sample, dressed, worded
 from ops.demo_training.scenes import COLOUR_NAMES, SHAPE_NAMES, SIDES, Scene

@@ -32,13 +32,7 @@ from shared.stage import dead_letter, retry, tasks
 from shared.stage.claims import ClaimedJobs
 from shared.stage.job import Job, StageCounters, request_is_settled
 from shared.state import output_ends
-from shared.state.token_log import (
-    LogWriter,
-    end_request,
-    finish_request,
-    is_final,
-    last_record,
-)
+from shared.state.token_log import LogWriter, end_request, finish_request, is_final, last_record
 from shared.telemetry.metrics import Metrics
 
 _log = structlog.get_logger()

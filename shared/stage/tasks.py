@@ -13,13 +13,7 @@ from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
 from shared.protocol.pipeline import ANY, REQUEST, Edge, Pipeline, edge_function, function_of
 from shared.protocol.requests import Prompt
-from shared.protocol.task_messages import (
-    TASK_VERSION,
-    FollowBody,
-    RenderBody,
-    Task,
-    TaskHeader,
-)
+from shared.protocol.task_messages import TASK_VERSION, FollowBody, RenderBody, Task, TaskHeader
 
 
 class _AnyVersion(Struct, frozen=True):

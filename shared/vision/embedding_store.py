@@ -20,13 +20,7 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.codec.tensors import from_torch, to_torch
 from shared.config import Config
-from shared.errors import (
-    BlobLost,
-    ConfigError,
-    DecodeError,
-    EncodingFailed,
-    Overloaded,
-)
+from shared.errors import BlobLost, ConfigError, DecodeError, EncodingFailed, Overloaded
 from shared.protocol.multimodal import BlobRef, embedding_key
 from shared.protocol.task_messages import ItemResult
 from shared.state import item_results

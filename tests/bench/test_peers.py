@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench.peers import machine, records, report
-from ops.bench.peers.floors import (
-    Limits,
-    Shape,
-    Work,
-    decode,
-    floor_s,
-    prefill,
-)
+from ops.bench.peers.floors import Limits, Shape, Work, decode, floor_s, prefill
 from ops.bench.peers.measure import Plan, measure_model
 from ops.bench.peers.process import PeerFailed, PeerProcess
 from ops.bench.peers.protocol import Request, Setup

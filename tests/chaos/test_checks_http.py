@@ -21,15 +21,7 @@ from ops.chaos.history import (
 )
 from shared.protocol.encoding import to_json
 from shared.protocol.records import LogRecord
-from tests.chaos.test_checker import (
-    FINISH,
-    ID,
-    LOG,
-    edit,
-    failure,
-    make_run,
-    with_final,
-)
+from tests.chaos.test_checker import FINISH, ID, LOG, edit, failure, make_run, with_final
 
 CREATED_S = 5
 

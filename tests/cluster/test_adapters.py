@@ -20,14 +20,7 @@ from shared.protocol.records import Finish
 from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.requests import GenerateRequest
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
-from tests.cluster.conftest import (
-    CONFIG,
-    PAGEMILL,
-    Cluster,
-    answer,
-    start_cluster,
-    stop_cluster,
-)
+from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, answer, start_cluster, stop_cluster
 from tests.cluster.streams import assert_gapless, tokens_of
 from workers.cli.ask import build_request
 from workers.cli.settings import DEMO_MODEL

@@ -16,13 +16,7 @@ from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from tests.cluster.conftest import (
     IMAGE_HOST,
     Cluster,

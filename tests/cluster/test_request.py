@@ -26,14 +26,7 @@ from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.state.token_log import decode_record
-from tests.cluster.conftest import (
-    PAGEMILL,
-    ROOT,
-    Cluster,
-    answer,
-    living,
-    request_text,
-)
+from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
 from workers.cli.ask import build_request

@@ -19,13 +19,7 @@ from shared.codec import envelope
 from shared.codec.envelope import TensorData
 from shared.config import Config, DeliveryConfig, ModelConfig, NatsConfig, RendererConfig
 from shared.protocol import subjects
-from shared.protocol.requests import (
-    ImagePart,
-    ImageURL,
-    Message,
-    Prompt,
-    TextPart,
-)
+from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, RenderBody, RequestTicket, Task
 from shared.stage.runtime import Context
 from tests.tasks import render_task

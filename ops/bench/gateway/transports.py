@@ -19,13 +19,7 @@ from ops.bench.servers import MODEL
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol.records import Failure, Finish, TokenChunk
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 
 # The limit of a line is large enough for log probabilities, which are not used here.
 MAX_LINE = 2**20

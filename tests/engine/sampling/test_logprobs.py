@@ -10,14 +10,7 @@ from torch import Tensor
 
 from shared.protocol.records import TokenLogprobs
 from shared.protocol.sampling import SamplingParams
-from tests.engine.model.test_parity import (
-    IMAGE,
-    PROCESSOR,
-    Case,
-    Twins,
-    make_case,
-    make_twins,
-)
+from tests.engine.model.test_parity import IMAGE, PROCESSOR, Case, Twins, make_case, make_twins
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import LoggedChoice, RequestOutput

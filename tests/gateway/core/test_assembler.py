@@ -13,13 +13,7 @@ from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from shared.errors import LogTruncated
-from shared.protocol.records import (
-    ChoiceDelta,
-    ErrorInfo,
-    TokenChunk,
-    TokenLogprobs,
-    Usage,
-)
+from shared.protocol.records import ChoiceDelta, ErrorInfo, TokenChunk, TokenLogprobs, Usage
 from workers.gateway.app import error_response
 from workers.gateway.backend.active_request import merge_logs
 from workers.gateway.http import sse

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.browser import (
-    ENTER,
-    ESCAPE,
-    MISSING,
-    TAB,
-    Browser,
-    browsing,
-)
+from ops.browser import ENTER, ESCAPE, MISSING, TAB, Browser, browsing
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster

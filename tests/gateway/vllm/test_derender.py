@@ -7,14 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.gateway.routes.test_generate import (
-    GENERATE,
-    RENDER,
-    chat,
-    events,
-    ok,
-    refused,
-)
+from tests.gateway.routes.test_generate import GENERATE, RENDER, chat, events, ok, refused
 
 DERENDER = "/v1/chat/completions/derender"
 RECORDED = Path(__file__).parent / "recorded" / "derender.json"

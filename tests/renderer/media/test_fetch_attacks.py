@@ -12,14 +12,7 @@ import httpcore2
 import pytest
 
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge
-from tests.renderer.canary import (
-    LOOPBACK,
-    Canary,
-    config,
-    fetcher,
-    resolve_as,
-    send,
-)
+from tests.renderer.canary import LOOPBACK, Canary, config, fetcher, resolve_as, send
 from workers.renderer.media.fetcher import parse_url
 from workers.renderer.media.loader import MediaLoader
 

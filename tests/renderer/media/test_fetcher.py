@@ -9,15 +9,7 @@ import pytest
 
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, MediaBlocked, MediaTooLarge, RequestError
-from tests.renderer.canary import (
-    LOOPBACK,
-    Answer,
-    Canary,
-    config,
-    fetcher,
-    resolve_as,
-    send,
-)
+from tests.renderer.canary import LOOPBACK, Answer, Canary, config, fetcher, resolve_as, send
 from workers.renderer.media import fetcher as fetch
 from workers.renderer.media.fetcher import Fetcher, parse_url
 from workers.renderer.media.loader import MediaLoader

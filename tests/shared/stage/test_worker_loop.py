@@ -21,13 +21,7 @@ from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.pipeline import ENDS
-from shared.protocol.records import (
-    ChoiceDelta,
-    Failure,
-    Finish,
-    OutputSummary,
-    Usage,
-)
+from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.task_messages import (
     EngineBody,

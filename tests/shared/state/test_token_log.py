@@ -11,14 +11,7 @@ from shared.bus.bus import Bus
 from shared.client import ask, follow, follow_output
 from shared.errors import ContextTooLong, Fenced, LogTruncated
 from shared.protocol import subjects
-from shared.protocol.records import (
-    ChoiceDelta,
-    Failure,
-    Finish,
-    OutputSummary,
-    TokenChunk,
-    Usage,
-)
+from shared.protocol.records import ChoiceDelta, Failure, Finish, OutputSummary, TokenChunk, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.state import log_reader
 from shared.state.token_log import (

@@ -16,13 +16,7 @@ from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 
 AWAY_S = 4.0

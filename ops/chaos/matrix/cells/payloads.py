@@ -33,13 +33,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat
 from shared.protocol.multimodal import IMAGE, BlobRef, content_hash
 from shared.protocol.records import LogRecord
-from shared.protocol.requests import (
-    GenerateRequest,
-    ImagePart,
-    ImageURL,
-    Message,
-    TextPart,
-)
+from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.protocol.task_messages import EngineBody, Task
 

@@ -3,12 +3,7 @@
 import asyncio
 
 from ops.chaos import fake_model
-from ops.chaos.alterations import (
-    RAISING_TEXT,
-    environment,
-    hanging_engine,
-    raising_renderer,
-)
+from ops.chaos.alterations import RAISING_TEXT, environment, hanging_engine, raising_renderer
 from ops.chaos.broker_contents import Store
 from ops.chaos.history import WorkerEvent, read_events
 from ops.chaos.matrix.cells.common import WORKER_S, altered, new_id, timed, wait_for_load
