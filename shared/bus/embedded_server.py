@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import shared
@@ -20,27 +21,22 @@ START_TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass(eq=False)
 class EmbeddedServer:
     """One nats-server process; clients connect to `url`."""
 
-    def __init__(
-        self,
-        store_dir: Path,
-        port: int = 0,
-        config_file: Path = CONFIG_DIR / "nats.conf",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """Configure the server without starting it. `port` 0 takes a free one.
+    store_dir: Path
+    port: int = 0
+    """0 takes a free one."""
+    config_file: Path = CONFIG_DIR / "nats.conf"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of `config_file` besides the port and the folder."""
+    _process: subprocess.Popen[bytes] | None = None
 
-        `variables` are those of `config_file` besides the port and the folder.
-        """
-        self.store_dir = store_dir
-        self._config_file = config_file
-        self._variables = variables or {}
-        self.port = port or free_port()
+    def __post_init__(self) -> None:
+        self.port = self.port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
-        self.pid_file = store_dir / "nats-server.pid"
-        self._process: subprocess.Popen[bytes] | None = None
+        self.pid_file = self.store_dir / "nats-server.pid"
 
     def start(self) -> None:
         """Start the process, and return once the server accepts connections.
@@ -62,8 +58,8 @@ class EmbeddedServer:
             # The server gets its own session, because Ctrl-C in the terminal must not stop it
             # before the workers have drained.
             self._process = subprocess.Popen(
-                [find_binary(), "-c", str(self._config_file), "-P", str(self.pid_file)],
-                env=os.environ | variables | dict(self._variables),
+                [find_binary(), "-c", str(self.config_file), "-P", str(self.pid_file)],
+                env=os.environ | variables | dict(self.variables),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 import structlog
@@ -26,30 +27,27 @@ MAX_RESTART_S = 10.0
 STOP_GRACE_S = 5.0
 
 
+@dataclass(eq=False)
 class LocalCluster:
     """Owner of the broker, unless a URL is configured, and of the worker processes."""
 
-    def __init__(
-        self,
-        config: Config,
-        config_file: Path | None,
-        workers: Sequence[WorkerSpec],
-        url: str | None = None,
-        log_file: Path | None = None,
-    ) -> None:
-        """Workers read the configuration again, from `config_file` or the embedded default."""
-        self._config = config
-        self._config_file = config_file
-        self._specs = workers
-        self._store_dir = Path(config.nats.store_dir).absolute()
-        self._log_file = log_file
-        self._broker: EmbeddedServer | None = None
-        self._supervisors: list[asyncio.Task[None]] = []
-        self._refused: asyncio.Future[None] | None = None
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self.url = url or config.nats.url or ""
-        self.gateway_url: str | None = None
-        """URL of a gateway of this cluster, once it is ready."""
+    _config: Config
+    _config_file: Path | None
+    """The file from which workers read the configuration again; by default the embedded one."""
+    _specs: Sequence[WorkerSpec]
+    configured_url: InitVar[str | None] = None
+    """URL of the broker; by default that of the configuration."""
+    log_file: Path | None = None
+    gateway_url: str | None = None
+    """URL of a gateway of this cluster, once it is ready."""
+    _broker: EmbeddedServer | None = None
+    _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
+    _refused: asyncio.Future[None] | None = None
+    _processes: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+
+    def __post_init__(self, configured_url: str | None) -> None:
+        self._store_dir = Path(self._config.nats.store_dir).absolute()
+        self.url = configured_url or self._config.nats.url or ""
 
     async def start(self) -> None:
         """Start everything; returns when every worker has announced that it is ready.
@@ -142,7 +140,7 @@ class LocalCluster:
             command += ["--config", str(self._config_file)]
         # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
         # Without a file, a worker writes its log to the stderr of this process.
-        with self._log_file.open("ab") if self._log_file else contextlib.nullcontext() as stderr:
+        with self.log_file.open("ab") if self.log_file else contextlib.nullcontext() as stderr:
             return await asyncio.create_subprocess_exec(
                 *command, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent
             )

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from workers.engine.core.engine import EngineCore, EngineStats, as_pagemill_error
@@ -18,6 +19,7 @@ LAST_STEP_S = 1.0
 Owner = TypeVar("Owner")
 
 
+@dataclass(eq=False)
 class StepThread(Generic[Owner]):
     """Runs the steps of an engine core, which no other thread may use after the start.
 
@@ -25,21 +27,18 @@ class StepThread(Generic[Owner]):
     not identify it: outputs of an earlier attempt may still be queued when the next one starts.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object],
-        on_crash: Callable[[Exception], object],
-    ) -> None:
-        self._core = core
-        self._on_step = on_step
-        self._on_crash = on_crash
-        self._owners: dict[str, Owner] = {}
-        self._commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | str | None]
-        self._commands = queue.SimpleQueue()
-        self._step_began_s: float | None = None
-        self.began_s = 0.0
-        """Start of the last step on the monotonic clock, for use by `on_step`."""
+    _core: EngineCore
+    _on_step: Callable[[list[tuple[Owner, RequestOutput]], EngineStats], object]
+    _on_crash: Callable[[Exception], object]
+    began_s: float = 0.0
+    """Start of the last step on the monotonic clock, for use by `on_step`."""
+    _step_began_s: float | None = None
+    _owners: dict[str, Owner] = field(default_factory=dict)
+    _commands: queue.SimpleQueue[tuple[EngineRequest, Owner] | str | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:

@@ -5,7 +5,7 @@ what other clients have sent nor evict it.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shared.bus.bus import Bus
 from shared.codec import vllm_kwargs
@@ -22,14 +22,12 @@ from workers.renderer.processing.processor import ProcessedImage, Processor, Ren
 from workers.renderer.threads import InThread
 
 
+@dataclass(eq=False)
 class PreviewPath:
-    def __init__(
-        self, bus: Bus, loader: MediaLoader, config: RendererConfig, in_thread: InThread
-    ) -> None:
-        self._bus = bus
-        self._loader = loader
-        self._config = config
-        self._in_thread = in_thread
+    _bus: Bus
+    _loader: MediaLoader
+    _config: RendererConfig
+    _in_thread: InThread
 
     async def render(
         self, processor: Processor, asked: Prompt, max_bytes: int, tenant: str = ""
@@ -126,12 +124,12 @@ class PreviewPath:
         return processor.process(decoded, part.field, "")
 
 
+@dataclass(eq=False)
 class Budget:
     """The bytes that still fit into an answer."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    _max_bytes: int
+    _num_bytes: int = 0
 
     def spend(self, num_bytes: int, field: str) -> None:
         """Raises PayloadTooLarge."""

@@ -8,6 +8,7 @@ overload the tenant with the most calls is refused.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -47,23 +48,18 @@ Request = TypeVar("Request")
 _log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class RendererRpc:
-    def __init__(
-        self,
-        bus: Bus,
-        path: PreviewPath,
-        processors: Mapping[str, Processor],
-        config: Config,
-        in_thread: InThread,
-    ) -> None:
-        self._bus = bus
-        self._path = path
-        self._processors = processors
-        self._config = config
-        self._in_thread = in_thread
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._num_free = max(1, config.renderer.threads // 2)
-        self._responders: list[GroupResponder] = []
+    _bus: Bus
+    _path: PreviewPath
+    _processors: Mapping[str, Processor]
+    _config: Config
+    _in_thread: InThread
+    _queue: FairQueue[asyncio.Future[None]] = field(default_factory=FairQueue)
+    _responders: list[GroupResponder] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_free = max(1, self._config.renderer.threads // 2)
 
     async def start(self) -> None:
         for model in self._processors:

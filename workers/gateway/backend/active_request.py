@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import structlog
@@ -30,36 +31,32 @@ T = TypeVar("T")
 _log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class ActiveRequest:
     """A request that this gateway is answering."""
 
-    def __init__(
-        self,
-        context: AppContext,
-        request_id: str,
-        record: RequestRecord,
-        endpoint: str,
-        holder: str = "",
-        recorded: "asyncio.Task[RequestRecord] | None" = None,
-    ) -> None:
-        """`holder` is the name given to `request_registry.register`, for a client whose disconnect
-        ends the request. `recorded` is done when the registry has the record."""
-        self.request_id = request_id
-        self.record = record
-        self.recorded = recorded
-        self._holder = holder
-        self.parts = part_ids(request_id, record)
-        self.has_event_ids = True
-        """Whether the events of the stream have ids."""
-        self._context = context
-        self._began_s = time.monotonic()
-        metrics = context.metrics
+    _context: AppContext
+    request_id: str
+    record: RequestRecord
+    endpoint: InitVar[str]
+    _holder: str = ""
+    """The name given to `request_registry.register`, for a client whose disconnect ends the
+    request."""
+    recorded: asyncio.Task[RequestRecord] | None = None
+    """Done when the registry has the record."""
+    has_event_ids: bool = True
+    """Whether the events of the stream have ids."""
+    _began_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self, endpoint: str) -> None:
+        context, record, metrics = self._context, self.record, self._context.metrics
+        self.parts = part_ids(self.request_id, record)
         self._num_tokens = metrics.counter("http_tokens_total", endpoint=endpoint)
         self._first_token_s = metrics.histogram(
             "http_time_to_first_token_seconds", endpoint=endpoint
         )
         token_bytes = context.token_bytes.of(record.model)
-        self._assembler = context.assemblers[record.kind](request_id, record, token_bytes)
+        self._assembler = context.assemblers[record.kind](self.request_id, record, token_bytes)
 
     async def events(
         self, logs: Sequence[AsyncIterator[LogRecord]], start: Sequence[int]

@@ -44,28 +44,24 @@ _CORS: Headers = [
 ]
 
 
+@dataclass(eq=False)
 class EdgeMiddleware:
     """The outermost ASGI application."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: GatewayConfig,
-        metrics: Metrics,
-        answer_of: Callable[[Exception], Response],
-    ) -> None:
-        """`answer_of` makes the response for an exception that `app` raises."""
-        self._app = app
-        self._max_header_bytes = limits.max_header_kib * 2**10
+    _app: ASGIApp
+    _limits: GatewayConfig
+    _metrics: Metrics
+    _answer_of: Callable[[Exception], Response]
+    """Makes the response for an exception that the application raises."""
+    _in_flight: int = 0
+
+    def __post_init__(self) -> None:
         self._cors: dict[bytes | None, Headers] = {
             origin.encode(): [_VARY, (b"access-control-allow-origin", origin.encode()), *_CORS]
-            for origin in limits.cors_origins
+            for origin in self._limits.cors_origins
         }
         self._no_cors: Headers = [_VARY] if self._cors else []
-        self._metrics = metrics
-        self._answer_of = answer_of
-        self._in_flight = 0
-        metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
+        self._metrics.set_function("http_requests_in_flight", lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +93,7 @@ class EdgeMiddleware:
         headers: Headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         size += len(scope["raw_path"]) + len(scope["query_string"])
-        if size > self._max_header_bytes or len(headers) > MAX_HEADERS:
+        if size > self._limits.max_header_kib * 2**10 or len(headers) > MAX_HEADERS:
             return self._answer_of(HeadersTooLarge("the request's headers are too large"))
         if sum(name == b"host" for name, _ in headers) > 1:
             return self._answer_of(InvalidRequest("the header Host is given twice", field="Host"))

@@ -62,24 +62,24 @@ class _ChoiceState:
     context: list[bytes] = dataclasses.field(default_factory=list)
 
 
+@dataclass(eq=False)
 class GenerateAssembler(Assembler):
     """Assembler of one request. Every event has one choice, because a client that derenders the
     events carries a state for each choice."""
 
-    def __init__(
-        self, shape: GenerateShape, model: str, created_s: int, token_bytes: TokenBytes
-    ) -> None:
+    _shape: GenerateShape
+    _model: str
+    _created_s: int
+    _token_bytes: TokenBytes
+    _prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    _usage: tuple[int, int] | None = None
+    _has_begun: bool = False
+
+    def __post_init__(self) -> None:
         # An abort has an event for every choice, and then one for usage.
-        self.max_events = 1 if shape.n == 1 else shape.n + 1
-        self.prompt_token_ids = shape.prompt_token_ids
-        self._shape = shape
-        self._model = model
-        self._created_s = created_s
-        self._token_bytes = token_bytes
-        self._choices = [_ChoiceState() for _ in range(shape.n)]
-        self._prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-        self._usage: tuple[int, int] | None = None
-        self._has_begun = False
+        self.max_events = 1 if self._shape.n == 1 else self._shape.n + 1
+        self.prompt_token_ids = self._shape.prompt_token_ids
+        self._choices = [_ChoiceState() for _ in range(self._shape.n)]
 
     def add(self, part: int, record: TokenChunk) -> list[GenerateChunk]:
         """Return an event for each choice that has something new."""

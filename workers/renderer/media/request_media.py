@@ -8,7 +8,7 @@ with the files that it has fetched.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import msgspec
 import structlog
@@ -38,29 +38,24 @@ class Source:
     """Name for storing the file while the request is in flight; None for a file that is safe."""
 
 
+@dataclass(eq=False)
 class RequestMedia:
-    def __init__(
-        self,
-        bus: Bus,
-        loader: MediaLoader,
-        config: RendererConfig,
-        in_thread: InThread,
-        request_id: str,
-        sequence: int,
-        tenant: str = "",
-        scope: str = "",
-        model: str = "",
-    ) -> None:
-        """`sequence` is the request's in its stream, `scope` that of its caches."""
-        self._bus = bus
-        self._loader = loader
-        self._max_bytes = config.max_image_bytes
-        self._in_thread = in_thread
-        self._request_id = request_id
-        self._subject = subjects.pin(request_id, sequence)
-        self._tenant = tenant
-        self._scope = scope
-        self._items = ItemRegistry(bus, scope, model)
+    _bus: Bus
+    _loader: MediaLoader
+    _config: RendererConfig
+    _in_thread: InThread
+    _request_id: str
+    request_sequence: InitVar[int]
+    """Sequence of the request in its stream."""
+    _tenant: str = ""
+    _scope: str = ""
+    """Scope of the request's caches."""
+    model: InitVar[str] = ""
+
+    def __post_init__(self, request_sequence: int, model: str) -> None:
+        self._subject = subjects.pin(self._request_id, request_sequence)
+        self._items = ItemRegistry(self._bus, self._scope, model)
+        self._max_bytes = self._config.max_image_bytes
         self._pinned: list[PinnedPart] = []
         self._sequence = 0
         """Sequence of the pin in its subject; 0 if there is none."""
