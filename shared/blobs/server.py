@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from shared.blobs.arena import Arena, Buffer
 from shared.blobs.slot_allocator import Slot
 from shared.protocol.messages import BlobAddress
 from shared.protocol.multimodal import BlobRef
+from shared.task_set import TaskSet
 
 BACKLOG = 128
 # Time for one blob over a socket; a reader that takes longer counts as dead.
@@ -49,7 +50,7 @@ class BlobServer:
         self.arena = Arena(capacity)
         self._leases: dict[bytes, _Lease] = {}
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.address = BlobAddress(host_id(), f"pagemill-{secrets.token_hex(16)}")
 
     # -- storing ------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class BlobServer:
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listeners.append(listener)
-        self._spawn(self._accept(listener))
+        self._tasks.start(self._accept(listener))
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -136,12 +137,7 @@ class BlobServer:
                 _log.warning("blob_reader_not_accepted", error=str(error))
                 await asyncio.sleep(1)
             else:
-                self._spawn(_ReaderConnection(self, sock).serve())
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                self._tasks.start(_ReaderConnection(self, sock).serve())
 
 
 class _ReaderConnection:

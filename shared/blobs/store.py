@@ -36,6 +36,7 @@ from shared.errors import BlobLost, Unavailable
 from shared.protocol import subjects
 from shared.protocol.messages import BlobAddress, decode_heartbeat
 from shared.protocol.multimodal import BlobRef
+from shared.task_set import TaskSet
 
 # Limit on owners with cached transports, because workers come and go.
 MAX_OWNERS = 64
@@ -66,7 +67,7 @@ class Blobs:
         self._neighbours: dict[str, BlobAddress] = {}
         self._neighbours_until_s = 0.0
         self._sweeping: asyncio.Task[None] | None = None
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releasing = TaskSet()
 
     async def start(self) -> None:
         """Start to serve the blobs of this worker."""
@@ -210,10 +211,7 @@ class Blobs:
         if ref.worker == self._worker:
             self.discard(ref)
             return
-        task = asyncio.create_task(self._release(ref))
-        self._releasing.add(task)
-        task.add_done_callback(self._releasing.discard)
-        await asyncio.wait({task}, timeout=RELEASE_WAIT_S)
+        await asyncio.wait({self._releasing.start(self._release(ref))}, timeout=RELEASE_WAIT_S)
 
     async def _release(self, ref: BlobRef) -> None:
         for pause_s in RELEASE_PAUSES_S:

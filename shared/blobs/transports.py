@@ -16,6 +16,7 @@ from shared.bus.bus import Bus
 from shared.errors import BlobLost
 from shared.protocol import subjects
 from shared.protocol.multimodal import BlobRef
+from shared.task_set import TaskSet
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
@@ -62,7 +63,7 @@ class Transport(Protocol):
     @property
     def is_closed_by_owner(self) -> bool:
         """Whether an open connection was closed by the owner or by its death."""
-        ...
+        return False
 
 
 class _SocketTransport:
@@ -151,7 +152,7 @@ class SharedMemoryTransport(_SocketTransport):
         self._arena: MappedArena | None = None
         self._reading: Counter[bytes] = Counter()
         """Number of open blobs by key, on the present connection."""
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._notifying = TaskSet()
 
     async def get(self, ref: BlobRef) -> Blob:
         async with self._lock:
@@ -186,9 +187,7 @@ class SharedMemoryTransport(_SocketTransport):
             return
         del reading[key]
         if sock is self._sock:
-            task = asyncio.create_task(self._send_done(sock, key))
-            self._notifying.add(task)
-            task.add_done_callback(self._notifying.discard)
+            self._notifying.start(self._send_done(sock, key))
         elif not reading:
             # The last open blob of an earlier connection, whose end unpins it.
             sock.close()
@@ -254,7 +253,7 @@ class TcpTransport(_SocketTransport):
         return sock
 
 
-class BusTransport:
+class BusTransport(Transport):
     """Chunks over the broker, a few at a time. It works where no direct connection does."""
 
     def __init__(self, bus: Bus, worker: str, pool: BufferPool) -> None:
@@ -294,7 +293,3 @@ class BusTransport:
 
     def close(self) -> None:
         pass
-
-    @property
-    def is_closed_by_owner(self) -> bool:
-        return False

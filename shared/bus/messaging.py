@@ -20,6 +20,7 @@ from shared.bus.connection import (
 from shared.bus.reading import StoredMessage, to_stored_message
 from shared.errors import Unavailable
 from shared.protocol.requests import TENANT_HEADER, tenant_header
+from shared.task_set import TaskSet
 
 # A lost connection loses the flush, too. nats-py accepts only whole seconds.
 FLUSH_TIMEOUT_S = 1
@@ -68,12 +69,10 @@ class GroupResponder:
     def __init__(self, respond: Responder) -> None:
         self.subscription: Subscription | None = None
         self._respond = respond
-        self._pending: set[asyncio.Task[None]] = set()
+        self._pending = TaskSet()
 
     async def receive(self, msg: Msg) -> None:
-        task = asyncio.create_task(self._reply(msg))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        self._pending.start(self._reply(msg))
 
     async def stop(self, timeout_s: float) -> None:
         """Leave the group, and answer the requests that have already arrived.

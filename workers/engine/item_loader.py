@@ -12,6 +12,7 @@ from shared.blobs.store import Blobs
 from shared.codec.envelope import TensorData
 from shared.errors import DecodeError, EncodingFailed, Overloaded, Unavailable
 from shared.protocol.multimodal import MultiModalKwargsItem
+from shared.task_set import TaskSet
 from workers.engine.core.sequence import Item
 
 if TYPE_CHECKING:  # an engine without a model of torch's, such as a test's, does not load it
@@ -28,7 +29,7 @@ class ItemLoader:
     _restore: Callable[[TensorData], Any]
     """Makes of a tensor's bytes what the runner takes."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _sharing: set[asyncio.Task[None]] = field(default_factory=set)
+    _sharing: TaskSet = field(default_factory=TaskSet)
 
     async def open(
         self,
@@ -76,9 +77,7 @@ class ItemLoader:
             self._loop.call_soon_threadsafe(self._start_sharing, mm_hash, embedding)
 
     def _start_sharing(self, mm_hash: str, embedding: "Tensor") -> None:
-        task = asyncio.create_task(self._share(mm_hash, embedding))
-        self._sharing.add(task)
-        task.add_done_callback(self._sharing.discard)
+        self._sharing.start(self._share(mm_hash, embedding))
 
     async def _share(self, mm_hash: str, embedding: "Tensor") -> None:
         assert self._embeddings is not None

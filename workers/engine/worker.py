@@ -6,8 +6,7 @@ All of this runs in the asyncio loop; the model's steps run in the thread of `St
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar
@@ -20,6 +19,7 @@ from shared.stage.stage import SUSPECT_PAUSE_S
 from shared.stage.worker_loop import Done, Ended, Outcome, Requeue, WorkerLoop
 from shared.state.kv_event_log import KVLogWriter
 from shared.state.token_log import is_final, last_record
+from shared.task_set import TaskSet
 from workers.engine.core.engine import EngineCore, EngineStats
 from workers.engine.core.kv_events import encode_batches
 from workers.engine.core.sequence import EngineRequest, Item, RequestOutput
@@ -60,7 +60,7 @@ class EngineWorker:
         self._ended: set[str] = set()
         """Those of `_preparing` that were ended elsewhere."""
         self._requests: dict[str, OpenRequest] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = TaskSet()
         self._stats = core.stats()
         self._metrics = EngineMetrics(
             context.metrics.of(model), self._stats, context.bus.to_broker_ms
@@ -85,11 +85,11 @@ class EngineWorker:
         self._steps.start()
         if self._kv_events is not None:
             self._publish_kv_events()
-            self._start(self._kv_log.run())
+            self._background.start(self._kv_log.run())
         await context.bus.watch_subjects(subjects.ENDED_FILTER, self._on_ended)
         await self._loop.add_stage([self._model], self._max_num_seqs, EngineBody, self._handle)
         context.ready([self._model], self._load)
-        self._start(self._watch_steps())
+        self._background.start(self._watch_steps())
         # A crash of the step thread ends the process: running requests come to another worker after
         # the ack wait.
         await self._loop.run()
@@ -301,18 +301,12 @@ class EngineWorker:
         if request_id in self._preparing:
             self._ended.add(request_id)
         if (opened := self._requests.get(request_id)) is not None:
-            self._start(self._end_if_ended(opened))
+            self._background.start(self._end_if_ended(opened))
 
     async def _end_if_ended(self, opened: OpenRequest) -> None:
         """Let go of a request whose log confirms the notice that it has ended."""
         if is_final(await last_record(self._context.bus, opened.header.request_id)):
             opened.end()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background; the event loop itself holds only weak references."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 class _NotBegun(Exception):

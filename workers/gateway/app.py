@@ -6,7 +6,7 @@ router and the key check cannot disagree.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -23,6 +23,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.renderer_rpc import ModelCard
 from shared.stage.pipelines import pipelines_of
+from shared.task_set import TaskSet
 from shared.telemetry.metrics import Metrics
 from workers.gateway.caches import HeartbeatCache, TokenBytesCache
 from workers.gateway.core.assembler import Assembler, TokenBytes
@@ -78,7 +79,8 @@ class AppContext:
         self._rate_limiter = RateLimiter(asyncio.get_running_loop().time)
         self._cards: dict[str, tuple[float, ModelCard]] = {}
         """Model cards by model, each with the loop time at which it was received."""
-        self._background: set[asyncio.Task[None]] = set()
+        self.background = TaskSet()
+        """Work that no response waits for."""
 
     @property
     def now_s(self) -> int:
@@ -105,15 +107,9 @@ class AppContext:
             models = ", ".join(sorted(self.config.models))
             raise UnknownModel(f"no model {model!r}; there is: {models}", field="model")
 
-    def start_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start work that no response waits for."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     async def close(self) -> None:
         """Wait for the background work."""
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*self.background, return_exceptions=True)
 
     def route(
         self,

@@ -136,12 +136,12 @@ class ActiveRequest:
 
     def start_cancel(self) -> None:
         """Cancel the request in the background."""
-        self._context.start_background(self._cancel())
+        self._context.background.start(self._cancel())
 
     def on_disconnect(self) -> None:
         """Cancel a request that is not durable, unless another gateway answers it too."""
         if not self.record.durable:
-            self._context.start_background(self._leave())
+            self._context.background.start(self._leave())
 
     async def _leave(self) -> None:
         """A connection may be found broken long after its client has come back over another."""

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shared.task_set import TaskSet
 from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits
 
 # Pause after a failed accept: there are no free file descriptors, or the network is down. Both pass
@@ -31,7 +32,7 @@ class TlsServer:
     """Counts the connections whose handshake has ended."""
 
     def __post_init__(self) -> None:
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes = TaskSet()
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -53,9 +54,7 @@ class TlsServer:
                 await asyncio.sleep(PAUSE_S)
                 continue
             if self.num_connections() + len(self._handshakes) < max_open:
-                task = asyncio.create_task(self._handshake(sock))
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
+                self._handshakes.start(self._handshake(sock))
             else:
                 self.limits.refused.add()
                 sock.close()

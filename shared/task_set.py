@@ -1,0 +1,15 @@
+"""Background tasks, which no caller awaits."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class TaskSet(set[asyncio.Task[None]]):
+    """Running tasks, referred to until they end: the event loop itself has only weak references."""
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
