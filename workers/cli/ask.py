@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
-from shared.errors import InvalidMedia, InvalidRequest
+from shared.errors import InvalidMedia
 from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
-from shared.validation import split_validation_error
+from shared.validation import invalid_request
 from workers.cli.terminal import errors, print_json
 
 EXIT_INTERRUPTED = 130
@@ -65,8 +65,7 @@ def build_request(
     try:
         params = msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
-        reason, field = split_validation_error(error)
-        raise InvalidRequest(f"{field}: {reason}", field=field) from error
+        raise invalid_request(error) from error
     return GenerateRequest(
         model=model,
         messages=[Message("user", [*parts, TextPart(text)])],

@@ -13,7 +13,7 @@ from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
-from shared.validation import split_validation_error
+from shared.validation import invalid_request, split_validation_error
 
 # Content parts that OpenAI clients know and no stage here takes yet: told apart from a typing
 # error, for the client can do something about it.
@@ -137,7 +137,7 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedCont
         name = what.removeprefix(unknown).removesuffix("`")
         field = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{field}: unknown field", field=field)
-    return InvalidRequest(f"{field or 'request'}: {what}", field=field or None)
+    return invalid_request(error)
 
 
 def _decode(data: bytes, part: type[Part]) -> Part:

@@ -34,7 +34,7 @@ from shared.protocol.renderer_rpc import (
     decode_tokenize_request,
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
-from shared.validation import split_validation_error
+from shared.validation import invalid_request
 from workers.renderer.fair_queue import FairQueue
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
@@ -169,8 +169,7 @@ async def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
     try:
         return await asyncio.to_thread(decode, data)
     except msgspec.ValidationError as error:
-        message, field = split_validation_error(error)
-        raise InvalidRequest(f"{field or 'request'}: {message}", field=field or None) from error
+        raise invalid_request(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error
 

@@ -15,7 +15,7 @@ import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
-from shared.validation import split_validation_error
+from shared.validation import invalid_request, split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
 
 _DEFAULTS = {
@@ -196,9 +196,7 @@ def resolve_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> S
     try:
         params = msgspec.convert({**defaults, **given}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        complaint, field = split_validation_error(error)
-        field = f"sampling_params.{field}"
-        raise InvalidRequest(f"{field}: {complaint}", field=field) from error
+        raise invalid_request(error, "sampling_params.") from error
     check_greedy(params)
     return params
 
