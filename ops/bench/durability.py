@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.bench.models import write_random_llama
+from ops.rendering import render
 from shared.bus.bus import Bus
 from shared.client import ask, follow, new_request_id
 from shared.codec import envelope
@@ -90,7 +91,7 @@ class Prompts:
         return [Message("user", " ".join(words))]
 
     def token_ids(self) -> list[int]:
-        return self._processor.render(self.messages(), []).prompt_token_ids
+        return render(self._processor, self.messages(), []).prompt_token_ids
 
 
 # -- the modes ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Without broker, workers and log, nothing can fail between them. The demo model's
 minutes, so they are cached in a file that is named by a digest of all their inputs.
 """
 
+import functools
 import hashlib
 import itertools
 import tempfile
@@ -52,13 +53,14 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
     file = CACHE / f"{_digest(settings, planned, model.dtype)}.msgpack"
     if file.exists():
         return msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Expected])
-    processor: Any
+    render: Any
     if settings.renderer == "fake":
-        processor = fake_model.FakeProcessor(model)
+        render = functools.partial(fake_model.render, fake_model.FakeProcessor(model))
     else:
+        from ops import rendering
         from workers.renderer.processing.processor import Processor
 
-        processor = Processor(model)
+        render = functools.partial(rendering.render, Processor(model))
     if settings.engine == "fake":
         core = fake_model.build_core(fake_model.FakeRunner(), 4096, AT_ONCE)
     else:
@@ -68,7 +70,7 @@ def expect(settings: Settings, config: Config, planned: Sequence[Planned]) -> di
         # The answer must be the same wherever the embeddings are computed.
         loaded = load(replace(model, tower="engine"), config.engine)
         core = build_core(loaded, config.engine)
-    requests = (_rendered(one, processor, config, settings.engine) for one in planned)
+    requests = (_rendered(one, render, config, settings.engine) for one in planned)
     by_bus_id = run_alone(core, requests)
     found = {one.id: by_bus_id[one.bus_id] for one in planned}
     if settings.engine == "demo":
@@ -109,7 +111,7 @@ def _as_it_is(tensor: Any) -> Any:
     return tensor
 
 
-def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> EngineRequest:
+def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> EngineRequest:
     """Return the request as coordinator and renderer would hand it to an engine."""
     request = planned.request
     data = msgspec.json.encode(request)
@@ -117,7 +119,7 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
     subject = f"pm.request.{request.model}"
     sampling = admit(subject, planned.bus_id, data, config.models, pipelines).sampling
     images = _images(request, config)
-    rendered = processor.render(request.messages, images)
+    rendered = render(request.messages, images)
     if engine == "fake":
         restore: Any = _as_it_is
     elif rendered.items:
@@ -137,11 +139,13 @@ def _rendered(planned: Planned, processor: Any, config: Config, engine: str) -> 
 def _images(request: Any, config: Config) -> Iterator[Any]:
     parts = list(prompt.media_parts(request.messages))
     if parts:
+        from workers.renderer.media.image_decoder import decode_image
         from workers.renderer.media.loader import MediaLoader
 
         media = MediaLoader(config.renderer)
         for part in parts:
-            yield media.load(part.url, part.field)
+            data = media.read(part.url, part.field, "")
+            yield decode_image(data, config.renderer, part.field)
 
 
 def _digest(settings: Settings, planned: Sequence[Planned], dtype: str) -> str:

@@ -227,16 +227,18 @@ class FakeProcessor:
     ) -> tuple[list[int], list[PlaceholderRange]]:
         return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 
-    def render(
-        self, messages: Sequence[Message], media: Iterable[Any], tenant: str = ""
-    ) -> FakeRendered:
-        processed = [self.process(medium, "", tenant) for medium in media]
-        token_ids, ranges = self.expand(self.tokenize(Prompt(list(messages))), processed)
-        items = [
-            MultiModalKwargsItem(IMAGE, image.mm_hash, placeholder, {"bytes": number})
-            for number, (image, placeholder) in enumerate(zip(processed, ranges, strict=True))
-        ]
-        return FakeRendered(token_ids, items, [image.fields["bytes"] for image in processed])
+
+def render(
+    processor: FakeProcessor, messages: Sequence[Message], media: Iterable[Any]
+) -> FakeRendered:
+    """Render messages and their media as `ops.rendering.render` does."""
+    processed = [processor.process(medium, "", "") for medium in media]
+    token_ids, ranges = processor.expand(processor.tokenize(Prompt(list(messages))), processed)
+    items = [
+        MultiModalKwargsItem(IMAGE, image.mm_hash, placeholder, {"bytes": number})
+        for number, (image, placeholder) in enumerate(zip(processed, ranges, strict=True))
+    ]
+    return FakeRendered(token_ids, items, [image.fields["bytes"] for image in processed])
 
 
 def image_bytes(mm_hash: str) -> int:

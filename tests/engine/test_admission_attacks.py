@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ops.rendering import render
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import DecodeError, InvalidRequest, RequestError, UnsupportedContent
 from shared.models.media import DecodedImage
@@ -48,7 +49,7 @@ def message(
     parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")) for _ in colours]
     parts.append(TextPart("What color is this image?"))
     images = [DecodedImage(Image.new("RGB", (90, 70), colour), colour) for colour in colours]
-    return pack(processor.render([Message("user", parts)], images), request_id)
+    return pack(render(processor, [Message("user", parts)], images), request_id)
 
 
 @pytest.fixture

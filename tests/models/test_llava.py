@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaProcessor
 
+from ops.rendering import render
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, UnsupportedContent
 from shared.models.families.llava import LlavaTower
@@ -48,7 +49,7 @@ class Road:
         """The renderer's work, through the envelope, as the engine takes it."""
         parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("")) for _ in images]
         loaded = [DecodedImage(image, f"{name} {i}") for i, image in enumerate(images)]
-        rendered = self.processor.render([Message("user", [*parts, TextPart(text)])], loaded)
+        rendered = render(self.processor, [Message("user", [*parts, TextPart(text)])], loaded)
         return make_case(name, rendered, images, max_tokens)
 
     def expected(self, text: str, images: list[Image.Image], max_tokens: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor
 
+from ops.rendering import render
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
 from shared.errors import ConfigError, InvalidMedia, InvalidRequest
@@ -175,7 +176,7 @@ def test_token_ids_are_those_of_transformers_own_processor(
         llava.draw_image(i, rng.randint(20, 90), rng.randint(20, 90)) for i in range(num_images)
     ]
     loaded = [DecodedImage(picture, str(i)) for i, picture in enumerate(pictures)]
-    rendered = Processor(ModelConfig(str(tmp_path))).render(messages, loaded)
+    rendered = render(Processor(ModelConfig(str(tmp_path))), messages, loaded)
     ids = rendered.prompt_token_ids
     assert ids == own_ids(tmp_path, messages, pictures)
     assert ids.count(1) == 1, "a BOS, once"
@@ -192,7 +193,7 @@ def test_token_ids_are_those_of_transformers_own_processor(
 def test_control_tokens_in_text_are_refused(plain: Path, role: Any, text: str) -> None:
     """At the very beginning too, where a BOS of the template would stand."""
     with pytest.raises(InvalidRequest, match="control token"):
-        Processor(ModelConfig(str(plain))).render([Message(role, text)], [])
+        render(Processor(ModelConfig(str(plain))), [Message(role, text)], [])
 
 
 def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
@@ -201,8 +202,8 @@ def test_a_template_in_its_older_file(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     for messages in ([HELLO, Message("user", "a")], [Message("user", [TextPart("a")])]):
-        rendered = Processor(ModelConfig(str(tmp_path))).render(messages, [])
-        assert rendered == Processor(ModelConfig(str(plain))).render(messages, [])
+        rendered = render(Processor(ModelConfig(str(tmp_path))), messages, [])
+        assert rendered == render(Processor(ModelConfig(str(plain))), messages, [])
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(ConfigError, match="no chat template can be read"):
         Processor(ModelConfig(str(tmp_path)))

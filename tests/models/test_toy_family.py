@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from ops.rendering import render
 from shared.codec.arrays import from_numpy
 from shared.codec.envelope import TensorData
 from shared.codec.vllm_kwargs import BatchedField, WireField, decode_item, encode_item
@@ -236,7 +237,7 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
     cases: list[Case] = []
     for name, (text, images) in questions.items():
         decoded = [DecodedImage(image, f"{name} {i}") for i, image in enumerate(images)]
-        rendered = processor.render(messages(text, images), decoded)
+        rendered = render(processor, messages(text, images), decoded)
         cases.append(make_case(name, rendered, images, max_tokens=16))
     answers, _ = run_core(twins, cases, num_blocks=64, budget=budget, steps_between=3)
     expected = {name: generate(twins, folder, *asked) for name, asked in questions.items()}
@@ -246,7 +247,7 @@ def test_a_family_of_one_file_gives_the_tokens_of_generate(
 
 def test_all_tokens_of_an_image_stand_at_one_position(processor: Processor, twins: Twins) -> None:
     images = [llava.draw_image(1, 90, 60)]
-    rendered = processor.render(messages("See?", images), [DecodedImage(images[0], "one")])
+    rendered = render(processor, messages("See?", images), [DecodedImage(images[0], "one")])
     prompt = make_case("one", rendered, images, max_tokens=16).request
     positions = twins.served.family.locate(prompt)
     assert positions is not None

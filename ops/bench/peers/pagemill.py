@@ -10,6 +10,7 @@ from PIL import Image
 from ops.bench.peers.child import serve
 from ops.bench.peers.protocol import Answer, Request, Setup
 from ops.bench.peers.stopwatch import Stopwatch
+from ops.rendering import render
 from shared.client import new_request_id
 from shared.codec.tensors import to_torch
 from shared.config import EngineConfig, ModelConfig
@@ -64,7 +65,7 @@ class Pagemill:
         if image is None:
             return Rendered(request.token_ids, [], [])
         # The image is loaded already, so its URL does not matter.
-        return self._processor.render([message(request, "data:")], [image])
+        return render(self._processor, [message(request, "data:")], [image])
 
 
 class Tally:

@@ -55,7 +55,7 @@ def data_url(data: bytes) -> str:
 
 
 def load(url: str) -> DecodedImage:
-    return MediaLoader(LIMITS).load(url, FIELD)
+    return decode_image(MediaLoader(LIMITS).read(url, FIELD, ""), LIMITS, FIELD)
 
 
 def refusal(

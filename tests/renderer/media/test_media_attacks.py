@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ops.rendering import render
 from shared.config import EngineConfig, ModelConfig, RendererConfig
 from shared.errors import InvalidMedia, InvalidRequest
 from shared.models.media import DecodedImage
@@ -278,9 +279,9 @@ def test_an_image_of_any_size_is_answered_or_refused(
     image = decode_image(saved(Image.new("RGB", size, "red"), "PNG"), LIMITS, FIELD)
     if max(size) > 200 * min(size):
         with pytest.raises(InvalidMedia, match="more than 200 times"):
-            processor.render([Message("user", parts)], [image])
+            render(processor, [Message("user", parts)], [image])
         return
-    rendered = processor.render([Message("user", parts)], [image])
+    rendered = render(processor, [Message("user", parts)], [image])
     answers, errors = run(core, [unpack(pack(rendered))])
     assert (len(answers["r"]) > 0, errors) == (True, {})
 
@@ -311,11 +312,11 @@ def test_no_control_token_of_the_demo_model_can_be_typed(
         ]
         for parts in around:
             with pytest.raises(InvalidRequest, match="control token"):
-                processor.render([Message("user", parts)], [image])
+                render(processor, [Message("user", parts)], [image])
         for cut in range(1, len(token)):
             halves: list[TextPart | ImagePart] = [TextPart(token[:cut]), TextPart(token[cut:])]
             with pytest.raises(InvalidRequest, match="control token"):
-                processor.render([Message("user", [*halves, picture])], [image])
+                render(processor, [Message("user", [*halves, picture])], [image])
 
 
 @pytest.mark.parametrize("text", LOOKALIKES, ids=ascii)
@@ -325,8 +326,8 @@ def test_lookalikes_leave_the_image_where_it_is(
     processor, core = demo
     image = DecodedImage(Image.new("RGB", (56, 56), "red"), "hash")
     parts: list[TextPart | ImagePart] = [ImagePart(ImageURL("data:,")), TextPart(text)]
-    rendered = processor.render([Message("user", parts)], [image])
-    plain = processor.render([Message("user", [parts[0], TextPart("x")])], [image])
+    rendered = render(processor, [Message("user", parts)], [image])
+    plain = render(processor, [Message("user", [parts[0], TextPart("x")])], [image])
     assert [i.placeholder for i in rendered.items] == [i.placeholder for i in plain.items]
     pad = processor._placeholder_ids[IMAGE]
     assert rendered.prompt_token_ids.count(pad) == plain.prompt_token_ids.count(pad)

@@ -19,6 +19,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
+from ops.rendering import render
 from shared.codec.envelope import TensorData, decode, encode
 from shared.codec.tensors import to_torch
 from shared.config import ModelConfig, RendererConfig
@@ -133,7 +134,7 @@ def text_of(processor: Processor, token_ids: list[int]) -> str:
 
 def test_the_prompt_is_what_transformers_makes_of_the_template(processor: Processor) -> None:
     messages = [Message("system", "Be kind."), Message("user", "Grüße, 世界!\n\n  x")]
-    rendered = processor.render(messages, [])
+    rendered = render(processor, messages, [])
     conversation = [{"role": m.role, "content": m.content} for m in messages]
     tokenizer = processor._tokenizer._tokenizer
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
@@ -144,10 +145,10 @@ def test_the_prompt_is_what_transformers_makes_of_the_template(processor: Proces
 
 
 def test_a_text_model_takes_parts_and_refuses_images(text_processor: Processor) -> None:
-    ids = text_processor.render([user("a", "b")], []).prompt_token_ids
+    ids = render(text_processor, [user("a", "b")], []).prompt_token_ids
     assert "user\na\nb<|end|>" in text_of(text_processor, ids)
     with pytest.raises(UnsupportedContent) as caught:
-        text_processor.render([user("a", image())], [loaded()])
+        render(text_processor, [user("a", image())], [loaded()])
     assert caught.value.field == "messages[0].content[1].image_url.url"
 
 
@@ -157,26 +158,26 @@ def test_control_tokens_in_text_are_refused(processor: Processor, token: str, pl
     text = place.format(token, token)
     for message in (Message("user", text), user(text), user(image(), text)):
         with pytest.raises(InvalidRequest, match="control token") as caught:
-            processor.render([Message("system", "s"), message], [loaded()])
+            render(processor, [Message("system", "s"), message], [loaded()])
         assert caught.value.field == "messages[1].content"
         assert token in str(caught.value)
 
 
 def test_a_control_token_split_over_two_parts_is_refused(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match=r"<\|image_pad\|>"):
-        processor.render([user("<|image_", "pad|>")], [])
+        render(processor, [user("<|image_", "pad|>")], [])
 
 
 def test_a_typed_placeholder_cannot_take_an_images_place(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="control token"):
-        processor.render([user("<|image_pad|>", image())], [loaded()])
+        render(processor, [user("<|image_pad|>", image())], [loaded()])
 
 
 @pytest.mark.parametrize(
     "text", ["\uff1c|image_pad|\uff1e", "<|image\u200b_pad|>", "<|Image_Pad|>", "<|"]
 )
 def test_lookalikes_are_plain_text(processor: Processor, text: str) -> None:
-    plain = processor.render([user(text)], []).prompt_token_ids
+    plain = render(processor, [user(text)], []).prompt_token_ids
     assert text in text_of(processor, plain)
 
 
@@ -184,35 +185,35 @@ def test_lookalikes_that_the_normaliser_resolves_are_refused(tmp_path: Path) -> 
     folder = write_model(tmp_path, VISION, TEMPLATE, normalizers.NFKC())
     strict = Processor(ModelConfig(str(folder)))
     with pytest.raises(InvalidRequest, match="control token"):
-        strict.render([user("\uff1c|image_pad|\uff1e")], [])
+        render(strict, [user("\uff1c|image_pad|\uff1e")], [])
 
 
 def test_tokens_that_only_the_template_joins_are_refused(tmp_path: Path) -> None:
     joining = TEMPLATE.replace("{{ m.content }}", "{{ m.content | replace('-', '') }}")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, joining))))
     with pytest.raises(InvalidRequest, match="control token"):
-        processor.render([Message("user", "<|image-_pad|>")], [])
+        render(processor, [Message("user", "<|image-_pad|>")], [])
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n"])
 def test_empty_and_blank_texts_are_rendered(processor: Processor, text: str) -> None:
-    assert processor.render([Message("user", text)], []).prompt_token_ids
+    assert render(processor, [Message("user", text)], []).prompt_token_ids
 
 
 def test_what_the_template_refuses_is_the_clients_fault(processor: Processor) -> None:
     with pytest.raises(InvalidRequest, match="The system speaks first"):
-        processor.render([Message("user", "a"), Message("system", "b")], [])
+        render(processor, [Message("user", "a"), Message("system", "b")], [])
 
 
 def test_a_prompt_leaves_room_for_one_token(folder: Path) -> None:
-    fits = Processor(ModelConfig(str(folder))).render([Message("user", "abc")], [])
+    fits = render(Processor(ModelConfig(str(folder))), [Message("user", "abc")], [])
     length = len(fits.prompt_token_ids)
-    Processor(ModelConfig(str(folder), max_model_len=length + 1)).render(
-        [Message("user", "abc")], []
+    render(
+        Processor(ModelConfig(str(folder), max_model_len=length + 1)), [Message("user", "abc")], []
     )
     with pytest.raises(ContextTooLong, match=f"{length} tokens .* {length}$") as caught:
-        Processor(ModelConfig(str(folder), max_model_len=length)).render(
-            [Message("user", "abc")], []
+        render(
+            Processor(ModelConfig(str(folder), max_model_len=length)), [Message("user", "abc")], []
         )
     assert caught.value.field == "messages"
 
@@ -220,7 +221,7 @@ def test_a_prompt_leaves_room_for_one_token(folder: Path) -> None:
 def test_endless_text_is_refused_without_tokenizing(text_processor: Processor) -> None:
     start = time.process_time()
     with pytest.raises(ContextTooLong, match=r"50000000 bytes .* 256 tokens"):
-        text_processor.render([Message("user", "a" * 50_000_000)], [])
+        render(text_processor, [Message("user", "a" * 50_000_000)], [])
     assert time.process_time() - start < 0.5
 
 
@@ -236,7 +237,7 @@ def test_tokenizing_takes_linear_time(folder: Path, tmp_path: Path, unit: str) -
         times = []
         for _ in range(3):
             start = time.process_time()
-            processor.render(messages, [])
+            render(processor, messages, [])
             times.append(time.process_time() - start)
         return min(times)
 
@@ -268,7 +269,7 @@ def test_the_engine_can_restore_the_processors_output_bit_for_bit(
     processor: Processor, reference: BaseImageProcessor, size: tuple[int, int]
 ) -> None:
     picture = loaded(size)
-    rendered = processor.render([user(image())], [picture])
+    rendered = render(processor, [user(image())], [picture])
     expected = reference(images=[picture.image], return_tensors="np")
     [(values, grid)] = restored(rendered, rendered.tensors)
     assert values.dtype == np.float32
@@ -280,11 +281,11 @@ def test_the_engine_can_restore_the_processors_output_bit_for_bit(
 def test_every_image_fills_its_own_placeholder(processor: Processor) -> None:
     pictures = [loaded((60, 40)), loaded((300, 200)), loaded((28, 90))]
     messages = [user("one", image(), "two", image()), user(image(), "three")]
-    rendered = processor.render(messages, pictures)
+    rendered = render(processor, messages, pictures)
     pad = processor._placeholder_ids[IMAGE]
     ids = rendered.prompt_token_ids
     for picture, item in zip(pictures, rendered.items, strict=True):
-        alone = processor.render([user(image())], [picture])
+        alone = render(processor, [user(image())], [picture])
         assert item.mm_hash == alone.items[0].mm_hash
         assert item.placeholder.length == alone.items[0].placeholder.length
         start, end = item.placeholder.offset, item.placeholder.offset + item.placeholder.length
@@ -297,7 +298,7 @@ def test_every_image_fills_its_own_placeholder(processor: Processor) -> None:
 
 
 def test_fields_have_the_promised_shapes_and_cross_the_envelope(processor: Processor) -> None:
-    rendered = processor.render([user(image())], [loaded((56, 84))])
+    rendered = render(processor, [user(image())], [loaded((56, 84))])
     task = engine_task("r", rendered.prompt_token_ids, rendered.items)
     received, tensors = decode(encode(task, rendered.tensors), Task[EngineBody])
     assert received == task
@@ -316,7 +317,7 @@ def test_settings_of_the_processor_are_honoured(tmp_path: Path) -> None:
     settings = json.loads(path.read_text()) | {"do_normalize": False, "image_mean": [0.1, 0.2, 0.3]}
     path.write_text(json.dumps(settings))
     reference = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    rendered = Processor(ModelConfig(str(tmp_path))).render([user(image())], [loaded()])
+    rendered = render(Processor(ModelConfig(str(tmp_path))), [user(image())], [loaded()])
     expected = reference(images=[loaded().image], return_tensors="np")["pixel_values"]
     assert np.array_equal(next(restored(rendered, rendered.tensors))[0], expected)
 
@@ -378,7 +379,7 @@ def test_images_too_narrow_for_the_model_are_refused(
     processor: Processor, size: tuple[int, int]
 ) -> None:
     with pytest.raises(InvalidMedia, match=f"{size[0]} x {size[1]}") as caught:
-        processor.render([user("a", image())], [loaded(size)])
+        render(processor, [user("a", image())], [loaded(size)])
     assert caught.value.field == "messages[0].content[1].image_url.url"
 
 
@@ -394,14 +395,14 @@ def test_too_many_images_are_refused_before_any_is_loaded(folder: Path) -> None:
 def test_images_count_towards_the_context(folder: Path) -> None:
     processor = Processor(ModelConfig(str(folder), max_model_len=100))
     with pytest.raises(ContextTooLong, match=r"in the model's 100$"):
-        processor.render([user(image())], [loaded((280, 280))])
+        render(processor, [user(image())], [loaded((280, 280))])
 
 
 def test_a_template_that_drops_an_image_is_an_error(tmp_path: Path) -> None:
     silent = TEMPLATE.replace("<|image_pad|>", "")
     processor = Processor(ModelConfig(str(write_model(tmp_path, VISION, silent))))
     with pytest.raises(InvalidRequest, match="0 placeholders"):
-        processor.render([user(image())], [loaded()])
+        render(processor, [user(image())], [loaded()])
 
 
 def test_many_threads_render_as_one_does(processor: Processor) -> None:
@@ -410,9 +411,9 @@ def test_many_threads_render_as_one_does(processor: Processor) -> None:
         ([user("q" * rng.randint(1, 300), image())], [loaded((rng.randint(20, 90), 50), seed=i)])
         for i in range(40)
     ]
-    alone = [processor.render(*request) for request in requests]
+    alone = [render(processor, *request) for request in requests]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda request: processor.render(*request), requests)) == alone
+        assert list(pool.map(lambda request: render(processor, *request), requests)) == alone
 
 
 # ---------------------------------------------------------------------------------------------
@@ -457,7 +458,7 @@ def test_prompt_and_images_are_those_of_transformers_own_processor() -> None:
         pictures = [loaded((rng.randint(20, 700), rng.randint(20, 700))) for _ in range(num_images)]
         parts: list[TextPart | ImagePart] = [TextPart("Look:"), *[image() for _ in pictures]]
         parts.append(TextPart("What is it?"))
-        rendered = ours.render([Message("user", parts)], pictures)
+        rendered = render(ours, [Message("user", parts)], pictures)
         kinds = [{"type": "text", "text": "Look:"}, *[{"type": "image"} for _ in pictures]]
         conversation = [
             {"role": "user", "content": [*kinds, {"type": "text", "text": "What is it?"}]}
@@ -494,5 +495,5 @@ def test_one_raster_at_a_time_is_held(processor: Processor) -> None:
             yield DecodedImage(picture, "RGB")
             del picture
 
-    processor.render([user(*[image() for _ in range(6)])], pictures())
+    render(processor, [user(*[image() for _ in range(6)])], pictures())
     assert most <= 2

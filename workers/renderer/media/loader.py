@@ -10,9 +10,8 @@ from concurrent.futures import Future
 from shared.config import RendererConfig
 from shared.errors import InvalidMedia, RequestError
 from shared.lru import ByteLRU
-from shared.models.media import DecodedImage
 from workers.renderer.media.fetcher import Fetcher
-from workers.renderer.media.image_decoder import decode_data_url, decode_image
+from workers.renderer.media.image_decoder import decode_data_url
 
 _Key = tuple[str, str]
 """Tenant and URL."""
@@ -35,10 +34,6 @@ class MediaLoader:
         self._lock = threading.Lock()
         self._fetched: ByteLRU[_Key, bytes] = ByteLRU(config.url_cache_mib * 2**20)
         self._flights: dict[_Key, Future[bytes]] = {}
-
-    def load(self, url: str, field: str, tenant: str = "") -> DecodedImage:
-        """Raises a RequestError that names `field`."""
-        return decode_image(self.read(url, field, tenant), self._config, field)
 
     def read(self, url: str, field: str, tenant: str | None) -> bytes:
         """Return the bytes behind `url`. Raises a RequestError that names `field`.

@@ -184,24 +184,6 @@ class Processor:
 
     # -- prompts ----------------------------------------------------------------------------------
 
-    def render(
-        self, messages: Sequence[Message], media: Iterable[DecodedMedia], tenant: str = ""
-    ) -> Rendered:
-        """Render messages whose media are those of `prompt.media_parts`, in that order.
-
-        Each medium is taken from the iterator after `check` and after the text, and released before
-        the next but one is taken. Raises a RequestError: besides those of `check`, InvalidRequest
-        for text with control tokens or messages that the template refuses, InvalidMedia,
-        ContextTooLong.
-        """
-        token_ids = self.tokenize(Prompt(list(messages)))
-        fields = [part.field for part in prompt.media_parts(messages)]
-        processed = [
-            self.process(medium, field, tenant) for medium, field in zip(media, fields, strict=True)
-        ]
-        token_ids, ranges = self.expand(token_ids, processed)
-        return join(token_ids, ranges, processed)
-
     def expand(
         self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
     ) -> tuple[list[int], list[PlaceholderRange]]:

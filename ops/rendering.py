@@ -1,0 +1,29 @@
+"""Rendering of prompts in one call, without a renderer's threads and caches."""
+
+from collections.abc import Iterable, Sequence
+
+from shared.models.media import DecodedMedia
+from shared.protocol.requests import Message, Prompt
+from workers.renderer.processing import prompt
+from workers.renderer.processing.processor import Processor, Rendered, join
+
+
+def render(
+    processor: Processor,
+    messages: Sequence[Message],
+    media: Iterable[DecodedMedia],
+    tenant: str = "",
+) -> Rendered:
+    """Render messages whose media are those of `prompt.media_parts`, in that order.
+
+    Each medium is taken from the iterator after `check` and after the text, and released before the
+    next but one is taken. Raises what `Processor.tokenize`, `process` and `expand` raise.
+    """
+    token_ids = processor.tokenize(Prompt(list(messages)))
+    fields = [part.field for part in prompt.media_parts(messages)]
+    processed = [
+        processor.process(medium, field, tenant)
+        for medium, field in zip(media, fields, strict=True)
+    ]
+    token_ids, ranges = processor.expand(token_ids, processed)
+    return join(token_ids, ranges, processed)
