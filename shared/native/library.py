@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -115,6 +116,11 @@ def processor_flags() -> frozenset[str]:
                 if line.startswith("flags"):
                     return frozenset(line.partition(":")[2].split())
     return frozenset()
+
+
+def pointers(*tensors: Any) -> list[int | None]:
+    """Return the addresses of tensors, which the caller must keep; None for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

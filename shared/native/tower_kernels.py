@@ -75,21 +75,9 @@ class TowerKernels:
         cos, sin = (None, None) if angles is None else (a.float().contiguous() for a in angles)
         if cos is not None and sin is not None:
             assert cos.shape == sin.shape == (num_rows, head_dim)
-        segments = _Segments(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            starts.data_ptr(),
-            output.data_ptr(),
-            len(lengths),
-            num_heads,
-            head_dim,
-            query.stride(0),
-            head_dim,
-            scale,
-        )
+        pointers = library.pointers(query, key, value, cos, sin, starts, output)
+        sizes = (len(lengths), num_heads, head_dim, query.stride(0), head_dim)
+        segments = _Segments(*pointers, *sizes, scale)
         self._library.pagemill_attend(self._pool, ctypes.byref(segments))
         return output
 
@@ -109,16 +97,9 @@ class TowerKernels:
         assert len(bias) == num_panels * PANEL >= num_outputs
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], num_outputs, dtype=torch.bfloat16)
-        product = _Product(
-            x.data_ptr(),
-            panels.data_ptr(),
-            bias.data_ptr(),
-            y.data_ptr(),
-            math.prod(x.shape[:-1]),
-            2 * num_units,
-            num_outputs,
-            ACTIVATIONS.index(activation),
-        )
+        sizes = (math.prod(x.shape[:-1]), 2 * num_units, num_outputs)
+        pointers = library.pointers(x, panels, bias, y)
+        product = _Product(*pointers, *sizes, ACTIVATIONS.index(activation))
         self._library.pagemill_multiply(self._pool, ctypes.byref(product))
         return y
 

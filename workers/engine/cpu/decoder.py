@@ -194,14 +194,8 @@ class NativeModel(DecoderModel):
             plan.block_tables.shape[1],
             len(rows),
             0 if deepstack is None else len(deepstack),
-            plan.query_start_loc.ctypes.data,
-            plan.seq_lens.ctypes.data,
-            plan.block_tables.ctypes.data,
-            rows.data_ptr(),
-            embeddings.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            None if deepstack is None else deepstack.data_ptr(),
+            *(a.ctypes.data for a in (plan.query_start_loc, plan.seq_lens, plan.block_tables)),
+            *library.pointers(rows, embeddings, cos, sin, deepstack),
             *self._addresses_of(step.kv_cache),
             logits.data_ptr(),
         )
@@ -284,5 +278,5 @@ def _on_collect(owner: Any, function: Callable[..., None], *arguments: Any) -> N
 
 
 def _pointer_array(tensors: Sequence[Tensor]) -> Any:
-    array = (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    array = (_POINTER * len(tensors))(*library.pointers(*tensors))
     return ctypes.cast(array, _POINTER)
