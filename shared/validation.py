@@ -15,8 +15,11 @@ def split_validation_error(error: msgspec.ValidationError) -> tuple[str, str]:
     return reason, path.removesuffix("`").removeprefix("$").removeprefix(".")
 
 
-def invalid_request(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
-    """Return the error of a request, which names the wrong field; `prefix` is the path to it."""
+def invalid_request(error: Exception, prefix: str = "") -> InvalidRequest:
+    """Return the error for a request that cannot be decoded. It names the wrong field, whose path
+    begins with `prefix`."""
+    if not isinstance(error, msgspec.ValidationError):
+        return InvalidRequest(f"the request is neither JSON nor msgpack: {error}")
     reason, path = split_validation_error(error)
     field = f"{prefix}{path}"
     return InvalidRequest(f"{field or 'request'}: {reason}", field=field or None)

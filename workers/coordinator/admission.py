@@ -1,14 +1,14 @@
 """Admission: the bytes of a client become a valid request with all defaults, or one clear error."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
-from shared.protocol.encoding import is_packed
+from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
 from shared.protocol.pipeline import TEXT, Pipeline
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
@@ -20,9 +20,6 @@ from shared.validation import invalid_request, split_validation_error
 UNSUPPORTED_PARTS = ("input_audio", "audio_url", "video_url", "file", "image_embeds")
 
 
-Part = TypeVar("Part", bound=msgspec.Struct)
-
-
 class _GivenSampling(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
@@ -31,15 +28,17 @@ class _OnlyId(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
 
+# Decoders of a part of a request, whose other fields are not looked at.
+_decode_sampling = json_or_msgpack(_GivenSampling)
+_decode_id = or_none(json_or_msgpack(_OnlyId))
+
+
 def request_id_of(header: str | None, data: bytes) -> str | None:
     """The id under which a request can be answered, even if the rest of it is of no use."""
-    if header is not None:
-        return header if subjects.is_request_id(header) else None
-    try:
-        found = _decode(data, _OnlyId).request_id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return found if found is not None and subjects.is_request_id(found) else None
+    if header is None:
+        found = _decode_id(data)
+        header = None if found is None else found.request_id
+    return header if header is not None and subjects.is_request_id(header) else None
 
 
 class Admitted(NamedTuple):
@@ -65,11 +64,11 @@ def admit(
     """
     try:
         request = decode_request(data)
-        given = _decode(data, _GivenSampling).sampling_params
+        given = _decode_sampling(data).sampling_params
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error
+    except UNDECODABLE as error:
+        raise invalid_request(error) from error
     if request.request_id is not None and request.request_id != request_id:
         raise InvalidRequest("request_id differs from the Nats-Msg-Id header", field="request_id")
     named = subjects.model_of_request(subject)
@@ -138,9 +137,3 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest | UnsupportedCont
         field = f"{field}.{name}".removeprefix(".")
         return InvalidRequest(f"{field}: unknown field", field=field)
     return invalid_request(error)
-
-
-def _decode(data: bytes, part: type[Part]) -> Part:
-    """Decode a part of a request, whose other fields are not looked at."""
-    decode = msgspec.msgpack.decode if is_packed(data) else msgspec.json.decode
-    return decode(data, type=part)

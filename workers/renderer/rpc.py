@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 import structlog
 
 from shared.bus.bus import Bus
@@ -21,7 +20,7 @@ from shared.codec import envelope
 from shared.config import Config
 from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json, to_msgpack
+from shared.protocol.encoding import UNDECODABLE, to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
 from shared.protocol.records import error_info
 from shared.protocol.renderer_rpc import (
@@ -168,10 +167,8 @@ def _check_model(request: GenerateRequest, model: str) -> None:
 async def _decode(decode: Callable[[bytes], Request], data: bytes) -> Request:
     try:
         return await asyncio.to_thread(decode, data)
-    except msgspec.ValidationError as error:
+    except UNDECODABLE as error:
         raise invalid_request(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the request is neither JSON nor msgpack: {error}") from error
 
 
 def _error_reply(error: PagemillError) -> bytes:
