@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import InitVar, dataclass, field
 
 from shared.codec.envelope import TensorData
 from shared.errors import InvalidGrammar
@@ -38,32 +39,29 @@ GRACE_MS = 2000.0
 Prepared = tuple[list[Item], Grammar | None]
 
 
+@dataclass(eq=False)
 class EngineWorker:
     """Feeds the step thread from the stage's queues and writes its outputs to the token logs."""
 
-    def __init__(
-        self,
-        context: Context,
-        model: str,
-        core: EngineCore,
-        items: ItemLoader,
-        grammars: GrammarCompiler | None = None,
-    ) -> None:
-        """Without `grammars`, requests that have one are refused."""
-        self._context = context
+    _context: Context
+    _model: str
+    core: InitVar[EngineCore]
+    _items: ItemLoader
+    _grammars: GrammarCompiler | None = None
+    """Without it, requests that have a grammar are refused."""
+    _preparing: set[str] = field(default_factory=set)
+    """Requests that wait for embeddings or a grammar."""
+    _ended: set[str] = field(default_factory=set)
+    """Those of `_preparing` that were ended elsewhere."""
+    _requests: dict[str, OpenRequest] = field(default_factory=dict)
+    _background: TaskSet = field(default_factory=TaskSet)
+
+    def __post_init__(self, core: EngineCore) -> None:
+        context = self._context
         self._stage = context.stage
-        self._model = model
-        self._items = items
-        self._grammars = grammars
-        self._preparing: set[str] = set()
-        """Requests that wait for embeddings or a grammar."""
-        self._ended: set[str] = set()
-        """Those of `_preparing` that were ended elsewhere."""
-        self._requests: dict[str, OpenRequest] = {}
-        self._background = TaskSet()
         self._stats = core.stats()
         self._metrics = EngineMetrics(
-            context.metrics.of(model), self._stats, context.bus.to_broker_ms
+            context.metrics.of(self._model), self._stats, context.bus.to_broker_ms
         )
         self._kv_events = core.kv_events
         self._kv_log = KVLogWriter(context.bus, context.worker)

@@ -102,7 +102,7 @@ class LaneOrderMachine(RuleBasedStateMachine):
         self.num_steps += 1
         assert 0 < batch.num_tokens <= self.budget
         if any(s.draft_token_ids for s in batch.scheduled):
-            assert batch.num_tokens <= self.scheduler._max_drafting_tokens
+            assert batch.num_tokens <= self.scheduler.max_drafting_tokens
         assert self.scheduler.num_running <= self.max_seqs
         self.check_blocks(batch.scheduled)
         if batch.copies:

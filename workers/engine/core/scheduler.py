@@ -14,7 +14,7 @@ so that decodes leave at least one token for it.
 """
 
 from bisect import insort
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.prefix_cache import PrefixCache, PrefixMatch
@@ -57,35 +57,32 @@ class _StepBudget:
         self.budget -= len(drafts)
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Assigns tokens and blocks to sequences, with chunked prefill and preemption."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        prefix_caching: bool = True,
-        max_drafting_tokens: int = 0,
-    ) -> None:
-        """Draft tokens are added to a step only up to `max_drafting_tokens` tokens in all."""
-        assert min(max_num_seqs, max_num_batched_tokens) >= 1
-        assert pool.num_blocks * pool.block_size >= max_model_len
-        self.prefix_cache = PrefixCache(pool, prefix_caching)
-        self.num_preemptions = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self.num_slots = 0
-        """KV slots in held blocks, summed over all steps."""
-        self.num_unused_slots = 0
-        """KV slots in held blocks that held no token, summed over all steps."""
-        self._pool = pool
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_drafting_tokens = max_drafting_tokens
-        self._num_steps = 0
-        self._num_added = 0
+    _pool: BlockPool
+    max_num_seqs: InitVar[int]
+    _max_num_batched_tokens: int
+    max_model_len: InitVar[int]
+    prefix_caching: InitVar[bool] = True
+    max_drafting_tokens: int = 0
+    """Draft tokens are added to a step only up to so many tokens in all."""
+    num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_slots: int = 0
+    """KV slots in held blocks, summed over all steps."""
+    num_unused_slots: int = 0
+    """KV slots in held blocks that held no token, summed over all steps."""
+    _num_steps: int = 0
+    _num_added: int = 0
+
+    def __post_init__(self, max_num_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
+        self._max_num_seqs = min(max_num_seqs, self._max_num_batched_tokens)
+        assert self._max_num_seqs >= 1
+        assert self._pool.num_blocks * self._pool.block_size >= max_model_len
+        self.prefix_cache = PrefixCache(self._pool, prefix_caching)
         # Both are sorted by priority.
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
@@ -241,7 +238,7 @@ class Scheduler:
         """
         decodes = [s for s in step.scheduled.values() if s.samples and s.num_new_tokens == 1]
         num_scheduled = self._max_num_batched_tokens - step.budget
-        budget = min(step.budget, self._max_drafting_tokens - num_scheduled)
+        budget = min(step.budget, self.max_drafting_tokens - num_scheduled)
         for num_left, s in zip(range(len(decodes), 0, -1), decodes, strict=True):
             sequence = s.sequence
             num_slots = self._pool.block_size * (len(sequence.block_table) + self._pool.num_free)
