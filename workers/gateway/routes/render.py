@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -123,7 +124,9 @@ async def _render(
         )
         num_prompt = len(rendered.prompt_token_ids)
         max_tokens = resolve_max_tokens(sampling.max_tokens, num_prompt, card.max_model_len)
-    stream, options = bool(asked.stream), asked.stream_options
+    stream, options = bool(asked.stream), None
+    if stream and asked.stream_options is not None:
+        options = msgspec.convert(asked.stream_options, GenerateStreamOptions, from_attributes=True)
     return RenderedRequest(
         request_id=wire_id,
         token_ids=rendered.prompt_token_ids,
@@ -131,12 +134,7 @@ async def _render(
         sampling_params=write_sampling(sampling, max_tokens, stream),
         model=model,
         stream=stream,
-        stream_options=GenerateStreamOptions(
-            include_usage=options.include_usage,
-            continuous_usage_stats=options.continuous_usage_stats,
-        )
-        if stream and options is not None
-        else None,
+        stream_options=options,
         cache_salt=asked.cache_salt,
         priority=asked.priority or 0,
     )
