@@ -161,7 +161,7 @@ Main = Callable[[Context], Awaitable[None]]
 async def run(
     role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
 ) -> int:
-    """Run one worker until it has stopped, and return its exit code.
+    """Run one worker until it has stopped, and return its exit code; the process ends then.
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
@@ -191,13 +191,17 @@ async def run(
 
 @contextlib.contextmanager
 def _signals(shutdown: Shutdown) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a drain; the second of them hands back at once."""
+    """Begin the drain at a SIGTERM or SIGINT, and hurry it at the second.
+
+    Signals are ignored afterwards. The loop's own handlers are not used, because the loop restores
+    the default action when it closes, and a late signal would kill a worker that has drained.
+    """
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, shutdown.signal)
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(shutdown.signal))
     try:
         yield
     finally:
         for number in handled:
-            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
