@@ -30,16 +30,16 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } keep' requirements.new > requirements.lock
 	rm requirements.new
 
-demo: .venv/installed  ## three pictures and a question, answered over NATS
+demo: .venv/installed  ## three images and a question, answered over NATS
 	$(BIN)/python -m ops.demo
 
-# Style and the pure packages need no cluster: at the lowest priority they run in the time in which
+# Style and the pure packages need no cluster: at a low priority they run in the time in which
 # other tests wait, and print at their end.
 test: .venv/installed  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests quiet-check quiet-coverage
 
 quiet-check quiet-coverage: quiet-%: .venv/installed
-	@log=$$(mktemp); nice -n 19 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
+	@log=$$(mktemp); nice -n 10 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # A process a core: tests that start clusters time out when more of them run at once. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
@@ -48,7 +48,7 @@ tests: .venv/installed
 		$(PURE_TESTS:%=--ignore=%)
 
 coverage: .venv/installed  ## the tests of packages without I/O, and how much of these they run
-	$(BIN)/pytest --cov --cov-report=term:skip-covered $(PURE_TESTS)
+	$(BIN)/pytest --timeout 900 --cov --cov-report=term:skip-covered $(PURE_TESTS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

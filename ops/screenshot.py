@@ -39,7 +39,7 @@ def ask(browser: Browser) -> None:
     browser.type("#file", str(IMAGES / "yellow_star.jpg"))
     browser.wait("document.querySelectorAll('#images li').length === 1")
     browser.run("document.querySelector('#question').value = ''")
-    browser.type("#question", "Describe the picture." + ENTER)
+    browser.type("#question", "Describe the image." + ENTER)
     browser.wait("document.querySelector('#send').disabled === false")
     browser.wait("document.querySelector('#stages li:last-child').dataset.state === 'done'")
     browser.run("document.activeElement.blur()")

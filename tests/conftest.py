@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
+import hypothesis
 import pytest
 
 from shared.bus.bus import Bus
@@ -20,6 +21,12 @@ if shutil.which("nvidia-smi") is None:
 # Read by torch at its import; workers set it as well.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# No test measures time, because it would fail on a busy machine.
+hypothesis.settings.register_profile(
+    "pagemill", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("pagemill")
+
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|/site-packages/|Traceback|BytesIO|object at ")
 
 # Files that take minutes, most of them waiting. Workers of pytest-xdist take files in this order,
@@ -28,7 +35,7 @@ LONG_FIRST = ("tests/chaos/test_bugs.py", "tests/cluster/", "tests/bench/test_pe
 
 # Most skipped tests by reason, of those that no setting of a CI machine can avoid. A reason that is
 # not listed fails the run unless it begins with a line of the environment variable
-# PAGEMILL_TESTS_MAY_SKIP.
+# TESTS_MAY_SKIP.
 ALLOWED_SKIPS = {
     "needs a CUDA device": 1,
     "there is a GPU": 1,
@@ -36,7 +43,7 @@ ALLOWED_SKIPS = {
     "PAGEMILL_SMOLLM2 names no folder": 2,
     "a model that does not see": 6,
 }
-MAY_SKIP = "PAGEMILL_TESTS_MAY_SKIP"
+MAY_SKIP = "TESTS_MAY_SKIP"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

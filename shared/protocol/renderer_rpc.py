@@ -70,7 +70,7 @@ class ModelCard(Versioned, frozen=True, tag="card"):
     max_model_len: int
     """Limit on the tokens of prompt and answer together."""
     vocab_size: int
-    takes_pictures: bool
+    takes_images: bool
     takes_tools: bool
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """Format in which the model writes tool calls, if it is known."""

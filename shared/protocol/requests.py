@@ -1,4 +1,4 @@
-"""Requests: the messages that clients write, and the prompt that is made of one."""
+"""Requests: the messages that clients publish, and the prompt that is made of one."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,19 +13,19 @@ from shared.protocol.sampling import SamplingParams, TokenId
 from shared.protocol.subjects import NAME_RULE, is_name
 
 TENANT_HEADER = "Pagemill-Tenant"
-"""For whom a request is: a name like a request id; without the header, for nobody in particular.
+"""Header with the tenant of a request, a name like a request id; without it there is no tenant.
 
-Nothing that is cached for one tenant is found for another. Whoever may publish requests is trusted
-to say for whom: the header is set by what has authenticated the client, and never copied from what
-the client has written. A body that names a tenant is refused like any unknown field.
+Nothing that is cached for one tenant is found for another. Publishers of requests are trusted to
+name the tenant: the component that has authenticated the client sets the header, and never copies
+it from the client's message. A body that names a tenant is refused like any unknown field.
 """
 
 
 def tenant_of(header: str | None) -> str:
-    """For whom a request is, by its TENANT_HEADER; "" without one.
+    """Return the tenant that a request's TENANT_HEADER names; "" without the header.
 
-    Whoever may publish requests is trusted in this. Raises InvalidRequest for what is no name: were
-    it taken for none, a slip in one gateway would put its tenants together with everybody else.
+    Raises InvalidRequest for a header that is no name. If it counted as no tenant, a mistake in one
+    gateway would let its tenants share caches with all others.
     """
     if header is None:
         return ""
@@ -35,7 +35,7 @@ def tenant_of(header: str | None) -> str:
 
 
 def tenant_header(tenant: str) -> dict[str, str]:
-    """As headers of a message; none for nobody in particular."""
+    """Return the headers of a message of `tenant`; none without a tenant."""
     return {TENANT_HEADER: tenant} if tenant else {}
 
 
@@ -44,8 +44,11 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
 
 
 class ImageURL(Struct, frozen=True, forbid_unknown_fields=True):
-    """`url` is a `data:` URL with base64, `media:` and the SHA-256 of a picture that was stored
-    before, or http(s) where the operator allows it."""
+    """The place of an image.
+
+    `url` is a `data:` URL with base64, `media:` and the SHA-256 of an image that was stored before,
+    or http(s) where the operator allows it.
+    """
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
@@ -110,56 +113,57 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]
 
 
 class Feature(Struct, frozen=True, forbid_unknown_fields=True):
-    """A picture that somebody else has processed, and where in the prompt its tokens are."""
+    """An image that another server has processed, and the range of its tokens in the prompt."""
 
     modality: Modality
     mm_hash: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Whatever the client calls it by; our caches do not trust it."""
+    """The client's own hash of the item; caches of the server do not trust it."""
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     length: Annotated[int, Meta(gt=0, le=2**31 - 1)]
     data: Annotated[str, Meta(pattern="^media:[0-9a-f]{64}$")] | None = None
-    """Names the item's bytes, stored like a picture; None for an item that the same tenant has sent
-    before under the same `mm_hash`."""
+    """Name of the item's bytes, which are stored like an image; None for an item that the same
+    tenant has sent before under the same `mm_hash`."""
 
 
 class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The prompt is one of three: `messages`, `prompt` or `prompt_token_ids`."""
+    """A request for an answer; its prompt is in `messages`, `prompt` or `prompt_token_ids`."""
 
     model: str
     messages: Messages | None = None
     sampling_params: SamplingParams | UnsetType = UNSET
-    """Fields left out take the model's configured defaults."""
+    """Parameters that are left out have the model's configured defaults."""
     request_id: str | None = None
-    """May be given here or as the `Nats-Msg-Id` header; if both, they must agree."""
+    """Id of the request, here or in the `Nats-Msg-Id` header; if in both, they must agree."""
     lane: Literal["interactive", "batch"] = "interactive"
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """From acceptance to the last record; by default and at most what is configured."""
+    """Most seconds from acceptance to the last record; the configuration has the default and the
+    maximum."""
     adapter: str | None = None
-    """One of the model's configured LoRA adapters; without one the model answers as it is."""
+    """Name of one of the model's configured LoRA adapters; None for the model without adapters."""
     prompt: str | None = None
-    """Text as it is, in which the tokenizer may find control tokens."""
+    """Text without a template, in which the tokenizer may find control tokens."""
     prompt_token_ids: TokenIds | None = None
-    """Taken as they are; a picture's tokens are there already, and it itself is in `features`."""
+    """The prompt's tokens, among them those of images, which are in `features`."""
     features: Annotated[list[Feature], Meta(max_length=1024)] = []
-    """Only with `prompt_token_ids`."""
+    """Processed images of the prompt; only with `prompt_token_ids`."""
     tools: Tools = []
-    """Only with `messages`, like `template_kwargs`."""
+    """Functions that the model may call; only with `messages`, like `template_kwargs`."""
     template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template; `add_generation_prompt` and `continue_final_message` mean
-    what they mean in transformers."""
+    """Variables of the chat template; `add_generation_prompt` and `continue_final_message` have the
+    meaning that transformers gives them."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own, such as a BOS. By default it does to a `prompt`, and to
-    messages where the model's own processor does."""
+    """Whether the tokenizer adds special tokens, such as a BOS. By default it adds them to a
+    `prompt`, and to messages if the model's own processor does."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    """Nothing that is cached for one salt is found with another, or without one."""
+    """Salt of the caches: an entry made with one salt is not found with another, or without."""
     outputs: Annotated[list[str], Meta(max_length=8)] = []
-    """Names of the model's outputs that the request wants; by default its text."""
+    """Names of the requested outputs of the model; by default its text."""
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True):
-    """What a request asks, checked: one of `messages`, `text` and `token_ids`.
+    """The checked prompt of a request: one of `messages`, `text` and `token_ids`.
 
-    The other fields mean what those of GenerateRequest mean; see `shared.protocol.prompts`.
+    The other fields are those of GenerateRequest; see `shared.protocol.prompts`.
     """
 
     messages: list[Message] = []
@@ -175,10 +179,10 @@ decode_request = json_or_msgpack(GenerateRequest)
 
 
 def encode_request(request: GenerateRequest, sampling: Mapping[str, Any] | None = None) -> bytes:
-    """JSON. `sampling` are the parameters that were given, in place of `request`'s.
+    """Return the request as JSON, with the sampling parameters `sampling` if they are given.
 
-    A Struct does not tell a value that was given from a default that is equal to it, and the
-    model's configured defaults give way to what was given alone.
+    In a Struct, a given value cannot be told from a default that is equal to it, and only given
+    values take precedence over the model's configured defaults.
     """
     if sampling is None:
         return to_json(request)

@@ -1,4 +1,4 @@
-"""Every subject, stream, bucket and consumer name. No other module spells one out.
+"""All names of subjects, streams, buckets and consumers; no other module contains one.
 
 Names that become part of a subject (request ids, models, worker ids) are checked here: a subject
 token with a dot, a wildcard or white space would address something else.
@@ -18,7 +18,7 @@ ATTEMPTS_STREAM = "ATTEMPTS"
 RESULTS_STREAM = "RESULTS"
 MEDIA_STREAM = "MEDIA"
 KV_STREAM = "KV"
-# A key-value bucket, `pm_workers`, for whoever reads it with a client's own functions.
+# A key-value bucket, `pm_workers`, which clients can read with functions of their library.
 WORKERS_STREAM = "KV_pm_workers"
 
 REQUESTS_FILTER = "pm.request.>"
@@ -37,9 +37,9 @@ HEARTBEATS_FILTER = "$KV.pm_workers.*"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
 
-# Where every worker tells its metrics to whoever asks; core NATS.
+# Every worker answers requests on this subject with its metrics; core NATS.
 METRICS = "pm.metrics"
-# Batches of KV events that are stored for each engine.
+# Number of batches of KV events that are stored for each engine.
 MAX_KV_BATCHES = 10_000
 
 LANES = ("interactive", "batch")
@@ -47,17 +47,17 @@ LANES = ("interactive", "batch")
 NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 RESERVED_PREFIX = "item_"
-"""Request ids do not begin with it: names of item tasks do."""
+"""Prefix of the names of item tasks, which request ids may not have."""
 _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
 
 
 def is_name(value: str) -> bool:
-    """Whether `value` may stand as one token of a subject."""
+    """Return whether `value` can be one token of a subject."""
     return _NAME.fullmatch(value) is not None
 
 
 def is_request_id(value: str) -> bool:
-    """Whether a client may use `value` as a request id.
+    """Return whether a client may use `value` as a request id.
 
     Item tasks have logs and attempts like requests, under names that anyone can compute from the
     item's content. A client that could end such a task would have the item refused to every tenant.
@@ -70,22 +70,22 @@ def request(model: str) -> str:
 
 
 def model_of_request(subject: str) -> str:
-    """The model that a request subject names; may be any text, for clients choose it."""
+    """Return the model that a request subject names; clients choose it, so it may be any text."""
     return subject.removeprefix("pm.request.")
 
 
 def stage(name: str, model: str, lane: str, request_id: str) -> str:
-    """Subject of one piece of work for a stage: the stream holds at most one message of it."""
+    """Subject of a task of a stage; the stream holds at most one message of a subject."""
     return f"pm.stage.{name}.{model}.{lane}.{request_id}"
 
 
 def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
-    """Message id of one piece of work; `sequence` is that of the request in its queue."""
+    """Message id of a task; `sequence` is that of the request in its queue."""
     return f"{request_id}:{sequence}:{stage}:{round}"
 
 
 def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
-    """Sequence of a piece of work's request in its queue; None for an id of another kind."""
+    """Sequence in its queue of the request of a task; None for an id of another kind."""
     found = _STAGE_MSG_ID.fullmatch(stage_msg_id)
     return int(found["sequence"]) if found and found["request_id"] == request_id else None
 
@@ -99,7 +99,7 @@ def is_stage(subject: str) -> bool:
 
 
 def stages_of(request_id: str) -> str:
-    """Filter for the work of a request in all stages."""
+    """Filter for the tasks of a request in all stages."""
     return f"pm.stage.*.*.*.{request_id}"
 
 
@@ -161,22 +161,22 @@ def last_token(subject: str) -> str:
 
 
 def cancel(request_id: str) -> str:
-    """Where anyone asks for a request to be cancelled; kept until a coordinator has done it."""
+    """Subject of a request to cancel, which is stored until a coordinator has carried it out."""
     return f"pm.cancel.{request_id}"
 
 
 def ended(request_id: str) -> str:
-    """Told on core NATS when somebody else than its holder has ended a request."""
+    """Subject on core NATS of the message that another worker has ended a claimed request."""
     return f"pm.ended.{request_id}"
 
 
 def attempts(request_id: str) -> str:
-    """Who has taken a request in hand, and how that went."""
+    """Subject of the attempts at a request: the worker that claimed it, and the outcome."""
     return f"pm.attempt.{request_id}"
 
 
 def item_task(key: str) -> str:
-    """The name that an item task has in place of a request id; `key` identifies its content."""
+    """Name of an item task in place of a request id; `key` identifies its content."""
     return f"{RESERVED_PREFIX}{key}"
 
 
@@ -186,7 +186,7 @@ def result(key: str) -> str:
 
 
 def media(name: str) -> str:
-    """What a stored picture consists of; `name` is the SHA-256 of its bytes in hexadecimal."""
+    """Subject of the head of a stored image; `name` is the SHA-256 of its bytes in hexadecimal."""
     return f"pm.media.{name}"
 
 
@@ -195,22 +195,22 @@ def media_chunk(name: str, number: int) -> str:
 
 
 def pin(request_id: str, sequence: int) -> str:
-    """What the URLs of a request were found to be; another acceptance of its id finds anew."""
+    """Subject of the hashes found behind a request's URLs; each acceptance of an id has its own."""
     return f"pm.pin.{request_id}.{sequence}"
 
 
 def item(key: str) -> str:
-    """The name of the bytes of an item that a client knows by a hash of its own."""
+    """Subject of the name of an item's bytes, for an item that a client knows by its own hash."""
     return f"pm.item.{key}"
 
 
 def blob(worker: str) -> str:
-    """Where a worker gives its large payloads away in pieces, to those who cannot reach it else."""
+    """Subject on which a worker sends large payloads in chunks, to readers without another path."""
     return f"pm.blob.{worker}"
 
 
 def kv(engine: str) -> str:
-    """Where an engine tells which blocks can be found with it; `engine` is its worker id."""
+    """Subject of the KV events of an engine, its cached blocks; `engine` is its worker id."""
     return f"pm.kv.{engine}"
 
 
@@ -219,7 +219,7 @@ def heartbeat(worker: str) -> str:
 
 
 def job(request_id: str) -> str:
-    """What gateways must know of a request, besides its log."""
+    """Subject of the record that gateways keep of a request, beside its log."""
     return f"pm.job.{request_id}"
 
 

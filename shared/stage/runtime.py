@@ -1,6 +1,6 @@
 """The life of a worker process: connect, become ready, serve, drain, exit.
 
-A worker is crash-only: nothing it holds is needed by anybody once it is gone.
+A worker is crash-only: no other process needs the state of a worker that has died.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ METRICS_PORTS = 64
 
 VERSION = version("pagemill")
 
-# sysexits.h: a worker that ends with it would end in the same way again.
+# EX_CONFIG of sysexits.h: a worker that is started again would end in the same way.
 EXIT_CONFIG = 78
 
 
 class Shutdown:
-    """When a worker is to stop: `asked` begins the drain, `hurry` ends it at once."""
+    """Events that stop a worker: `asked` begins the drain, `hurry` ends it at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
 
     def signal(self) -> None:
-        """The first call asks, the second one hurries."""
+        """Begin the drain at the first call, and end it at the second."""
         (self.hurry if self.asked.is_set() else self.asked).set()
 
     async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
-        """Returns when all of `running` are done, or there is no more time for them."""
+        """Wait until all of `running` are done, `drain_s` have passed, or the drain is hurried."""
         if not running:
             return
         done = asyncio.create_task(asyncio.wait(running, timeout=drain_s))
@@ -63,7 +63,7 @@ class Shutdown:
 
 @dataclass(eq=False)
 class Context:
-    """What a role's `main` is given: configuration, bus, identity, and when to stop."""
+    """The argument of a role's `main`: configuration, bus, identity, and the signal to stop."""
 
     role: str
     worker: str
@@ -75,7 +75,7 @@ class Context:
     stage_name: InitVar[str | None] = None
     """The stage to serve; by default the stage named like the role."""
     url: str | None = None
-    """Where a gateway serves; told with every heartbeat."""
+    """URL of a gateway, which every heartbeat reports."""
 
     def __post_init__(self, stage_name: str | None) -> None:
         self.metrics = Metrics(self.role, self.worker)
@@ -95,7 +95,7 @@ class Context:
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def open_metrics(self) -> None:
-        """From now on whoever asks is told. Raises ConfigError where they cannot be served."""
+        """Answer requests for metrics from now on. Raises ConfigError if no port can be opened."""
         self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
@@ -108,7 +108,7 @@ class Context:
             self.log.info("metrics", address=self._endpoint.address)
 
     async def open_blobs(self) -> Blobs:
-        """For a worker that makes or takes large payloads; others learn of it by the heartbeat."""
+        """Open the payload store of a worker; its heartbeat tells other workers the address."""
         self._blobs = Blobs(self.bus, self.role, self.worker, self.config.blobs)
         await self._blobs.start()
         self.stage.blobs = self._blobs
@@ -123,15 +123,15 @@ class Context:
             await asyncio.to_thread(self._endpoint.close)
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
-        """Announce this worker; from now on `load` is told with every heartbeat."""
+        """Announce this worker; from now on every heartbeat reports `load`."""
         self.log.info("ready", models=models)
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         for count in itertools.count():
-            told, address = load(), None
+            reported, address = load(), None
             if self._blobs is not None:
-                told, address = told | self._blobs.load(), self._blobs.address
+                reported, address = reported | self._blobs.load(), self._blobs.address
             metrics = None if self._endpoint is None else self._endpoint.address
             beat = Heartbeat(
                 role=self.role,
@@ -139,7 +139,7 @@ class Context:
                 version=VERSION,
                 pid=os.getpid(),
                 models=models,
-                load=told,
+                load=reported,
                 blobs=address,
                 metrics=metrics,
                 url=self.url,
@@ -150,7 +150,7 @@ class Context:
                 if count % CLOCK_BEATS == CLOCK_BEATS - 1:
                     await self.bus.sync_clock()
             except Exception as error:
-                # The broker is away: the worker waits for it like everybody else.
+                # The broker is unreachable; the connection waits for it.
                 self.log.warning("heartbeat_failed", error=str(error))
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -161,7 +161,7 @@ Main = Callable[[Context], Awaitable[None]]
 async def run(
     role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
 ) -> int:
-    """Run one worker until it has stopped, and return its exit code.
+    """Run one worker until it has stopped, and return its exit code; the process ends then.
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
@@ -191,13 +191,17 @@ async def run(
 
 @contextlib.contextmanager
 def _signals(shutdown: Shutdown) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a drain; the second of them hands back at once."""
+    """Begin the drain at a SIGTERM or SIGINT, and hurry it at the second.
+
+    Signals are ignored afterwards. The loop's own handlers are not used, because the loop restores
+    the default action when it closes, and a late signal would kill a worker that has drained.
+    """
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, shutdown.signal)
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(shutdown.signal))
     try:
         yield
     finally:
         for number in handled:
-            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)

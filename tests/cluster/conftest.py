@@ -63,7 +63,7 @@ def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
         process = subprocess.Popen(
             [*PAGEMILL, "up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
         )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while b"ready at" not in log.read_bytes():
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()

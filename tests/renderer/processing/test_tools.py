@@ -214,7 +214,7 @@ def test_the_template_says_how_calls_are_written(
 ) -> None:
     card = model(tmp_path, template, tool_parser=given).card("m")
     assert (card.model, card.takes_tools, card.tool_parser) == ("m", True, parser)
-    assert (card.max_model_len, card.takes_pictures) == (256, False)
+    assert (card.max_model_len, card.takes_images) == (256, False)
     assert card.call_signs == ([None, None] if parser == "hermes" else None)
 
 

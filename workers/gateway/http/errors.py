@@ -194,7 +194,7 @@ def validation_error(error: msgspec.ValidationError, unsupported: frozenset[str]
     `unsupported` are the names of parameters that are known but not implemented.
     """
     complaint, field, name = split_field_error(error)
-    path = f"{field}.{name}".strip(".")
+    path = f"{field}.{name}".removeprefix(".") if name else field
     if complaint == UNKNOWN_FIELD:
         if path in unsupported:
             return UnsupportedParameter(f"{path} is not supported here", field=path)

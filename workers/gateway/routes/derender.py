@@ -136,13 +136,14 @@ class _Derenderer:
                 for answer, prompt in zip(answers, prompts, strict=True)
             )
         )
-        return await asyncio.gather(
+        decoded = await asyncio.gather(
             *(
-                self._whole_choice(answer, choice, window)
+                self._decode(answer, choice, window)
                 for answer, window in zip(answers, windows, strict=True)
                 for choice in answer.choices
             )
         )
+        return await self._format(decoded, None)
 
     async def event(self, asked: schema.DerenderStream) -> schema.StreamAnswer:
         event, state = asked.generate_chunk, asked.stream_state or StreamState()
@@ -159,7 +160,7 @@ class _Derenderer:
                 self._logprobs(choice, state.context),
             )
             new = Decoded(text, logprobs, token_ids)
-            choices = [await self._format(event, choice, new, state)]
+            choices = await self._format([(event, choice, new)], state)
         chunk = self.format.chunk_type(
             id=event.request_id,
             created=self.context.now_s,
@@ -173,19 +174,28 @@ class _Derenderer:
             after = msgspec.structs.replace(after, text=state.text + text)
         return schema.StreamAnswer(chunk=chunk, stream_state=after)
 
-    async def _whole_choice(
+    async def _decode(
         self, answer: Generated, choice: GeneratedChoice, window: TokenWindow
-    ) -> Any:
+    ) -> tuple[Generated, GeneratedChoice, Decoded]:
         token_ids = derender.whole_tokens(answer, choice)
         text, _ = await self._read_text(window, token_ids, is_last=True)
-        new = Decoded(text, await self._logprobs(choice, []), token_ids)
-        return await self._format(answer, choice, new, None)
+        return answer, choice, Decoded(text, await self._logprobs(choice, []), token_ids)
 
     async def _format(
-        self, answer: Generated, choice: GeneratedChoice, new: Decoded, before: StreamState | None
-    ) -> Any:
-        """Run in a thread, because all the text so far is parsed again."""
-        return await asyncio.to_thread(self.format.choice, answer.request_id, choice, new, before)
+        self,
+        decoded: Sequence[tuple[Generated, GeneratedChoice, Decoded]],
+        before: StreamState | None,
+    ) -> list[Any]:
+        """Format choices in one thread: all text so far is parsed again, and more threads would
+        take the GIL from the event loop."""
+
+        def format_all() -> list[Any]:
+            return [
+                self.format.choice(answer.request_id, choice, new, before)
+                for answer, choice, new in decoded
+            ]
+
+        return await asyncio.to_thread(format_all)
 
     async def _read_prompt(self, prompt: list[int] | None) -> TokenWindow:
         """Return the window with which an answer to this prompt begins."""

@@ -80,7 +80,7 @@ async def _with_prompt_tokens(context: AppContext, plan: SubmitPlan, caller: Cal
 
 
 async def _tokenize(context: AppContext, request: GenerateRequest, caller: Caller) -> Tokenized:
-    # The fields of the question are among those of the request.
+    # The fields of the question are those of the request, except for one that has its default.
     question = msgspec.convert(request, TokenizeRequest, from_attributes=True)
     return unwrap_reply(
         await client.tokenize(context.bus, request.model, question, tenant=caller.tenant)

@@ -55,7 +55,8 @@ def decode(data: bytes, body_type: type[T], unsupported: frozenset[str] = frozen
 
 def _refusal(error: msgspec.ValidationError, unsupported: frozenset[str]) -> RequestError:
     what, path, name = errors.split_field_error(error)
-    path = f"{path.partition('[')[0]}.{name}".strip(".")
+    path = path.partition("[")[0]
+    path = f"{path}.{name}".removeprefix(".") if name else path
     field = f"{_BODY}.{path}" if path else _BODY
     if path in unsupported or path.partition(".")[0] in unsupported:
         return UnsupportedParameter(f"{field}: not supported here", field=field)

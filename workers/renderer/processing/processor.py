@@ -108,7 +108,7 @@ class Processor:
             model=name,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            takes_pictures=self.accepts(IMAGE),
+            takes_images=self.accepts(IMAGE),
             takes_tools=self._tokenizer.takes_tools,
             tool_parser=self._tool_parser,
             call_signs=self._tokenizer.signs() if self._tool_parser == "hermes" else None,
