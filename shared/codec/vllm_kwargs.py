@@ -52,11 +52,7 @@ class SharedField(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Kind = BatchedField | FlatField | SharedField
-_KINDS: dict[str, type[Kind]] = {
-    "batched": BatchedField,
-    "flat": FlatField,
-    "shared": SharedField,
-}
+_KINDS: dict[str, type[Kind]] = {"batched": BatchedField, "flat": FlatField, "shared": SharedField}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

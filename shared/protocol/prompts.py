@@ -91,8 +91,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
             )
         if message.tool_call_id is not None and message.role != "tool":
             raise InvalidRequest(
-                "only a tool message may have a tool_call_id",
-                field=f"messages[{i}].tool_call_id",
+                "only a tool message may have a tool_call_id", field=f"messages[{i}].tool_call_id"
             )
         if message.content is None and not message.tool_calls:
             raise InvalidRequest("a message needs content", field=f"messages[{i}].content")

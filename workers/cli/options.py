@@ -16,8 +16,7 @@ ConfigFile = Annotated[
     ),
 ]
 NatsUrl = Annotated[
-    str | None,
-    Parameter(name="--nats", help="URL of the nats-server; by default as configured."),
+    str | None, Parameter(name="--nats", help="URL of the nats-server; by default as configured.")
 ]
 Images = Annotated[
     list[Path] | None,

@@ -79,9 +79,7 @@ def build_core(
         loaded.decode,
         loaded.eos_token_ids,
         pool=BlockPool(
-            loaded.num_blocks,
-            loaded.block_size,
-            events=KVEvents() if engine.kv_events else None,
+            loaded.num_blocks, loaded.block_size, events=KVEvents() if engine.kv_events else None
         ),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

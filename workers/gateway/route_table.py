@@ -81,11 +81,7 @@ class RouteTable:
     """The endpoints of one module."""
 
     def __init__(
-        self,
-        tag: str,
-        *,
-        refuse: ErrorResponder = error_response,
-        **details: Any,
+        self, tag: str, *, refuse: ErrorResponder = error_response, **details: Any
     ) -> None:
         """`refuse` makes the responses for errors. `details` are fields of ApiOperation that all
         endpoints of the module have in common."""

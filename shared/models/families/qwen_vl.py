@@ -96,11 +96,7 @@ class QwenImageLayout:
         if not all(np.array_equal(first, patches[:, :, i]) for i in range(1, frames)):
             raise InvalidRequest("the frames of a still image differ", field=field)
         pixels, table = wire_pixels.to_pixels(first, self._table, field)
-        fields = {
-            "pixel_patches": from_numpy(pixels),
-            "pixel_table": table,
-            "image_grid_thw": grid,
-        }
+        fields = {"pixel_patches": from_numpy(pixels), "pixel_table": table, "image_grid_thw": grid}
         return fields, num_patches // self._processor.merge_size**2
 
     def _check_grid(self, tensor: TensorData, field: str) -> tuple[int, int]:

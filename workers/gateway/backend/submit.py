@@ -78,8 +78,7 @@ async def submit(
     if stored.digest != record.digest:
         active.on_disconnect()  # This client has left it. Another client may still read it.
         raise errors.ReusedId(
-            "this id belongs to another request, whose content was different",
-            field="X-Request-Id",
+            "this id belongs to another request, whose content was different", field="X-Request-Id"
         )
     logs = await _open_logs(context, active, requests, plan, is_named=is_named)
     return await _respond(context, request, active, logs, start, refuse, stream=plan.stream)

@@ -61,10 +61,7 @@ class BodyReader:
         return body
 
     async def decode(
-        self,
-        request: Request,
-        body_type: type[T],
-        unsupported: frozenset[str] = frozenset(),
+        self, request: Request, body_type: type[T], unsupported: frozenset[str] = frozenset()
     ) -> T:
         """Return the body as this type. Raises a RequestError that names the wrong field.
 

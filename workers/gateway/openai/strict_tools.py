@@ -21,11 +21,7 @@ from workers.gateway.schemas.openai_request import ChatRequest
 
 # The spacing that models were trained to write. It also prevents endless space.
 _SPACING = {
-    "x-guidance": {
-        "whitespace_flexible": False,
-        "item_separator": ", ?",
-        "key_separator": ": ?",
-    }
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 }
 _GRAMMAR = r"""
 start: call* TEXT

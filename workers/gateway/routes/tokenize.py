@@ -86,11 +86,7 @@ async def tokenize(context: AppContext, request: Request, caller: Caller) -> Res
 
 
 @ROUTES.endpoint(
-    "POST",
-    "/detokenize",
-    "The text of tokens",
-    answer=DetokenizeAnswer,
-    body=DetokenizeBody,
+    "POST", "/detokenize", "The text of tokens", answer=DetokenizeAnswer, body=DetokenizeBody
 )
 async def detokenize(context: AppContext, request: Request, caller: Caller) -> Response:
     asked = decode(await read_body(context, request), DetokenizeBody)

@@ -220,7 +220,5 @@ class GenerateAssembler(Assembler):
 
 def usage_of(num_prompt: int, num_answer: int) -> UsageInfo:
     return UsageInfo(
-        prompt_tokens=num_prompt,
-        total_tokens=num_prompt + num_answer,
-        completion_tokens=num_answer,
+        prompt_tokens=num_prompt, total_tokens=num_prompt + num_answer, completion_tokens=num_answer
     )

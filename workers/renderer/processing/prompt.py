@@ -84,9 +84,7 @@ def feature_fields(features: Sequence[Feature], name: str) -> list[str]:
 
 
 def check_ranges(
-    token_ids: Sequence[int],
-    features: Sequence[Feature],
-    placeholder_ids: Mapping[Modality, int],
+    token_ids: Sequence[int], features: Sequence[Feature], placeholder_ids: Mapping[Modality, int]
 ) -> list[PlaceholderRange]:
     """Return the placeholder ranges of the features.
 
