@@ -35,6 +35,8 @@ from shared.protocol.messages import Heartbeat, decode_heartbeat
 PREPARE_DEADLINE_S = 60.0
 
 # Heartbeats come every second; a worker without one for so long counts as dead.
+# A replica that serves reads may lag behind for a moment.
+STALE_READ_S = 0.02
 DEAD_AFTER_S = 3.0
 
 _log = structlog.get_logger()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
-from shared.bus.bus import Bus
+from shared.bus.bus import STALE_READ_S, Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
@@ -20,7 +20,6 @@ from shared.protocol.pipeline import ENDS
 from shared.protocol.records import OutputEnds, OutputSummary, Usage
 
 NO_USAGE = Usage(0, 0)
-STALE_READ_S = 0.02
 
 _decode = or_none(msgspec.json.Decoder(OutputEnds).decode)
 

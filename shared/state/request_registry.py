@@ -5,14 +5,12 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from shared.bus.bus import Bus
+from shared.bus.bus import STALE_READ_S, Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord, decode_job_record
 
-# A replica that serves reads may lag behind for a moment.
-STALE_READ_S = 0.02
 # Pauses before each search for heartbeats, which live workers send every second.
 SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
 # Limit on holders of a request; the latest are stored.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from shared.bus.bus import Bus
+from shared.bus.bus import STALE_READ_S, Bus
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
@@ -38,8 +38,6 @@ from shared.protocol.records import (
     error_info,
 )
 from shared.state import output_ends
-
-STALE_READ_S = 0.02
 
 
 class UnknownRecord(Struct, frozen=True):

@@ -21,13 +21,11 @@ from torch import Tensor
 from shared.models.language import LanguageAdapter
 from shared.models.registry import find_decoder_traits
 from shared.native import library
+from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.support import layer_windows
 
-PANEL = 32
-"""Output features per packed panel of a weight matrix."""
-MAX_HEAD_DIM = 512
 TOKEN_GROUP = 8
 """Tokens that are adjacent in the key cache."""
 

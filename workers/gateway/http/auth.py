@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from shared.config import ApiKey
 from workers.gateway.http.errors import InvalidKey, RateLimited
 
-PREFIX = "pm-"
 # Retry-After of a client that must wait until another of its requests ends.
 BUSY_S = 1.0
 
@@ -31,7 +30,7 @@ ANONYMOUS = Caller("", "")
 
 
 def make_key() -> str:
-    return PREFIX + secrets.token_urlsafe(32)
+    return "pm-" + secrets.token_urlsafe(32)
 
 
 def digest(key: str) -> str:

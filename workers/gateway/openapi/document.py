@@ -29,7 +29,6 @@ from workers.gateway.routes import (
 )
 
 JSON = "application/json"
-EVENTS = "text/event-stream"
 
 ROUTES = RouteTable("Server")
 
@@ -135,7 +134,7 @@ def _answers(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
         content[answer] = {}
     if operation.chunk is not None:
         # OpenAPI 3.1 has no schema for events.
-        content[EVENTS] = {"x-event-data": schemas.of(operation.chunk)}
+        content["text/event-stream"] = {"x-event-data": schemas.of(operation.chunk)}
     described: dict[str, Any] = {"description": operation.summary}
     if content:
         described["content"] = content
