@@ -115,7 +115,7 @@ def watch(core: EngineCore, stopwatch: Stopwatch) -> None:
         (inside, "_prepare_batch", "prepare"),
         (inside, "_process_sampled", "process sampled"),
         (inside, "_take_outputs", "process sampled"),
-        (inside._factory, "_decode", "detokenize"),
+        (inside._factory, "decode", "detokenize"),
         (inside._runner, "encode", "encode images"),
         (inside._runner, "run", "rest of the run"),
         (inside._runner, "_embed", "embed"),

@@ -141,7 +141,7 @@ class RequestState:
         return {block for choice in self.choices for block in choice.sequence.block_table}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RequestFactory:
     """Validates requests and creates their state."""
 
