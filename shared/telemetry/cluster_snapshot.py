@@ -17,7 +17,6 @@ from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 # Wait for a worker with a heartbeat that is dead or busy.
 REPLY_TIMEOUT_S = 0.5
 
-BROKER_UP = MetricSeries("broker_up", {}, 1)
 BROKER_DOWN = MetricSeries("broker_up", {}, 0)
 
 
@@ -106,7 +105,7 @@ def to_series(snapshot: ClusterSnapshot) -> list[MetricSeries]:
         MetricSeries("requests_in_flight", {}, snapshot.in_flight),
         MetricSeries("oldest_request_age_seconds", {}, _age_s(snapshot, snapshot.oldest_ms)),
         MetricSeries("dead_letters", {}, snapshot.dead_letters),
-        BROKER_UP,
+        MetricSeries("broker_up", {}, 1),
     ]
 
 

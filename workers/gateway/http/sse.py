@@ -17,6 +17,7 @@ T = TypeVar("T")
 # Proxies close a connection that is silent for a minute, some after half a minute.
 PING_S = 15.0
 # After an event with an id, the official Python client takes a blank line for another event.
+PING = b": ping\n\n"
 PING_NUMBERED = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -60,7 +61,7 @@ class EventStream(Response):
         self._started = False
         self._written_s = time.monotonic()
         self._answer_of = answer_of
-        self._ping = PING_NUMBERED if numbered else b": ping\n\n"
+        self._ping = PING_NUMBERED if numbered else PING
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(scope, receive, send)
