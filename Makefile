@@ -92,7 +92,7 @@ interop: .venv/installed  ## our renderer and engines with those of vLLM, instal
 chaos-quick: .venv/installed  ## faults for three minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
-chaos-bugs: .venv/installed  ## every planted bug must be caught; 10 minutes
+chaos-bugs: .venv/installed  ## every planted bug must be caught; 20 minutes
 	$(BIN)/python -m ops.chaos bugs
 
 chaos: .venv/installed  ## the long runs of docs/contribute/reliability.md; 50 minutes
