@@ -50,7 +50,8 @@ ALLOWED = {
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.local_cluster": {".open"},
-    "workers.__main__": {"os.open"},  # /dev/null
+    "workers.cli.terminal": {"os.open"},  # /dev/null
+    "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
     "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
     "workers.engine.model.peft_format": {".read_bytes"},
 }
@@ -112,6 +113,7 @@ def test_no_module_makes_code_of_data() -> None:
         "shared.models.lazy_module": {"importlib.import_module"},
         "shared.models.registry": {"importlib.import_module"},
         "workers.cli.commands.serve": {"importlib.import_module"},
+        "workers.cli.preloader": {"importlib.import_module"},
     }
 
 

@@ -1,15 +1,11 @@
 """The command `pagemill`; its commands are in `workers.cli.commands`."""
 
-import os
-import sys
 from importlib.metadata import version
 
 from cyclopts import App
-from rich.console import Console
-from rich.markup import escape
 
-from shared.errors import PagemillError
 from workers.cli.commands import configure, dead, observe, preview, requests, serve
+from workers.cli.terminal import run_app
 
 app = App(
     name="pagemill",
@@ -35,17 +31,7 @@ for command in (
 
 
 def main() -> None:
-    try:
-        code = app(result_action="return_value")
-    except PagemillError as error:
-        stderr = Console(stderr=True)
-        stderr.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
-        code = 1
-    except BrokenPipeError:
-        # The reader of the output is gone. Python flushes the rest at exit, into /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    sys.exit(code)
+    run_app(app)
 
 
 if __name__ == "__main__":

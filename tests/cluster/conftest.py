@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from shared.protocol.messages import Heartbeat
 from shared.protocol.records import LogRecord
 from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
+from tests import preloaded
 
 PAGEMILL = [sys.executable, "-m", "workers"]
 ROOT = Path(__file__).parent.parent.parent
@@ -41,7 +41,7 @@ blobs: {{inline_kib: 1}}  # every image goes beside the message
 
 @dataclass
 class Cluster:
-    process: subprocess.Popen[bytes]
+    process: preloaded.ForkedCommand
     url: str
     config: Path
     log: Path
@@ -60,8 +60,8 @@ def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
         port = probe.getsockname()[1]
     env = os.environ | {"PAGEMILL_NATS__PORT": str(port), "PAGEMILL_GATEWAY__PORT": "0"}
     with log.open("ab") as stderr:
-        process = subprocess.Popen(
-            [*PAGEMILL, "up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
+        process = preloaded.start(
+            ["up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
         )
     deadline = time.monotonic() + 150
     while b"ready at" not in log.read_bytes():

@@ -19,6 +19,7 @@ from shared.bus.bus import Bus
 from shared.protocol.records import Finish
 from shared.protocol.renderer_rpc import ErrorReply
 from shared.protocol.requests import GenerateRequest
+from tests import preloaded
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, answer, start_cluster, stop_cluster
 from tests.cluster.streams import assert_gapless, tokens_of
@@ -117,10 +118,7 @@ def test_up_gives_up_on_an_adapter_that_cannot_be_served(tuned: Tuned, tmp_path:
     write_adapter(tmp_path / "adapters" / "tuned", model, ["q_proj"], 4, 8, 1, use_dora=True)
     config = tmp_path / "pagemill.yaml"
     config.write_text(WITH_ADAPTER + "\nnats: {port: 0}\ngateway: {port: 0}")
-    command = [*PAGEMILL, "up", "--config", str(config)]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1
-    assert "models.adapters.tuned" in done.stderr
-    assert "use_dora" in done.stderr
+    code, log = preloaded.run(["up", "--config", str(config)], tmp_path)
+    assert code == 1
+    assert "models.adapters.tuned" in log
+    assert "use_dora" in log

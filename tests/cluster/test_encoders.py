@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -26,15 +25,8 @@ from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.stage.runtime import EXIT_CONFIG
 from shared.state.token_log import last_record
-from tests.cluster.conftest import (
-    CONFIG,
-    PAGEMILL,
-    Cluster,
-    answer,
-    living,
-    start_cluster,
-    stop_cluster,
-)
+from tests import preloaded
+from tests.cluster.conftest import CONFIG, Cluster, answer, living, start_cluster, stop_cluster
 from tests.cluster.streams import assert_gapless, text_of
 from tests.cluster.test_request import CASES
 from workers.cli.ask import build_request
@@ -50,10 +42,8 @@ def start_with_encoders(folder: Path, text: str, num_more: int) -> Iterator[Clus
     more = []
     for _ in range(num_more):
         with running.log.open("ab") as stderr:
-            command = [*PAGEMILL, "worker", "encoder", "--config", str(running.config)]
-            more.append(
-                subprocess.Popen([*command, "--nats", running.url], cwd=folder, stderr=stderr)
-            )
+            command = ["worker", "encoder", "--config", str(running.config), "--nats", running.url]
+            more.append(preloaded.start(command, cwd=folder, stderr=stderr))
     yield running
     for process in more:
         process.terminate()
@@ -276,11 +266,11 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
     config = tmp_path / "pagemill.yaml"
     text = f"embeddings: {{storage: directory, path: {tmp_path / 'file'}}}\n"
     config.write_text(WITH_ENCODERS + text)
-    command = [*PAGEMILL, "worker", "encoder", "--config", str(config), "--nats", broker.url]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CONFIG
-    assert "embeddings.path" in done.stderr
-    assert "Traceback" not in done.stderr
+    command = ["worker", "encoder", "--config", str(config), "--nats", broker.url]
+    code, log = preloaded.run(command, tmp_path)
+    assert code == EXIT_CONFIG
+    assert "embeddings.path" in log
+    assert "Traceback" not in log
 
 
 async def test_engines_with_towers_share_what_they_make(tmp_path: Path) -> None:

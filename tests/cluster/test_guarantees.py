@@ -21,6 +21,7 @@ from shared.protocol.messages import Heartbeat
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_status
+from tests import preloaded
 from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
 
@@ -62,11 +63,11 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def second_engine(cluster: Cluster, bus: Bus) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def second_engine(cluster: Cluster, bus: Bus) -> AsyncIterator[preloaded.ForkedCommand]:
     known = {beat.worker for beat in await living(bus, "engine")}
-    command = [*PAGEMILL, "worker", "engine", "--config", str(cluster.config), "--nats"]
+    command = ["worker", "engine", "--config", str(cluster.config), "--nats", cluster.url]
     with cluster.log.open("ab") as log:
-        process = subprocess.Popen([*command, cluster.url], stderr=log)  # noqa: ASYNC220
+        process = preloaded.start(command, stderr=log)
 
     async def ready() -> bool:
         return any(beat.worker not in known for beat in await living(bus, "engine"))

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import pytest
 import yaml
 
 from shared.bus.bus import Bus
-from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
+from tests import preloaded
+from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster
 
 # Streams with event ids.
 WITH_IDS = {"accept": "text/event-stream"}
@@ -24,7 +24,7 @@ WITH_IDS = {"accept": "text/event-stream"}
 
 @dataclass
 class Gateway:
-    process: subprocess.Popen[bytes]
+    process: preloaded.ForkedCommand
     url: str
     log: Path
 
@@ -51,11 +51,11 @@ def start_gateway_at(url: str, tree: dict[str, Any], folder: Path) -> Gateway:
     """Start a gateway at any broker, with a configuration of its own."""
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
-    command = [*PAGEMILL, "worker", "gateway", "--config", str(config), "--nats", url]
+    command = ["worker", "gateway", "--config", str(config), "--nats", url]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as stderr:
-        process = subprocess.Popen(command, cwd=folder, env=env, stderr=stderr)
+        process = preloaded.start(command, cwd=folder, env=env, stderr=stderr)
     deadline = time.monotonic() + 30
     while (found := _listening(log, start)) is None:
         assert process.poll() is None, log.read_text()

@@ -15,7 +15,8 @@ from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.config import Config
 from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.stage.runtime import EXIT_CONFIG
-from workers.roles import WorkerSpec
+from workers.cli.preloader import ForkedProcess, Preloader
+from workers.roles import WorkerSpec, role_of
 
 _log = structlog.get_logger()
 
@@ -25,6 +26,8 @@ FIRST_RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 # Time beyond the drain before a worker is killed.
 STOP_GRACE_S = 5.0
+
+Process = asyncio.subprocess.Process | ForkedProcess
 
 
 @dataclass(eq=False)
@@ -40,10 +43,12 @@ class LocalCluster:
     log_file: Path | None = None
     gateway_url: str | None = None
     """URL of a gateway of this cluster, once it is ready."""
+    preloader: Preloader | None = None
+    """The process that workers which use torch are forked from; by default they are executed."""
     _broker: EmbeddedServer | None = None
     _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
     _refused: asyncio.Future[None] | None = None
-    _processes: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+    _processes: dict[int, Process] = field(default_factory=dict)
 
     def __post_init__(self, configured_url: str | None) -> None:
         self._store_dir = Path(self._config.nats.store_dir).absolute()
@@ -99,6 +104,8 @@ class LocalCluster:
             process.terminate()
         patience_s = self._config.delivery.drain_s + STOP_GRACE_S
         await asyncio.gather(*(_end(process, patience_s) for process in alive))
+        if self.preloader is not None:
+            self.preloader.close()
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)
 
@@ -130,19 +137,32 @@ class LocalCluster:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
-    async def _spawn(self, spec: WorkerSpec) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "workers", "worker", spec.role, "--nats", self.url]
+    async def _spawn(self, spec: WorkerSpec) -> Process:
+        arguments = ["worker", spec.role, "--nats", self.url]
         if spec.model is not None:
-            command += ["--model", spec.model]
+            arguments += ["--model", spec.model]
         if spec.stage is not None:
-            command += ["--stage", spec.stage]
+            arguments += ["--stage", spec.stage]
         if self._config_file is not None:
-            command += ["--config", str(self._config_file)]
+            arguments += ["--config", str(self._config_file)]
         # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
         # Without a file, a worker writes its log to the stderr of this process.
-        with self.log_file.open("ab") if self.log_file else contextlib.nullcontext() as stderr:
+        log_file = self.log_file.open("ab") if self.log_file else contextlib.nullcontext(sys.stderr)
+        with log_file as stderr:
+            if self.preloader is not None and role_of(spec.role).uses_torch:
+                try:
+                    return await self.preloader.start(arguments, stderr=stderr.fileno())
+                except ConnectionError:
+                    _log.warning("preloader_ended")
+                    self.preloader = None
             return await asyncio.create_subprocess_exec(
-                *command, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent
+                sys.executable,
+                "-m",
+                "workers",
+                *arguments,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     async def _wait_ready(self) -> None:
@@ -171,7 +191,7 @@ class LocalCluster:
         return Counter(beat.role for beat in ours)
 
 
-async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
+async def _end(process: Process, patience_s: float) -> None:
     try:
         async with asyncio.timeout(patience_s):
             await process.wait()

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
+from cyclopts import App
 from rich.console import Console
+from rich.markup import escape
 
 from shared.bus.bus import Bus
+from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
 
 # A user waits at the terminal, so a server that is down is reported after a short time.
@@ -18,6 +22,21 @@ CONNECT_TIMEOUT_S = 2.0
 
 out = Console()
 errors = Console(stderr=True)
+
+
+def run_app(app: App) -> NoReturn:
+    """Run the command line in `sys.argv`, and exit with the code that the command returns."""
+    try:
+        code = app(result_action="return_value")
+    except PagemillError as error:
+        stderr = Console(stderr=True)
+        stderr.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+        code = 1
+    except BrokenPipeError:
+        # The reader of the output is gone. Python flushes the rest at exit, into /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
 
 
 @contextlib.asynccontextmanager

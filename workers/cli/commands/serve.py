@@ -4,16 +4,20 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import uvloop
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
+from shared.config import Config
 from shared.stage import runtime
 from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.preloader import Preloader, fork_preloader
+from workers.cli.terminal import run_app
 from workers.cli.up import run_until_stopped
 from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
@@ -29,7 +33,24 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     settings.check_paths(loaded)
     logs.configure_logging(loaded.log_level, role="up")
     workers = [*default_workers(loaded), WorkerSpec("gateway")]
-    return uvloop.run(run_until_stopped(LocalCluster(loaded, file, workers, nats)))
+    cluster = LocalCluster(loaded, file, workers, nats, preloader=_preload(loaded, workers))
+    return uvloop.run(run_until_stopped(cluster))
+
+
+def _preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
+    """Return a process that has imported the modules of all roles that use torch."""
+    if {config.engine.device, config.encoder.device} != {"cpu"}:
+        return None  # A process that has initialised CUDA cannot be forked.
+    modules = sorted({role_of(spec.role).module for spec in specs if role_of(spec.role).uses_torch})
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return fork_preloader(modules, _run_forked) if modules else None
+
+
+def _run_forked() -> None:
+    """Run the command line of a worker that has been forked."""
+    forked = App(name="pagemill")
+    forked.command(worker)
+    run_app(forked)
 
 
 def _check_role(_: type[str], name: str) -> None:

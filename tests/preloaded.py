@@ -1,0 +1,138 @@
+"""Commands of Pagemill as forks of one process with all modules in memory.
+
+Tests start a hundred workers and clusters. The imports of each would take one to five seconds of
+processor time, the longest part of a run. `python -m tests.preloaded` is the preloader of `pagemill
+up`, with the whole command line as what it forks; each test process starts one.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from workers import __main__ as pagemill
+from workers.cli import preloader
+from workers.cli.preloader import MAX_MESSAGE_BYTES, Exited, Start, Started
+
+ROOT = Path(__file__).parent.parent
+MODULES = ("workers.engine.main", "workers.encoder.worker", "workers.gateway.worker")
+
+
+class ForkedCommand:
+    """A running command; it is used like `subprocess.Popen`."""
+
+    def __init__(self, forks: "_Forks", pid: int) -> None:
+        self.pid = pid
+        self._forks = forks
+
+    @property
+    def returncode(self) -> int | None:
+        return self._forks.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        self._forks.read_exits()
+        return self.returncode
+
+    def wait(self, timeout_s: float = 600.0) -> int:
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("pagemill", timeout_s)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Forks:
+    """The preloader of this test process, and the exit codes that it has reported."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
+            cwd=ROOT,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._lock = threading.Lock()
+        self.codes: dict[int, int] = {}
+
+    def start(
+        self, arguments: list[str], cwd: Path, env: Mapping[str, str], stderr: IO[bytes]
+    ) -> ForkedCommand:
+        start = Start(arguments, dict(env), str(cwd))
+        with self._lock:
+            socket.send_fds(self._channel, [preloader.encode(start)], [stderr.fileno()])
+            while not isinstance(event := self._receive(), Started):
+                self.codes[event.pid] = event.code
+            self.codes.pop(event.pid, None)
+            return ForkedCommand(self, event.pid)
+
+    def read_exits(self) -> None:
+        with self._lock:
+            self._channel.setblocking(False)
+            try:
+                while isinstance(event := self._receive(), Exited):
+                    self.codes[event.pid] = event.code
+            except BlockingIOError:
+                pass
+            finally:
+                self._channel.setblocking(True)
+
+    def _receive(self) -> Started | Exited:
+        message = self._channel.recv(MAX_MESSAGE_BYTES)
+        assert message, "the preloader of the tests has ended"
+        event: Started | Exited = preloader.decode_event(message)
+        return event
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.wait(30)
+
+
+_running: _Forks | None = None
+
+
+def start(
+    arguments: list[str],
+    *,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] = os.environ,
+    stderr: IO[bytes],
+) -> ForkedCommand:
+    """Start `pagemill` with these arguments."""
+    global _running
+    if _running is None:
+        _running = _Forks()
+        atexit.register(_running.close)
+    return _running.start(arguments, cwd, env, stderr)
+
+
+def run(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Run `pagemill` with these arguments in `folder`; return the exit code and stderr."""
+    with tempfile.TemporaryFile() as stderr:
+        code = start(arguments, cwd=folder, stderr=stderr).wait(120)
+        stderr.seek(0)
+        return code, stderr.read().decode()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, pagemill.main)

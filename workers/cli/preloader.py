@@ -1,0 +1,252 @@
+"""Worker processes that are forked from a process with torch in memory.
+
+The modules of an engine take more than four seconds of processor time to import. `pagemill up` has
+a process import them once. A worker that has died is then replaced by a fork of this process, which
+needs no imports and shares the memory of the modules.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shared.bus.embedded_server import end_with_parent
+
+MAX_MESSAGE_BYTES = 1 << 17
+
+# The supervisor forwards the first three; the last one ends the process that has set a handler.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """A request to fork a process; the descriptor of its stderr travels with it."""
+
+    arguments: list[str]
+    env: dict[str, str] | None = None
+    """The whole environment; by default that of the preloader."""
+    folder: str | None = None
+    """Working directory; by default that of the preloader."""
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Start`; answers have the order of the requests."""
+
+    pid: int
+
+
+class Exited(msgspec.Struct, tag=True, frozen=True):
+    """The end of a forked process."""
+
+    pid: int
+    code: int
+    """Exit code, or minus the number of the signal that ended the process."""
+
+
+encode = msgspec.json.Encoder().encode
+decode_event = msgspec.json.Decoder(Started | Exited).decode
+_decode_start = msgspec.json.Decoder(Start).decode
+
+
+def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any]) -> None:
+    """Import `modules`, then fork a process for each `Start` until the channel is closed.
+
+    `channel` is a SOCK_SEQPACKET socket. A forked process has the arguments in `sys.argv[1:]`; it
+    runs `main` and ends with SystemExit, which passes through the caller of this function.
+    """
+    os.setsid()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    # Collections in a worker would otherwise write to, and so copy, the memory of the modules.
+    gc.collect()
+    gc.freeze()
+    children: dict[int, int] = {}
+    poller = select.poll()
+    poller.register(channel, select.POLLIN)
+    while True:
+        for descriptor, _ in poller.poll():
+            if descriptor in children:
+                poller.unregister(descriptor)
+                os.close(descriptor)
+                pid, status = os.waitpid(children.pop(descriptor), 0)
+                _send(channel, Exited(pid, os.waitstatus_to_exitcode(status)))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 1)
+            if not message:
+                return
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                for other in children:
+                    os.close(other)
+                _become_worker(_decode_start(message), descriptors)
+                main()
+                raise SystemExit(0)
+            for stderr in descriptors:
+                os.close(stderr)
+            watched = os.pidfd_open(pid)
+            children[watched] = pid
+            poller.register(watched, select.POLLIN)
+            _send(channel, Started(pid))
+
+
+def _send(channel: socket.socket, event: Started | Exited) -> None:
+    # Without a supervisor, the next read of the channel returns nothing and ends the process.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(encode(event))
+
+
+def _become_worker(start: Start, descriptors: list[int]) -> None:
+    """Set up what another process would have got from `exec`."""
+    os.setsid()
+    end_with_parent()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stderr in descriptors:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    if start.env is not None:
+        os.environ.clear()
+        os.environ.update(start.env)
+    if start.folder is not None:
+        os.chdir(start.folder)
+    sys.argv[1:] = start.arguments
+    gc.enable()
+
+
+class ForkedProcess:
+    """A process that a preloader has forked; it is used like `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exited = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._exited.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def end(self, code: int) -> None:
+        self.returncode = code
+        self._exited.set()
+
+
+class Preloader:
+    """The supervisor's side of a process that runs `serve`."""
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._pid = pid
+        self._requested: deque[asyncio.Future[ForkedProcess]] = deque()
+        self._processes: dict[int, ForkedProcess] = {}
+        self._reads = False
+        self.has_ended = False
+
+    async def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        stderr: int,
+        env: dict[str, str] | None = None,
+        folder: str | None = None,
+    ) -> ForkedProcess:
+        """Fork a process, whose stderr is the descriptor `stderr`.
+
+        Raises ConnectionError when the preloader has ended.
+        """
+        loop = asyncio.get_running_loop()
+        if self.has_ended:
+            raise ConnectionResetError("the preloader has ended")
+        if not self._reads:
+            loop.add_reader(self._channel, self._read)
+            self._reads = True
+        start = Start(list(arguments), env, folder)
+        socket.send_fds(self._channel, [encode(start)], [stderr])
+        requested: asyncio.Future[ForkedProcess] = loop.create_future()
+        self._requested.append(requested)
+        # A process of a caller that was cancelled would have no owner.
+        return await asyncio.shield(requested)
+
+    def close(self) -> None:
+        """End the preloader. Its processes receive SIGTERM, so they should have ended before."""
+        if self._reads:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._reads = False
+        self._channel.close()
+        self.has_ended = True
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def _read(self) -> None:
+        try:
+            message = self._channel.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            message = b""
+        if not message:
+            self._lose_all()
+            return
+        match decode_event(message):
+            case Started(pid):
+                process = self._processes[pid] = ForkedProcess(pid)
+                self._requested.popleft().set_result(process)
+            case Exited(pid, code):
+                self._processes.pop(pid).end(code)
+
+    def _lose_all(self) -> None:
+        """The preloader has ended, and each of its processes has received SIGTERM."""
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._reads = False
+        self.has_ended = True
+        for requested in self._requested:
+            requested.set_exception(ConnectionResetError("the preloader has ended"))
+        self._requested.clear()
+        for process in self._processes.values():
+            process.end(-signal.SIGTERM)
+        self._processes.clear()
+
+
+def fork_preloader(modules: Sequence[str], main: Callable[[], Any]) -> Preloader:
+    """Fork a process that runs `serve`.
+
+    Only a process without threads and event loop may call this. In the forked process, and in each
+    of the processes that are forked from it, this raises SystemExit.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        serve(theirs, modules, main)
+        # The stack of the caller belongs to the supervisor.
+        os._exit(0)
+    theirs.close()
+    return Preloader(ours, pid)
