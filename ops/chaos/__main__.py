@@ -26,6 +26,8 @@ from ops.chaos.plan import Settings
 from ops.chaos.runs import QUICK, RUNS
 from ops.chaos.scenario import read_run, run_scenario
 from shared.telemetry import logs
+from workers.cli.preloader import Preloader, fork_preloader
+from workers.roles import role_of
 
 MAX_SHOWN = 20
 
@@ -105,7 +107,8 @@ def check_again(folder: Path, /) -> int:
 def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
     logs.configure_logging("error", role="chaos")
     began = time.monotonic()
-    verdict, folder = uvloop.run(run_scenario(settings, keep=keep))
+    preloader = None if settings.engine == "fake" else _fork_preloader()
+    verdict, folder = uvloop.run(run_scenario(settings, keep, preloader))
     took_s = time.monotonic() - began
     for violation in verdict.violations[:MAX_SHOWN]:
         console.print(f"  {violation}", markup=False)
@@ -117,6 +120,19 @@ def _run(name: str, settings: Settings, *, keep: bool = False) -> bool:
             line = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
             console.print(f"  {kind}: {line}", markup=False)
     return verdict.clean
+
+
+def _fork_preloader() -> Preloader:
+    return fork_preloader(
+        [role_of("engine").module, role_of("encoder").module, "ops.chaos.worker.watched_worker"],
+        _run_worker,
+    )
+
+
+def _run_worker() -> None:
+    from ops.chaos.worker.watched_worker import app
+
+    sys.exit(app(result_action="return_value"))
 
 
 def _row(name: str, settings: Settings, verdict: Verdict, took_s: float) -> str:

@@ -30,6 +30,7 @@ from shared.protocol.requests import GenerateRequest, Message
 from shared.protocol.sampling import SamplingParams
 from shared.stage.runtime import HEARTBEAT_S
 from workers.cli import settings as product_settings
+from workers.cli.preloader import Preloader
 
 NUM_WARM_UPS = 24
 WARM_UP_S = 5.0
@@ -143,7 +144,7 @@ class ThreeBrokers:
 class Scenario:
     """A run with a folder of its own, which is kept if a check fails."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, preloader: Preloader | None = None) -> None:
         self.settings = settings
         self.folder = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
         self.config_file = write_config(settings, self.folder)
@@ -171,6 +172,7 @@ class Scenario:
                 "TMPDIR": str(temp_folder(self.folder)),
             },
             Journal(self.folder / "pool.jsonl"),
+            preloader,
         )
         for slot in self.pool.slots:
             if slot.role == "gateway":
@@ -336,10 +338,19 @@ def bounds_of(settings: Settings) -> Bounds:
     )
 
 
-async def run_scenario(settings: Settings, keep: bool = False) -> tuple[Verdict, Path]:
-    """Run and check; return the verdict and the folder, which is removed after a clean run."""
-    scenario = Scenario(settings)
-    verdict = check(await scenario.run())
+async def run_scenario(
+    settings: Settings, keep: bool = False, preloader: Preloader | None = None
+) -> tuple[Verdict, Path]:
+    """Run and check; return the verdict and the folder, which is removed after a clean run.
+
+    `preloader` is that of `Pool`; it ends with the run.
+    """
+    scenario = Scenario(settings, preloader)
+    try:
+        verdict = check(await scenario.run())
+    finally:
+        if preloader is not None:
+            preloader.close()
     if verdict.clean and not keep:
         shutil.rmtree(scenario.folder)
     return verdict, scenario.folder

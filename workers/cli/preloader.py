@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,20 +87,37 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
             message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 1)
             if not message:
                 return
-            pid = os.fork()
+            pid = _fork(_decode_start(message), descriptors, [channel.fileno(), *children])
             if pid == 0:
-                channel.close()
-                for other in children:
-                    os.close(other)
-                _become_worker(_decode_start(message), descriptors)
                 main()
                 raise SystemExit(0)
-            for stderr in descriptors:
-                os.close(stderr)
             watched = os.pidfd_open(pid)
             children[watched] = pid
             poller.register(watched, select.POLLIN)
             _send(channel, Started(pid))
+
+
+def _fork(start: Start, descriptors: list[int], foreign: list[int]) -> int:
+    """Fork a process with a stderr of its own, and without the preloader's descriptors `foreign`.
+
+    Returns 0 in the forked process.
+    """
+    ours = os.getpid()
+    # A signal that comes before the new process has its handlers waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent()
+        if os.getppid() != ours:
+            raise SystemExit(1)  # The preloader died before the call.
+        for descriptor in foreign:
+            os.close(descriptor)
+        _become_worker(start, descriptors)
+    else:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return pid
 
 
 def _send(channel: socket.socket, event: Started | Exited) -> None:
@@ -111,16 +129,17 @@ def _send(channel: socket.socket, event: Started | Exited) -> None:
 def _become_worker(start: Start, descriptors: list[int]) -> None:
     """Set up what another process would have got from `exec`."""
     os.setsid()
-    end_with_parent()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     for stderr in descriptors:
         os.dup2(stderr, 2)
         os.close(stderr)
     if start.env is not None:
         os.environ.clear()
         os.environ.update(start.env)
+        tempfile.tempdir = None  # It was read from TMPDIR at its first use.
     if start.folder is not None:
         os.chdir(start.folder)
     sys.argv[1:] = start.arguments

@@ -27,6 +27,8 @@ from ops.chaos.history import (
 )
 from ops.chaos.plan import ROOT
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
+from workers.cli.local_cluster import Process
+from workers.cli.preloader import Preloader
 
 READY_TIMEOUT_S = 60.0
 WATCH_S = 0.1
@@ -41,6 +43,9 @@ LOAD = "load"
 FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
+WORKER_MODULE = "ops.chaos.worker"
+# Roles whose workers use torch.
+PRELOADED = ("encoder", "engine")
 
 
 class Brokers(Protocol):
@@ -89,7 +94,7 @@ class Slot:
     role: str
     number: int
     command: list[str]
-    process: asyncio.subprocess.Process | None = None
+    process: Process | None = None
     began: float = 0.0
     ready: bool = False
     expected_exit: bool = False
@@ -120,8 +125,12 @@ class Pool:
         counts: dict[str, int],
         env: dict[str, str],
         journal: Journal,
+        preloader: Preloader | None = None,
     ) -> None:
-        """`commands` and `counts` are given by role; a role with a count of 0 is not started."""
+        """`commands` and `counts` are given by role; a role with a count of 0 is not started.
+
+        Engines and encoders are forked from `preloader`, as those of `pagemill up` are.
+        """
         self.folder = folder
         self.brokers = brokers
         self.journal = journal
@@ -131,6 +140,7 @@ class Pool:
             for number in range(count)
         ]
         self._env = env
+        self._preloader = preloader
         self._runs: dict[Slot, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeps_running = True
@@ -243,14 +253,7 @@ class Pool:
             self._num_started += 1
             env = self._env | {"CHAOS_SEED": f"{self._env['CHAOS_SEED']}:{self._num_started}"}
             with log.open("ab") as stderr:
-                slot.process = await asyncio.create_subprocess_exec(
-                    *slot.command,
-                    cwd=ROOT,
-                    env=os.environ | env,
-                    stderr=stderr,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent,
-                )
+                slot.process = await self._spawn(slot, os.environ | env, stderr.fileno())
             self.journal.write(Started(slot.began, slot.role, slot.number, slot.pid))
             code = await slot.process.wait()
             self.journal.write(
@@ -261,6 +264,19 @@ class Pool:
             if not slot.expected_exit and now() - slot.began < FAILED_START_S:
                 slot.num_failed_starts += 1
                 await asyncio.sleep(FAILED_START_PAUSE_S)
+
+    async def _spawn(self, slot: Slot, env: dict[str, str], stderr: int) -> Process:
+        if self._preloader is not None and slot.role in PRELOADED:
+            arguments = slot.command[slot.command.index(WORKER_MODULE) + 1 :]
+            return await self._preloader.start(arguments, stderr=stderr, env=env, folder=str(ROOT))
+        return await asyncio.create_subprocess_exec(
+            *slot.command,
+            cwd=ROOT,
+            env=env,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
 
     async def _keep_brokers(self) -> None:
         while self._keeps_running:
@@ -333,7 +349,7 @@ class Pool:
 
 def worker_command(role: str, config: Path, url: str, fake: bool, step_ms: float) -> list[str]:
     """Return the command line of a watched worker."""
-    command = [sys.executable, "-m", "ops.chaos.worker", role, "--config", str(config)]
+    command = [sys.executable, "-m", WORKER_MODULE, role, "--config", str(config)]
     command += ["--nats", url]
     return [*command, "--fake", "--step-ms", str(step_ms)] if fake else command
 
