@@ -22,6 +22,7 @@ PagemillError               internal_error; server; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
 │   ├── Overloaded          a work queue is full; the client may try again later
+│   ├── GrammarNotTried     no time or process for the trial of a grammar; it may be valid
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request's time is over; only its client may retry it
@@ -137,6 +138,11 @@ class Unavailable(ServerError):
 class Overloaded(ServerError):
     code = "overloaded"
     retry_after_s = 1.0
+
+
+class GrammarNotTried(ServerError):
+    code = "grammar_not_tried"
+    retry_after_s = 5.0
 
 
 class EncodingFailed(ServerError):

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import msgspec
 
+from shared.protocol.value_limits import check_json, check_msgpack
+
 T = TypeVar("T")
 
 to_json = msgspec.json.Encoder().encode
@@ -32,10 +34,21 @@ def is_packed(data: bytes) -> bool:
     return bool(data) and data[0] >= 0x80
 
 
-def json_or_msgpack(kind: type[T]) -> Callable[[bytes], T]:
-    """Return a decoder of messages that may be either."""
+def json_or_msgpack(kind: type[T], *, checked: bool = False) -> Callable[[bytes], T]:
+    """Return a decoder of clients' messages, which may be either.
+
+    Before it makes any object, it raises ValidationError for a limit of
+    `shared.protocol.value_limits` that the bytes exceed, unless they are `checked` already.
+    """
     from_json, from_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
-    return lambda data: (from_msgpack if is_packed(data) else from_json).decode(data)
+
+    def decode(data: bytes) -> T:
+        packed = is_packed(data)
+        if not checked:
+            (check_msgpack if packed else check_json)(data)
+        return (from_msgpack if packed else from_json).decode(data)
+
+    return decode
 
 
 def or_none(decode: Callable[[bytes], T]) -> Callable[[bytes], T | None]:

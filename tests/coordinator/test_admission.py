@@ -14,9 +14,11 @@ from shared.errors import (
     UnknownModel,
     UnsupportedContent,
 )
-from shared.protocol.requests import tenant_of
+from shared.protocol.encoding import json_or_msgpack, or_none
+from shared.protocol.requests import GenerateRequest, tenant_of
 from shared.protocol.sampling import SamplingParams
 from shared.stage.pipelines import pipeline_of
+from workers.coordinator import admission
 from workers.coordinator.admission import admit, request_id_of
 
 MODELS = {"demo": ModelConfig(path="x", sampling_defaults={"temperature": 0.0, "max_tokens": 64})}
@@ -65,7 +67,7 @@ BAD: list[tuple[dict[str, Any] | bytes, type[RequestError], str | None, str]] = 
     (b"\xff\xfe\xfd", InvalidRequest, None, "object"),
     (b"\x82\xa5model", InvalidRequest, None, "msgpack"),
     (b"\xdd\xff\xff\xff\xff", InvalidRequest, None, "object"),
-    (b'{"a":' * 100_000, InvalidRequest, "a", "unknown field"),
+    (b'{"a":' * 100_000, InvalidRequest, "a", "64 levels of nesting"),
     ({"model": "demo"}, InvalidRequest, "messages", "messages"),
     (GOOD | {"messages": []}, InvalidRequest, "messages", "length >= 1"),
     (GOOD | {"model": "other"}, InvalidRequest, "model", "subject"),
@@ -145,6 +147,46 @@ def test_films_and_sounds_are_not_even_looked_at(part: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedContent) as caught:
         admit("pm.request.demo", "r1", json.dumps(with_content(part)).encode(), MODELS, PIPELINES)
     assert caught.value.field == "messages[0].content[0].type"
+
+
+EMPTY_LISTS = 7_900_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x83\xa5model\xa4demo\xa8messages\x91\x82\xa4role\xa4user\xa7content\xa2hi"
+        b"\xaftemplate_kwargs\x81\xa1a\xdd%b%b"
+        % (EMPTY_LISTS.to_bytes(4, "big"), b"\x90" * EMPTY_LISTS),
+        json.dumps(GOOD | {"template_kwargs": {"a": []}})
+        .encode()
+        .replace(b"[]}}", b"[%b[]]}}" % (b"[]," * (EMPTY_LISTS // 3))),
+    ],
+    ids=["msgpack", "json"],
+)
+def test_a_flood_of_values_is_refused_before_anything_is_decoded(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+
+    class CountingDecoder:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def decode(self, data: bytes) -> Any:
+            decoded.append(len(data))
+            raise msgspec.DecodeError("these bytes must not come here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("msgspec.json.Decoder", CountingDecoder)
+        patch.setattr("msgspec.msgpack.Decoder", CountingDecoder)
+        patch.setattr(admission, "decode_request", json_or_msgpack(GenerateRequest))
+        patch.setattr(admission, "_decode_id", or_none(json_or_msgpack(admission._OnlyId)))
+        assert admission.request_id_of(None, data) is None
+        with pytest.raises(InvalidRequest, match="at most 50000 values") as caught:
+            admit("pm.request.demo", "r1", data, MODELS, PIPELINES)
+    assert caught.value.field == "template_kwargs"
+    assert decoded == []
 
 
 def test_an_unknown_model_is_told_what_there_is() -> None:

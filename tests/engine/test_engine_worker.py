@@ -14,7 +14,8 @@ import structlog
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
+from shared.config import BlobsConfig, Config, DeliveryConfig, EngineConfig, ModelConfig
+from shared.errors import GrammarNotTried, Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt
 from shared.protocol.records import Failure, TokenChunk
@@ -23,11 +24,13 @@ from shared.stage.runtime import Context
 from shared.state import dead_letters
 from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
+from workers.engine import worker as engine_worker
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.sequence import Batch, SampledToken
 from workers.engine.item_loader import ItemLoader
 from workers.engine.worker import EngineWorker
+from workers.gateway.http.errors import status_of
 
 
 class StepwiseRunner(FakeRunner):
@@ -202,7 +205,9 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_grammar(bus: Bus) -
     waiting = asyncio.Event()
 
     class SlowCompiler:
-        async def compile(self, _: StructuredOutputs, progress: Callable[[], Any]) -> None:
+        async def compile(
+            self, _: StructuredOutputs, tenant: str, progress: Callable[[], Any]
+        ) -> None:
             while True:
                 await progress()
                 waiting.set()
@@ -220,6 +225,58 @@ async def test_a_drain_requeues_a_request_that_waits_for_its_grammar(bus: Bus) -
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(f"r-{model}"))
     attempts = [decode_attempt(message.data) for message in stored]
     assert [attempt and attempt.outcome for attempt in attempts] == ["open", "requeued"]
+
+
+class FailingCompiler:
+    """Every compilation ends with one error."""
+
+    def __init__(self, error: PagemillError) -> None:
+        self.error = error
+
+    async def compile(self, *_: object) -> None:
+        raise self.error
+
+
+async def test_a_request_for_whose_grammar_there_is_no_place_goes_back_to_its_queue(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_worker, "GRAMMAR_PAUSE_S", 0.1)
+    model = f"full-{secrets.token_hex(4)}"
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    worker._grammars = FailingCompiler(Overloaded("full"))  # type: ignore[assignment]
+    serving = asyncio.create_task(worker.serve())
+    outputs = StructuredOutputs(json_object=True)
+    await put_task(bus, model, f"r-{model}", [1, 2], structured_outputs=outputs)
+    num_stored = 0
+    async with asyncio.timeout(20):
+        while num_stored < 4:
+            await asyncio.sleep(0.01)
+            stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(f"r-{model}"))
+            num_stored = len(stored)
+    attempts = [decode_attempt(message.data) for message in stored]
+    assert [attempt and attempt.outcome for attempt in attempts[:4]] == ["open", "requeued"] * 2
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+
+
+async def test_a_grammar_that_is_never_tried_is_a_retryable_fault_of_the_server(bus: Bus) -> None:
+    model = f"untried-{secrets.token_hex(4)}"
+    worker, _, context = await start_worker(bus, model, EngineConfig())
+    context.stage.policy = DeliveryConfig(max_deliver=1)
+    worker._grammars = FailingCompiler(GrammarNotTried("busy"))  # type: ignore[assignment]
+    serving = asyncio.create_task(worker.serve())
+    outputs = StructuredOutputs(json_object=True)
+    await put_task(bus, model, f"r-{model}", [1, 2], structured_outputs=outputs)
+    async with asyncio.timeout(20):
+        (record,) = [record async for record in follow(bus, f"r-{model}")]
+    context.shutdown.asked.set()
+    await serving
+    await context.close()
+    assert isinstance(record, Failure)
+    error = record.error
+    assert (error.code, error.fault, error.retryable) == ("grammar_not_tried", "server", True)
+    assert (status_of(error), error.retry_after_s) == (503, 5.0)
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:

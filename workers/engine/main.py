@@ -41,11 +41,11 @@ async def main(context: Context) -> None:
     loaded = await asyncio.to_thread(load, model, config.engine)
     core = await asyncio.to_thread(build_core, loaded, config.engine, item_loader.share)
     # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
-    grammars = new_grammar_compiler(loaded)
+    grammars = new_grammar_compiler(loaded, config.engine.max_num_seqs)
     await EngineWorker(context, name, core, item_loader, grammars).serve()
 
 
-def new_grammar_compiler(loaded: LoadedModel) -> GrammarCompiler | None:
+def new_grammar_compiler(loaded: LoadedModel, max_held: int) -> GrammarCompiler | None:
     """Return None if the model has no end token or llguidance does not support its tokenizer."""
     try:
         tokenizer = from_tokenizer(
@@ -57,7 +57,7 @@ def new_grammar_compiler(loaded: LoadedModel) -> GrammarCompiler | None:
     except ValueError as error:
         structlog.get_logger().info("grammars_unsupported", reason=str(error))
         return None
-    return GrammarCompiler(tokenizer)
+    return GrammarCompiler(tokenizer, max_held)
 
 
 def build_core(

@@ -5,12 +5,13 @@ All of this runs in the asyncio loop; the model's steps run in the thread of `St
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass, field
 
 from shared.codec.envelope import TensorData
-from shared.errors import InvalidGrammar
+from shared.errors import InvalidGrammar, Overloaded
 from shared.protocol import subjects
 from shared.protocol.records import OutputSummary, StageSpan
 from shared.protocol.task_messages import EngineBody, Task, TaskHeader
@@ -35,6 +36,8 @@ WATCH_S = 0.5
 MAX_LOGGED_IDS = 8
 # By then a coordinator has ended a request that is late.
 GRACE_MS = 2000.0
+# Pause, on average, of a request whose tenant has as many grammars in trial as others leave to it.
+GRAMMAR_PAUSE_S = 5.0
 
 Prepared = tuple[list[Item], Grammar | None]
 
@@ -219,7 +222,12 @@ class EngineWorker:
                 "answers of this model cannot be held to a grammar",
                 field="sampling_params.structured_outputs",
             )
-        return await self._grammars.compile(wanted, progress)
+        assert header.ticket is not None
+        try:
+            return await self._grammars.compile(wanted, header.ticket.tenant, progress)
+        except Overloaded as full:
+            # Its place in this worker is for other tenants' requests.
+            raise _NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full
 
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:
         """Have the step thread run a request, and write its log to the end."""

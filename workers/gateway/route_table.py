@@ -161,6 +161,7 @@ ANSWER_ERRORS: Errors = (
     *RENDERER_ERRORS,
     shared_errors.Cancelled,
     shared_errors.DeadlineExceeded,
+    shared_errors.GrammarNotTried,
     shared_errors.InvalidGrammar,
     shared_errors.LogTruncated,
     shared_errors.Poisoned,

@@ -6,8 +6,7 @@ overload the tenant with the most calls is refused.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -18,7 +17,8 @@ from shared.bus.bus import Bus
 from shared.bus.messaging import GroupResponder
 from shared.codec import envelope
 from shared.config import Config
-from shared.errors import InvalidRequest, Overloaded, PagemillError, WorkerFailure
+from shared.errors import InvalidRequest, PagemillError, WorkerFailure
+from shared.fair_slots import FairSlots
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, to_json, to_msgpack
 from shared.protocol.prompts import prompt_of, prompt_to_tokenize
@@ -34,7 +34,6 @@ from shared.protocol.renderer_rpc import (
 )
 from shared.protocol.requests import GenerateRequest, decode_request, tenant_of
 from shared.validation import invalid_request
-from workers.renderer.fair_queue import FairQueue
 from workers.renderer.preview_path import PreviewPath
 from workers.renderer.processing.processor import Processor
 from workers.renderer.threads import InThread
@@ -54,11 +53,11 @@ class RendererRpc:
     _processors: Mapping[str, Processor]
     _config: Config
     _in_thread: InThread
-    _queue: FairQueue[asyncio.Future[None]] = field(default_factory=FairQueue)
     _responders: list[GroupResponder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._num_free = max(1, self._config.renderer.threads // 2)
+        num_slots = max(1, self._config.renderer.threads // 2)
+        self._slots = FairSlots(num_slots, "calls wait for this renderer")
 
     async def start(self) -> None:
         for model in self._processors:
@@ -83,7 +82,7 @@ class RendererRpc:
     ) -> bytes:
         try:
             tenant = tenant_of(header)
-            async with self._wait_turn(tenant):
+            async with self._slots.turn(tenant, MAX_HELD):
                 answer = await work(data, tenant)
             self._bus.check_size(answer, "this answer")
             return answer
@@ -92,30 +91,6 @@ class RendererRpc:
         except Exception:
             _log.exception("call_failed")
             return _error_reply(WorkerFailure("a worker failed on this request"))
-
-    @contextlib.asynccontextmanager
-    async def _wait_turn(self, tenant: str) -> AsyncIterator[None]:
-        """Raises Overloaded, at once or when a call of another tenant takes the place."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        rejected = self._queue.add(tenant, turn, MAX_HELD)
-        if rejected is not None:
-            rejected.set_exception(Overloaded(f"{MAX_HELD} calls wait for this renderer"))
-        self._start_calls()
-        try:
-            await asyncio.shield(turn)
-            yield
-        finally:
-            if not turn.done():
-                self._queue.withdraw(tenant, turn)
-            elif turn.exception() is None:
-                self._num_free += 1
-                self._queue.finish(tenant)
-                self._start_calls()
-
-    def _start_calls(self) -> None:
-        while self._num_free and (waiter := self._queue.start_next()) is not None:
-            self._num_free -= 1
-            waiter.set_result(None)
 
     async def _render(self, model: str, data: bytes, tenant: str) -> bytes:
         request = await _decode(decode_request, data)

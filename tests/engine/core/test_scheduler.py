@@ -78,6 +78,23 @@ def test_the_last_sequence_is_preempted_and_readmitted_first() -> None:
     assert [s.sequence for s in scheduler.schedule().scheduled] == [second, third]
 
 
+def test_none_is_admitted_in_the_step_of_a_preemption() -> None:
+    """Although there is room for it, and its priority is better than that of the preempted one."""
+    pool = BlockPool(8, BLOCK_SIZE)
+    scheduler = Scheduler(pool, 4, 32, MAX_MODEL_LEN)
+    first, last, late = make_sequence(8), make_sequence(8, first=99, lane="batch"), make_sequence(1)
+    scheduler.add(first)
+    scheduler.add(last)
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(late)
+    batch = scheduler.schedule()
+    assert (scheduler.num_preemptions, last.status) == (1, Status.WAITING)
+    assert pool.num_free == 3
+    assert [s.sequence for s in batch.scheduled] == [first]
+    advance(scheduler, batch)
+    assert [s.sequence for s in scheduler.schedule().scheduled] == [first, late]
+
+
 # -- the prefix cache -----------------------------------------------------------------------------
 
 

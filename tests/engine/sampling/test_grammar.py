@@ -56,9 +56,9 @@ class Rig:
 
     def grammar(self, wanted: StructuredOutputs) -> Grammar:
         async def compile_it() -> Grammar:
-            grammars = new_grammar_compiler(self.loaded)
+            grammars = new_grammar_compiler(self.loaded, 64)
             assert grammars is not None
-            return await grammars.compile(wanted, no_progress)
+            return await grammars.compile(wanted, "", no_progress)
 
         return asyncio.run(compile_it())
 
@@ -267,7 +267,7 @@ def test_fewer_logits_than_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_without_end_tokens_supports_no_grammars(rig: Rig) -> None:
-    assert new_grammar_compiler(replace(rig.loaded, eos_token_ids=frozenset())) is None
+    assert new_grammar_compiler(replace(rig.loaded, eos_token_ids=frozenset()), 64) is None
 
 
 def test_an_answer_that_is_cut_off_says_so(rig: Rig) -> None:
@@ -415,7 +415,7 @@ class Counting:
 
 def grammars_with(rig: Rig, trial: Counting, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     monkeypatch.setattr(grammars_module, "check_grammar", trial)
-    grammars = new_grammar_compiler(rig.loaded)
+    grammars = new_grammar_compiler(rig.loaded, 64)
     assert grammars is not None
     return grammars
 
@@ -426,7 +426,7 @@ async def test_equal_grammars_are_compiled_once(rig: Rig, monkeypatch: pytest.Mo
     grammars = grammars_with(rig, trial, monkeypatch)
 
     async def compile_one(text: str) -> Grammar:
-        return await grammars.compile(StructuredOutputs(choice=[text]), no_progress)
+        return await grammars.compile(StructuredOutputs(choice=[text]), "", no_progress)
 
     first, same = await asyncio.gather(compile_one("a"), compile_one("a"))
     assert first is same
@@ -451,7 +451,7 @@ async def test_invalid_grammars_are_cached_and_failures_are_not(
         grammars = grammars_with(rig, trial, monkeypatch)
         for _ in range(2):
             with pytest.raises(error):
-                await grammars.compile(StructuredOutputs(json_object=True), no_progress)
+                await grammars.compile(StructuredOutputs(json_object=True), "", no_progress)
         assert len(trial.tried) == num_tries
 
 
@@ -476,9 +476,9 @@ async def test_a_waiter_can_leave_without_affecting_others(
     trial = Counting()
     grammars = held_up(rig, trial, monkeypatch)
     wanted = StructuredOutputs(json_object=True)
-    other = asyncio.create_task(grammars.compile(wanted, no_progress))
+    other = asyncio.create_task(grammars.compile(wanted, "", no_progress))
     with pytest.raises(Left):
-        await grammars.compile(wanted, leave)
+        await grammars.compile(wanted, "", leave)
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     assert len(trial.tried) == 1
@@ -491,15 +491,15 @@ async def test_a_compilation_without_waiters_frees_its_slot(
     grammars = held_up(rig, trial, monkeypatch)
     for i in range(3 * grammars_module.MAX_COMPILING):
         with pytest.raises(Left):
-            await grammars.compile(StructuredOutputs(choice=[f"left {i}"]), leave)
+            await grammars.compile(StructuredOutputs(choice=[f"left {i}"]), "", leave)
     wanted = StructuredOutputs(json_object=True)
-    other = asyncio.create_task(grammars.compile(wanted, no_progress))
+    other = asyncio.create_task(grammars.compile(wanted, "", no_progress))
     await asyncio.sleep(0.05)
     assert trial.tried[-1] == to_llguidance(wanted)
     trial.go_on.set()
     assert isinstance(await other, Grammar)
     again = StructuredOutputs(choice=["left 0"])
-    assert isinstance(await grammars.compile(again, no_progress), Grammar)
+    assert isinstance(await grammars.compile(again, "", no_progress), Grammar)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from shared.protocol.sampling import SamplingParams
 from workers.engine.core.sequence import EngineRequest, Sequence
 from workers.engine.sampling import row_chunks
 from workers.engine.sampling.sampler import sample, uniform
-from workers.engine.sampling.truncation import chunk_size, draw, truncate, unnormalized_probs
+from workers.engine.sampling.truncation import UNITS, chunk_size, draw, truncate, unnormalized_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,6 +92,17 @@ def test_filters_leave_what_transformers_leaves(
     torch.testing.assert_close(
         filtered(row, params), transformers_filtered(row, params), atol=1e-9, rtol=2e-5
     )
+
+
+@pytest.mark.parametrize(("target", "num_left"), [(-0.5, 1), (0.0, 1), (0.5, 2), (1.0, 2)])
+def test_top_p_keeps_a_token_while_more_probable_ones_lack_less_than_a_unit(
+    target: float, num_left: int
+) -> None:
+    """The first of two tokens has 2^40 units, which is all of the target but for a part of one."""
+    weights = torch.tensor([[1.0, 0.5]])
+    top_p = column((UNITS + target) / (1.5 * UNITS))
+    left = truncate(weights, column(0.0), column(2).long(), top_p)
+    assert int((left > 0).sum()) == num_left
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])

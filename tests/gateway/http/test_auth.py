@@ -67,6 +67,18 @@ def test_rate_and_concurrency_limits_of_a_key() -> None:
     limiter.acquire(Caller("", ""))  # without a key there is no limit
 
 
+def test_a_key_that_was_idle_for_long_may_send_no_more_than_its_limit_at_once() -> None:
+    now = 0.0
+    limiter = RateLimiter(lambda: now)
+    caller = Caller("alice", "alice", ApiKey("alice", digest(ALICE), max_requests_per_minute=2))
+    for now in (0.0, 3600.0):  # noqa: B007
+        for _ in range(2):
+            limiter.acquire(caller)
+        with pytest.raises(RateLimited) as fast:
+            limiter.acquire(caller)
+        assert fast.value.wait_s == pytest.approx(30.0)
+
+
 @pytest.mark.parametrize(
     ("section", "field"),
     [

@@ -42,6 +42,19 @@ def refused(body: Any) -> RequestError:
     return caught.value
 
 
+def test_values_are_counted_before_they_are_decoded() -> None:
+    flood: list[list[int]] = [[]] * 50_000
+    in_body = refused({"token_ids": [1], "sampling_params": {"extra_args": flood}})
+    assert in_body.field == "body.sampling_params"
+    assert "at most 50000 values" in in_body.message
+    # With metadata, an item is decoded whole and without a type.
+    item = packed(msgspec.msgpack.encode({"a": flood}))
+    metadata = packed(msgspec.msgpack.encode({}))
+    in_item = refused(with_image(kwargs_data={"image": [item]}, mm_metadata={"image": [metadata]}))
+    assert in_item.field == "body.features.kwargs_data.image.0"
+    assert "at most 50000 values" in in_item.message
+
+
 @pytest.mark.parametrize("rendered", [recorded("render_text"), recorded("render_completion")])
 def test_bodies_of_another_renderer_are_accepted_unchanged(rendered: dict[str, Any]) -> None:
     bodies: Any = msgspec.json.decode(msgspec.json.encode(rendered["response"]))

@@ -1,8 +1,8 @@
 """Structured outputs: grammars compiled by llguidance, and their masks over the model's tokens.
 
 Grammars are compiled in threads of their own, outside the step thread and the event loop, and equal
-grammars only once. A mask is a function of the grammar and the tokens so far, so a resumed request
-continues with the mask that the previous engine had.
+grammars only once. Tenants take turns at the slots for it. A mask is a function of the grammar and
+the tokens so far, so a resumed request continues with the mask that the previous engine had.
 """
 
 import asyncio
@@ -18,10 +18,15 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from shared.errors import InvalidGrammar, WorkerFailure
+from shared.fair_slots import FairSlots
+from shared.lru import ByteLRU
+from shared.protocol.multimodal import content_hash
 from shared.protocol.sampling import StructuredOutputs
-from workers.engine.sampling.grammar_sandbox import check_grammar, compile_grammar, error_of
+from workers.engine.sampling.grammar_sandbox import compile_grammar, error_of
+from workers.engine.sampling.grammar_trial import FIELD, check_grammar
 
 MAX_GRAMMARS = 64
+MAX_REFUSAL_BYTES = 256 << 10
 MAX_COMPILING = 2
 PROGRESS_S = 0.5
 # More than the stack of the sandbox process, so a grammar that passed there also passes here.
@@ -29,7 +34,6 @@ STACK_BYTES = 64 << 20
 # White space between the parts of a JSON text: a space, or a new line with its indentation. If any
 # amount were allowed, a model reluctant to write JSON could emit blanks until its token limit.
 SPACING = r"( |\n[ \t]{0,16})?"
-FIELD = "sampling_params.structured_outputs"
 
 
 class GrammarMask:
@@ -76,57 +80,82 @@ class Grammar:
 class GrammarCompiler:
     """Compiles and caches the grammars of one model. Belongs to one event loop."""
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: LLTokenizer, max_held: int) -> None:
         self._tokenizer = tokenizer
-        self._slots = asyncio.Semaphore(MAX_COMPILING)
-        self._waiting: Counter[str] = Counter()
-        """Number of requests that wait for each definition."""
-        self._tasks: OrderedDict[str, asyncio.Task[Grammar]] = OrderedDict()
-        """Compilations by definition, least recently used first; invalid grammars are included."""
+        self._max_held = max_held
+        self._slots = FairSlots(MAX_COMPILING, "grammars wait for this engine")
+        self._waiting: Counter[tuple[str, str]] = Counter()
+        """Number of requests that wait for each of `_pending`."""
+        self._pending: dict[tuple[str, str], asyncio.Task[Grammar]] = {}
+        """Compilations by tenant and definition. Each tenant has its own, because another tenant's
+        may be at the end of a long queue."""
+        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        """Grammars of all tenants by definition, least recently used first."""
+        self._refused: ByteLRU[str, str] = ByteLRU(MAX_REFUSAL_BYTES)
+        """The reasons by the hash of the definition: a definition may have 128 KiB."""
 
     async def compile(
-        self, outputs: StructuredOutputs, progress: Callable[[], Awaitable[None]]
+        self, outputs: StructuredOutputs, tenant: str, progress: Callable[[], Awaitable[None]]
     ) -> Grammar:
         """Return the compiled grammar. `progress` is called repeatedly while the caller waits.
 
-        Raises InvalidGrammar, also if compiling takes too much time or memory, and whatever
+        Raises InvalidGrammar, also if compiling takes too much CPU time or memory, GrammarNotTried
+        if the machine is too busy to tell, Overloaded if too many grammars wait, and whatever
         `progress` raises.
         """
         definition = to_llguidance(outputs)
-        task = self._tasks.get(definition)
+        if (known := self._find(definition)) is not None:
+            return known
+        key = (tenant, definition)
+        task = self._pending.get(key)
         if task is None or task.cancelling():
-            task = asyncio.create_task(self._compile(definition))
-            self._tasks[definition] = task
-            task.add_done_callback(lambda task: self._forget_failed(definition, task))
-            if len(self._tasks) > MAX_GRAMMARS:
-                self._tasks.popitem(last=False)
-        self._tasks.move_to_end(definition)
-        self._waiting[definition] += 1
+            task = asyncio.create_task(self._compile(tenant, definition))
+            self._pending[key] = task
+            task.add_done_callback(lambda task: self._forget(key, task))
+        self._waiting[key] += 1
         try:
             while not (await asyncio.wait([task], timeout=PROGRESS_S))[0]:
                 await progress()
             return task.result()
         finally:
-            self._waiting[definition] -= 1
-            if not self._waiting[definition]:
-                del self._waiting[definition]
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
                 # Nobody waits any more, and the slot of a compilation becomes free.
                 task.cancel()
 
-    def _forget_failed(self, definition: str, task: asyncio.Task[Grammar]) -> None:
-        """Drop failed compilations from the cache, except those of invalid grammars."""
-        failed = task.cancelled() or not isinstance(task.exception(), InvalidGrammar | None)
-        if failed and self._tasks.get(definition) is task:
-            del self._tasks[definition]
-
-    async def _compile(self, definition: str) -> Grammar:
-        async with self._slots:
-            if reason := await check_grammar(definition):
-                raise _invalid_grammar(reason)
-            matcher = await _run_in_thread(lambda: self._warm(definition))
-        if reason := error_of(matcher):
+    def _find(self, definition: str) -> Grammar | None:
+        """Return the cached grammar, if there is one. Raises InvalidGrammar for a refused one."""
+        if (reason := self._refused.get(content_hash(definition))) is not None:
             raise _invalid_grammar(reason)
-        return Grammar(matcher)
+        if (grammar := self._compiled.get(definition)) is not None:
+            self._compiled.move_to_end(definition)
+        return grammar
+
+    def _forget(self, key: tuple[str, str], task: asyncio.Task[Grammar]) -> None:
+        if self._pending.get(key) is task:
+            del self._pending[key]
+        if not task.cancelled():
+            # All that waited for it may have left before they saw the error.
+            task.exception()
+
+    async def _compile(self, tenant: str, definition: str) -> Grammar:
+        async with self._slots.turn(tenant, self._max_held):
+            # Another tenant may have had the same definition compiled meanwhile.
+            if (known := self._find(definition)) is not None:
+                return known
+            reason = await check_grammar(definition)
+            if not reason:
+                matcher = await _run_in_thread(lambda: self._warm(definition))
+                reason = error_of(matcher)
+        if reason:
+            key = content_hash(definition)
+            self._refused.put(key, reason, len(key) + len(reason.encode()))
+            raise _invalid_grammar(reason)
+        grammar = self._compiled[definition] = Grammar(matcher)
+        if len(self._compiled) > MAX_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return grammar
 
     def _warm(self, definition: str) -> LLMatcher:
         """Compile the grammar and compute its first mask, which takes longest."""

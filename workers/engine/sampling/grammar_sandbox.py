@@ -3,20 +3,15 @@
 llguidance limits its own resources, but not all of them: rules nested some thousands deep overflow
 its stack, and an intersection of twenty expressions takes seconds and gigabytes. Only a process of
 its own contains such failures. The process runs this file, which imports nothing else of the
-product, so that it starts in some 50 ms.
+product, so that it starts in some 50 ms. `workers.engine.sampling.grammar_trial` starts it.
 """
 
-import asyncio
-import contextlib
 import re
 import resource
 import sys
-from asyncio.subprocess import PIPE
-from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_S = 5
 MAX_MEMORY_BYTES = 1 << 30
 NUM_TOKENS = 16
 """Tokens generated in the trial: some grammars exceed the limits only in use."""
@@ -24,6 +19,8 @@ BLANKS = sum(1 << byte for byte in b" \t\r\n")
 """Bitmask of white space, which JSON allows in any amount and which makes no progress."""
 MAX_REASON_LEN = 300
 TOO_COMPLEX = "it is too complex"
+BEGUN = "begun\n"
+"""Written before the grammar is compiled: an end before this line is no fault of the grammar."""
 
 LIMITS = LLParserLimits(
     step_max_items=20_000,
@@ -47,32 +44,20 @@ def error_of(matcher: LLMatcher) -> str:
     return TOO_COMPLEX if "panic" in text else text[:MAX_REASON_LEN]
 
 
-async def check_grammar(definition: str) -> str:
-    """Return the reason for which the grammar cannot be used; empty if it can."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", str(Path(__file__)), stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        async with asyncio.timeout(MAX_S):
-            reason, _ = await process.communicate(definition.encode())
-    except TimeoutError:
-        return TOO_COMPLEX
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    return reason.decode() if process.returncode == 0 else TOO_COMPLEX
-
-
-def main() -> None:
+def main(max_cpu_s: int) -> None:
     """Compile the definition read from stdin, try it, and write the error to stdout."""
-    # The limits also end this process if the engine dies meanwhile.
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_S, MAX_S))
+    # The limits also end this process if the engine dies meanwhile. The first ends it by SIGXCPU,
+    # which tells it from a process that somebody has killed.
+    resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The tokens are single bytes, so the trial does not depend on the size of the vocabulary. Any
     # token can stand for one that the grammar names by its id.
     definition = re.sub(r"<\[\d+\]>", "<[0]>", sys.stdin.buffer.read().decode())
-    matcher = compile_grammar(LLTokenizer("byte"), definition)
+    tokenizer = LLTokenizer("byte")
+    sys.stdout.write(BEGUN)
+    sys.stdout.flush()
+    matcher = compile_grammar(tokenizer, definition)
     for _ in range(NUM_TOKENS):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped() or not allowed:
@@ -83,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

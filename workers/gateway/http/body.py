@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, Overloaded
+from shared.protocol.value_limits import check_json
 from workers.gateway.http.errors import (
     BodyTooLarge,
     RequestTimeout,
@@ -72,6 +73,7 @@ class BodyReader:
             raise WrongContentType("the body must be JSON: send `Content-Type: application/json`")
         body = await self.read(request)
         try:
+            check_json(body)
             return msgspec.json.decode(body, type=body_type)
         except msgspec.ValidationError as error:
             raise validation_error(error, unsupported) from error

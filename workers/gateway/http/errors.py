@@ -121,6 +121,7 @@ STATUSES = {
     HeadersTooLarge.code: 431,
     "unavailable": 503,
     "overloaded": 503,
+    "grammar_not_tried": 503,
     Interrupted.code: 503,
     "deadline_exceeded": 504,
 }
@@ -130,6 +131,7 @@ STATUSES = {
 _MESSAGES = {
     "unavailable": "the service is temporarily unavailable; try again",
     "overloaded": "too many requests are waiting; try again a little later",
+    "grammar_not_tried": "the machine was too busy to check the grammar; try again a little later",
     Interrupted.code: "this gateway is shutting down, and the request continues without it: ask"
     " another gateway for /v1/requests/{id} with the id from the header X-Request-Id",
     "deadline_exceeded": "the request did not end before its deadline",

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from shared.protocol.detokenizer import EMPTY_WINDOW, MAX_CONTEXT_TOKENS, TokenWindow, read_text
 from shared.protocol.renderer_rpc import ModelCard
+from shared.protocol.value_limits import MAX_NUMBERS
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import RENDERER_ERRORS, SCALE_OUT
@@ -111,9 +112,10 @@ async def _read(
 ) -> Whole | Event:
     """Return the body, which is an event of a stream if its field `stream` is true."""
     data = await read_body(context, request)
-    if decode(data, _StreamFlag).stream:
-        return decode(data, event)
-    return decode(data, whole)
+    # Each token may have log probabilities of twenty others.
+    if decode(data, _StreamFlag, max_values=MAX_NUMBERS).stream:
+        return decode(data, event, max_values=MAX_NUMBERS)
+    return decode(data, whole, max_values=MAX_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)

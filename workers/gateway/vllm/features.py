@@ -14,6 +14,7 @@ from shared.errors import InvalidRequest, UnsupportedContent
 from shared.protocol.multimodal import IMAGE
 from shared.protocol.renderer_rpc import RenderedFeature, RenderedFeatures
 from shared.protocol.requests import ImagePart, ImageURL
+from shared.protocol.value_limits import check_msgpack
 from workers.gateway.http.errors import UnsupportedParameter
 from workers.gateway.schemas.generate import FeaturesInfo, PlaceholderInfo
 from workers.gateway.vllm.errors import body_error
@@ -120,6 +121,7 @@ def _decode_base64(text: str, field: str) -> bytes:
 
 def _decode_map(item: bytes, field: str) -> dict[Any, Any]:
     try:
+        check_msgpack(item)
         decoded = _decode_item(item)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"not an item in msgpack: {error}", field=field) from error

@@ -15,6 +15,7 @@ import msgspec
 
 from shared.errors import ContextTooLong, InvalidRequest
 from shared.protocol.sampling import SamplingParams, StructuredOutputs
+from shared.protocol.value_limits import check_json
 from shared.validation import invalid_request, split_validation_error
 from workers.gateway.http.errors import UnknownParameter, UnsupportedParameter
 
@@ -142,6 +143,7 @@ def _read_structure(rendered: dict[str, Any]) -> dict[str, Any]:
     schema = form.pop("json", None)
     if isinstance(schema, str):
         try:
+            check_json(schema.encode())
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(

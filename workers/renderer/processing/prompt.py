@@ -11,6 +11,7 @@ import msgspec
 from shared.errors import InvalidRequest
 from shared.protocol.multimodal import Modality, PlaceholderRange
 from shared.protocol.requests import Feature, Message, Prompt, TextPart, Tool, ToolCall
+from shared.protocol.value_limits import check_json
 
 Transform = Callable[[Any], Any]
 
@@ -183,6 +184,7 @@ def parse_arguments(call: ToolCall) -> Any:
     if not text.strip():
         return {}
     try:
+        check_json(text.encode())
         parsed = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return text

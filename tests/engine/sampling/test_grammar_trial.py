@@ -1,0 +1,220 @@
+"""The trial of a grammar: CPU time and memory are the client's fault, a busy machine never is."""
+
+import asyncio
+import resource
+import signal
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from shared.errors import GrammarNotTried, InvalidGrammar, Overloaded
+from shared.protocol.sampling import StructuredOutputs
+from workers.engine.sampling import grammar as grammars_module
+from workers.engine.sampling import grammar_trial
+from workers.engine.sampling.grammar import Grammar, GrammarCompiler
+
+YES_OR_NO = StructuredOutputs(choice=["yes", "no"])
+SLOW = StructuredOutputs(
+    json_schema={"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(32)]}
+)
+"""Compiling it takes more than 20 s."""
+
+
+def new_compiler(max_held: int = 64) -> GrammarCompiler:
+    return GrammarCompiler(LLTokenizer("byte"), max_held)
+
+
+async def compile_with(
+    compiler: GrammarCompiler, wanted: StructuredOutputs, tenant: str = ""
+) -> Grammar:
+    async def no_progress() -> None:
+        pass
+
+    async with asyncio.timeout(60):
+        return await compiler.compile(wanted, tenant, no_progress)
+
+
+def on_each_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[Process], None]) -> None:
+    """Have each sandbox process meet `act` as soon as it has been started."""
+    start = asyncio.create_subprocess_exec
+
+    async def started(*args: Any, **options: Any) -> Process:
+        process = await start(*args, **options)
+        act(process)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+
+
+def stop(process: Process) -> None:
+    process.send_signal(signal.SIGSTOP)
+
+
+# -- whose fault it is ----------------------------------------------------------------------------
+
+
+async def test_a_trial_without_time_is_a_retryable_fault_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = new_compiler()
+    with monkeypatch.context() as patch:
+        on_each_start(patch, stop)
+        patch.setattr(grammar_trial, "MAX_WALL_S", 0.3)
+        with pytest.raises(GrammarNotTried, match=r"within 0\.3 s") as caught:
+            await compile_with(compiler, YES_OR_NO)
+    error = caught.value
+    assert (error.fault, error.retryable, error.field) == ("server", True, grammar_trial.FIELD)
+    assert error.retry_after_s is not None
+    assert isinstance(await compile_with(compiler, YES_OR_NO), Grammar)
+
+
+async def test_a_trial_that_is_only_late_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(process: Process) -> None:
+        stop(process)
+        asyncio.get_running_loop().call_later(0.5, process.send_signal, signal.SIGCONT)
+
+    on_each_start(monkeypatch, pause)
+    assert isinstance(await compile_with(new_compiler(), YES_OR_NO), Grammar)
+
+
+async def test_the_cpu_time_of_a_trial_is_the_grammars_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 1)
+    tried = []
+    on_each_start(monkeypatch, lambda process: tried.append(process))
+    compiler = new_compiler()
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(InvalidGrammar, match="more than 1 s of CPU time") as caught:
+        await compile_with(compiler, SLOW, "a")
+    assert 0.5 < resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s < 2.5
+    assert caught.value.field == grammar_trial.FIELD
+    with pytest.raises(InvalidGrammar, match="more than 1 s of CPU time"):
+        await compile_with(compiler, SLOW, "b")
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_trial_that_is_ended_from_outside_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, by: signal.Signals
+) -> None:
+    compiler = new_compiler()
+
+    def end_it(process: Process) -> None:
+        asyncio.get_running_loop().call_later(0.5, process.send_signal, by)
+
+    with monkeypatch.context() as patch:
+        on_each_start(patch, end_it)
+        with pytest.raises(GrammarNotTried):
+            await compile_with(compiler, SLOW)
+    assert isinstance(await compile_with(compiler, YES_OR_NO), Grammar)
+    assert not len(compiler._refused)
+
+
+async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(GrammarNotTried, match="could not be started"):
+        await compile_with(new_compiler(), YES_OR_NO)
+
+
+async def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    async def refuse(definition: str) -> str:
+        tried.append(definition)
+        return "x" * 300
+
+    monkeypatch.setattr(grammars_module, "check_grammar", refuse)
+    monkeypatch.setattr(grammars_module, "MAX_REFUSAL_BYTES", 1000)
+    compiler = new_compiler()
+    large = [StructuredOutputs(choice=[f"{i}" + "y" * 100_000]) for i in range(4)]
+    for wanted in (*large, large[-1], large[0]):
+        with pytest.raises(InvalidGrammar):
+            await compile_with(compiler, wanted)
+    assert len(tried) == 5
+    assert 0 < compiler._refused.num_bytes <= 1000
+
+
+# -- turns ----------------------------------------------------------------------------------------
+
+
+class HeldTrials:
+    """Trials that last until they are released, in the order in which they have begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self._ends: list[asyncio.Event] = []
+        monkeypatch.setattr(grammars_module, "check_grammar", self._try)
+
+    async def _try(self, definition: str) -> str:
+        self.begun.append(definition)
+        self._ends.append(asyncio.Event())
+        await self._ends[-1].wait()
+        return ""
+
+    async def wait_for(self, num_begun: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.begun) < num_begun:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def end(self, number: int) -> None:
+        self._ends[number].set()
+
+
+def named(name: str) -> StructuredOutputs:
+    return StructuredOutputs(choice=[name])
+
+
+async def test_a_flood_of_one_tenant_leaves_the_next_trial_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials, compiler = HeldTrials(monkeypatch), new_compiler()
+    flood = [asyncio.create_task(compile_with(compiler, named(f"a{i}"), "a")) for i in range(20)]
+    await trials.wait_for(grammars_module.MAX_COMPILING)
+    # Also a definition that the flood has at its end.
+    others = [asyncio.create_task(compile_with(compiler, named(n), "b")) for n in ("b", "a19")]
+    await asyncio.sleep(0)
+    for i in range(4):
+        trials.end(i)
+        await trials.wait_for(3 + i)
+    order = ["b" if '"b"' in text else "a19" if '"a19"' in text else "a" for text in trials.begun]
+    assert order == ["a", "a", "a", "b", "a", "a19"]
+    trials.end(5)
+    trials.end(3)
+    assert all(isinstance(grammar, Grammar) for grammar in await asyncio.gather(*others))
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_a_flood_gives_up_its_places_to_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials, compiler = HeldTrials(monkeypatch), new_compiler(max_held=4)
+    flood = [asyncio.create_task(compile_with(compiler, named(f"a{i}"), "a")) for i in range(5)]
+    with pytest.raises(Overloaded, match="4 grammars wait"):
+        await flood[4]
+    other = asyncio.create_task(compile_with(compiler, named("b"), "b"))
+    with pytest.raises(Overloaded):
+        await flood[3]
+    for i in range(4):
+        await trials.wait_for(i + 1)
+        trials.end(i)
+    assert isinstance(await other, Grammar)
+    await asyncio.gather(*flood[:3])
+
+
+async def test_a_definition_that_another_tenant_has_had_compiled_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_COMPILING", 1)
+    trials, compiler = HeldTrials(monkeypatch), new_compiler()
+    both = [asyncio.create_task(compile_with(compiler, named("x"), tenant)) for tenant in "ab"]
+    await trials.wait_for(1)
+    trials.end(0)
+    first, second = await asyncio.gather(*both)
+    assert first is second
+    assert len(trials.begun) == 1

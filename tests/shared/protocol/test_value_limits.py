@@ -1,0 +1,168 @@
+"""The walks before decoding agree with the decoders, and end at their limits."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.protocol.encoding import UNDECODABLE, is_packed, json_or_msgpack
+from shared.protocol.requests import GenerateRequest
+from shared.protocol.value_limits import (
+    MAX_DEPTH,
+    MAX_NUMBERS,
+    MAX_VALUES,
+    check_json,
+    check_msgpack,
+    walk_json,
+    walk_msgpack,
+)
+from shared.validation import split_validation_error
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+PACKED = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.builds(msgspec.msgpack.Ext, st.integers(0, 127), st.binary(max_size=300))
+    | st.datetimes(timezones=st.timezones()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 2**63), inner),
+)
+
+
+def msgpack_error(data: bytes) -> str:
+    try:
+        msgspec.msgpack.decode(data)
+    except (*UNDECODABLE, ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+# -- msgpack --------------------------------------------------------------------------------------
+
+
+@given(PACKED)
+def test_what_msgspec_has_written_is_whole(value: Any) -> None:
+    data = msgspec.msgpack.encode(value)
+    assert walk_msgpack(data)
+    assert not walk_msgpack(data + b"\xc0")
+    assert not walk_msgpack(data[:-1])
+
+
+@given(st.binary(max_size=40) | st.lists(st.sampled_from(range(256)), max_size=12).map(bytes))
+def test_the_walk_is_as_strict_as_msgspec(data: bytes) -> None:
+    error = msgpack_error(data)
+    # Contents of strings, keys and extensions are the decoder's alone.
+    contents = ("utf-8", "unhashable", "surrogate", "timestamp", "Timestamp", "map keys", "key")
+    if walk_msgpack(data):
+        assert not error or any(part in error for part in contents), error
+    else:
+        assert error
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1] * 70_000, [1.5] * 1000, ["a" * 70_000], b"a" * 70_000, {str(i): i for i in range(9999)}]
+    + [dict.fromkeys(range(20000), 1), [msgspec.msgpack.Ext(5, b"x" * n) for n in (1, 2, 4, 8, 16)]]
+    + [[msgspec.msgpack.Ext(5, b"x" * n)] for n in (3, 300, 70_000)],
+    ids=lambda value: str(value)[:20],
+)
+def test_every_width_of_length_is_read(value: Any) -> None:
+    data = msgspec.msgpack.encode(value)
+    assert walk_msgpack(data)
+    assert not walk_msgpack(data[:-1])
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+@given(ANY, st.sampled_from([None, 2]), st.booleans())
+def test_valid_json_is_whole(value: Any, indent: int | None, ascii_only: bool) -> None:
+    data = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
+    assert walk_json(data)
+
+
+@given(ANY)
+def test_values_of_json_are_counted_one_by_one(value: Any) -> None:
+    data, wanted = json.dumps(value).encode(errors="replace"), num_values(value)
+    assert walk_json(data, wanted)
+    if wanted:
+        with pytest.raises(msgspec.ValidationError, match=f"at most {wanted - 1} values"):
+            walk_json(data, wanted - 1)
+
+
+def num_values(value: Any) -> int:
+    """Return the number of strings, arrays and objects."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(num_values, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(num_values, value))
+    return int(isinstance(value, str))
+
+
+JSON_BYTES = st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"a"]))
+
+
+@given(st.binary() | JSON_BYTES.map(b"".join))
+def test_text_that_is_not_closed_is_refused_by_msgspec_too(data: bytes) -> None:
+    if not walk_json(data):
+        with pytest.raises(UNDECODABLE):
+            msgspec.json.decode(data)
+
+
+def test_brackets_in_strings_do_not_count() -> None:
+    check_json(json.dumps({"text": '[{,"\\' * 300_000}).encode())
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for i in range(depth):
+        value = {"a": value} if i % 2 else [value]
+    return value
+
+
+FIELDS: list[tuple[Any, str]] = [
+    ([[]] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
+    (["x"] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
+    ([7] * (MAX_NUMBERS + 300), f"at most {MAX_NUMBERS} values"),
+    ({str(i): 1 for i in range(MAX_VALUES)}, f"at most {MAX_VALUES} values"),
+    (nested(MAX_DEPTH), f"at most {MAX_DEPTH} levels"),
+]
+
+
+@pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
+@pytest.mark.parametrize(("value", "complaint"), FIELDS, ids=[each[1] for each in FIELDS])
+def test_an_excess_is_told_with_its_field(value: Any, complaint: str, write: Any) -> None:
+    data = write({"model": "x", "messages": [{"a": "b"}], "template_kwargs": value, "n": 1})
+    with pytest.raises(msgspec.ValidationError, match=complaint) as caught:
+        (check_msgpack if is_packed(data) else check_json)(data)
+    assert split_validation_error(caught.value)[1] == "template_kwargs"
+
+
+@pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
+def test_what_is_within_the_limits_passes(write: Any) -> None:
+    values = {"deep": nested(MAX_DEPTH - 1), "lists": [[]] * (MAX_VALUES - 20)}
+    for value in (*values.values(), [7] * (MAX_NUMBERS - 200)):
+        data = write({"model": "x", "template_kwargs": value})
+        (check_msgpack if is_packed(data) else check_json)(data)
+
+
+@given(
+    st.binary()
+    | st.tuples(st.sampled_from([b"{", b"\x81\xa1a", b"\x90"]), st.binary()).map(b"".join)
+)
+def test_malformed_bytes_raise_an_error_of_the_decoder_and_no_other(data: bytes) -> None:
+    decode = json_or_msgpack(GenerateRequest)
+    with pytest.raises(UNDECODABLE):
+        decode(data)
