@@ -178,6 +178,8 @@ async def _request(
         return await bus.request(subject, data, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
+    except Unavailable:
+        raise Unavailable(f"no renderer of {model} is running") from None
 
 
 def _check_request_id(value: str) -> None:

@@ -79,3 +79,39 @@ def test_an_invalid_value_is_reported_with_source_and_key(
         parse_config(text, env, "pagemill.yaml")
     for part in parts:
         assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PAGEMILL_ENGIN__BLOCK_SIZE", "PAGEMILL_ENGINE__BLOCK_SIZE"),
+        ("PAGEMILL_ENGINE__BLOCKSIZE", "PAGEMILL_ENGINE__BLOCK_SIZE"),
+        ("PAGEMILL_ENGINE__SPECULATIVE__NUM_TOKEN", "PAGEMILL_ENGINE__SPECULATIVE__NUM_TOKENS"),
+        ("PAGEMILL_LOGLEVEL", "PAGEMILL_LOG_LEVEL"),
+        ("PAGEMILL_MODELS__DEM0__MAX_IMAGES", "PAGEMILL_MODELS__DEMO__MAX_IMAGES"),
+        ("PAGEMILL_MODELS__DEMO__MAX_IMAGE", "PAGEMILL_MODELS__DEMO__MAX_IMAGES"),
+        ("PAGEMILL_WITH_NOTHING_LIKE_IT", None),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    variable: str, meant: str | None
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(GOOD, {variable: "1", "PAGEMILL_ENGINE__THREADS": "1"}, "embedded default")
+    message = caught.value.message
+    assert message.startswith(f"{variable}: ")
+    assert "embedded default" not in message
+    assert message.partition("did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+def test_an_unknown_field_of_the_file_is_not_blamed_on_a_variable() -> None:
+    text = GOOD + "\nengine: {blocksize: 1}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, {"PAGEMILL_ENGINE__THREADS": "1"}, "pagemill.yaml")
+    assert caught.value.message.startswith("pagemill.yaml: engine: ")
+
+
+def test_a_value_of_a_variable_that_contradicts_another_names_the_variable() -> None:
+    env = {"PAGEMILL_ENGINE__SPECULATIVE__MIN_NGRAM": "9"}
+    with pytest.raises(ConfigError, match=r"^PAGEMILL_ENGINE__SPECULATIVE__MIN_NGRAM: "):
+        parse_config(GOOD, env, "pagemill.yaml")
