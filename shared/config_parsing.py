@@ -17,7 +17,7 @@ from shared.config import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import NAME_RULE, is_name
+from shared.protocol.subjects import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
@@ -127,11 +127,11 @@ def _variables(section: type[msgspec.Struct], prefix: str) -> Iterator[str]:
 
 def _faults_of_models(config: Config) -> Iterator[Fault]:
     for name, model in config.models.items():
-        if not is_name(name):
-            yield Fault("models", f"{name!r} {NAME_RULE}, because it is part of a subject")
+        if not is_model_name(name):
+            yield Fault("models", f"the name {name!r} {MODEL_NAME_RULE}")
         for adapter in model.adapters:
-            if not is_name(adapter):
-                yield Fault(f"models.{name}.adapters", f"{adapter!r} {NAME_RULE}")
+            if not is_model_name(adapter):
+                yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
 
 
 def _faults_of_sections(config: Config) -> Iterator[Fault]:

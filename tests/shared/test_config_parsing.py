@@ -14,6 +14,13 @@ def test_defaults_need_only_a_model() -> None:
     assert config.engine.block_size is None
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "org/name", "a b", "demo_1"])
+def test_models_and_adapters_have_the_names_that_people_know(name: str) -> None:
+    text = f"models: {{{name}: {{path: model, adapters: {{{name}: folder}}}}}}"
+    config = parse_config(text, {}, "pagemill.yaml")
+    assert list(config.models) == list(config.models[name].adapters) == [name]
+
+
 def test_the_environment_overrides_any_field() -> None:
     env = {
         "PAGEMILL_ENGINE__BLOCK_SIZE": "32",
@@ -35,11 +42,18 @@ def test_the_environment_overrides_any_field() -> None:
         ("a: [", {}, ["pagemill.yaml", "YAML"]),
         ("models: {demo: {path: 3}}", {}, ["pagemill.yaml", "models.demo.path", "str", "int"]),
         ("models: {demo: {path: a, pth: b}}", {}, ["pagemill.yaml", "models.demo", "pth"]),
-        ("models: {a.b: {path: a}}", {}, ["pagemill.yaml", "a.b", "subject"]),
         (
-            "models: {demo: {path: a, adapters: {a b: c}}}",
+            'models: {" a": {path: a}}',
             {},
-            ["pagemill.yaml", "models.demo.adapters", "a b", "letters"],
+            ["pagemill.yaml", "models", "' a'", "spaces at the ends"],
+        ),
+        ('models: {"a\\nb": {path: a}}', {}, ["models", r"a\nb", "printable"]),
+        (f"models: {{{'x' * 129}: {{path: a}}}}", {}, ["models", "1 to 128"]),
+        (f"models: {{{'é' * 40}: {{path: a}}}}", {}, ["models", "at most 200 in a subject"]),
+        (
+            'models: {demo: {path: a, adapters: {"a\\tb": c}}}',
+            {},
+            ["pagemill.yaml", "models.demo.adapters", r"a\tb", "printable"],
         ),
         ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),

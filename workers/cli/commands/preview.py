@@ -9,6 +9,7 @@ from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
 from shared.errors import Unavailable, UnknownModel
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeRequest
+from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, print_error
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
 from workers.cli.terminal import connected, print_json, print_line
@@ -87,7 +88,7 @@ async def _unserved_named(bus: Bus, model: str) -> AsyncIterator[None]:
     try:
         yield
     except Unavailable:
-        beats = [beat for beat in await bus.read_heartbeats() if beat.role == "renderer"]
+        beats = [beat for beat in await bus.read_heartbeats() if beat.role == RENDERER]
         served = {name for beat in beats for name in beat.models}
         if served and model not in served:
             names = ", ".join(sorted(served))
