@@ -88,6 +88,15 @@ async def test_a_worker_of_an_unknown_model_names_it_and_those_configured(
     assert event["reason"] == "no model 'nosuch' is configured; configured: demo"
 
 
+async def test_a_worker_ends_in_one_way_for_all_it_refuses_of_a_configuration(
+    broker: EmbeddedServer, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("models: {mine: {path: 5}}")
+    arguments = ("worker", "engine", "--config", str(tmp_path / "bad.yaml"))
+    code, _, err = await run(broker, *arguments)
+    assert (code, "models.mine.path" in err) == (78, True)
+
+
 async def test_a_misspelt_variable_is_named(broker: EmbeddedServer, tmp_path: Path) -> None:
     done = await asyncio.to_thread(
         subprocess.run,

@@ -133,7 +133,7 @@ class LocalCluster:
     async def _spawn(self, spec: WorkerSpec) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "workers", "worker", spec.role, "--nats", self.url]
         if spec.model is not None:
-            command += ["--model", spec.model]
+            command.append(f"--model={spec.model}")  # It may begin with a hyphen.
         if spec.stage is not None:
             command += ["--stage", spec.stage]
         if self._config_file is not None:
