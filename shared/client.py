@@ -43,7 +43,7 @@ async def ask(
     request with a `timeout_s` has no final record well after it.
     """
     _check_request_id(request_id)
-    _check_name(request.model, "model")
+    _check_model(request.model)
     async with LogReader(bus, request_id, 0) as reader:
         data = encode_request(request, sampling)
         subject = subjects.request(request.model)
@@ -171,13 +171,15 @@ async def _request(
     tenant: str = "",
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> bytes:
-    _check_name(model, "model")
+    _check_model(model)
     subject = subjects.renderer(call, model)
     bus.check_size(data, subject)
     try:
         return await bus.request(subject, data, timeout_s, tenant)
     except TimeoutError:
         raise Unavailable(f"no renderer of {model} has replied within {timeout_s:g} s") from None
+    except Unavailable:
+        raise Unavailable(f"no renderer of {model} is running") from None
 
 
 def _check_request_id(value: str) -> None:
@@ -188,6 +190,11 @@ def _check_request_id(value: str) -> None:
             " for item tasks",
             field="request_id",
         )
+
+
+def _check_model(name: str) -> None:
+    if not subjects.is_model_name(name):
+        raise InvalidRequest(f"model {subjects.MODEL_NAME_RULE}", field="model")
 
 
 def _check_name(value: str, field: str) -> None:

@@ -303,7 +303,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """The whole of `pagemill.yaml`."""
 
     models: Annotated[dict[str, ModelConfig], Meta(min_length=1)]
-    """Served models by name."""
+    """Served models by name, such as `qwen2.5-vl` or `org/name`: 1 to 128 printable characters."""
     nats: NatsConfig = NatsConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     blobs: BlobsConfig = BlobsConfig()

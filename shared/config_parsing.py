@@ -4,6 +4,8 @@
 This module reads neither files nor the environment: the caller passes the text and the mapping.
 """
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, TypeVar
@@ -15,10 +17,11 @@ from shared.config import Config, ModelConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import Fault
 from shared.protocol.sampling import SamplingParams
-from shared.protocol.subjects import NAME_RULE, is_name
+from shared.protocol.subjects import MODEL_NAME_RULE, NAME_RULE, is_model_name, is_name
 from shared.validation import split_validation_error
 
 ENV_PREFIX = "PAGEMILL_"
+_UNKNOWN_FIELD = re.compile("Object contains unknown field `(.*)`")
 
 T = TypeVar("T")
 
@@ -34,62 +37,101 @@ def parse_config(text: str, env: Mapping[str, str], source: str) -> Config:
         raise ConfigError(f"{source}: not valid YAML: {error}", field=source) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected a mapping at the top level", field=source)
-    key_to_variable = _apply_env(tree, env)
+    overrides = _Overrides(env)
+    overrides.apply(tree)
     # Each model is converted on its own first, because msgspec's path omits the keys of a mapping.
     models = tree.get("models")
     if isinstance(models, dict):
         for name, model in models.items():
-            _convert(model, ModelConfig, f"models.{name}", key_to_variable, source)
-    config = _convert(tree, Config, "", key_to_variable, source)
+            _convert(model, ModelConfig, f"models.{name}", overrides, source)
+    config = _convert(tree, Config, "", overrides, source)
     for name, model in config.models.items():
         defaults_key = f"models.{name}.sampling_defaults"
-        _convert(model.sampling_defaults, SamplingParams, defaults_key, {}, source)
+        _convert(model.sampling_defaults, SamplingParams, defaults_key, overrides, source)
     for check in (_faults_of_models, _faults_of_sections, _faults_of_gateway):
         for fault in check(config):
-            raise ConfigError(f"{source}: {fault.key}: {fault.message}", field=fault.key)
+            origin = overrides.variables.get(fault.key, source)
+            raise ConfigError(f"{origin}: {fault.key}: {fault.message}", field=fault.key)
     return config
 
 
-def _convert(
-    tree: Any, kind: type[T], prefix: str, key_to_variable: Mapping[str, str], source: str
-) -> T:
+def _convert(tree: Any, kind: type[T], prefix: str, overrides: "_Overrides", source: str) -> T:
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         reason, path = split_validation_error(error)
         key = f"{prefix}.{path}".strip(".")
-        origin = key_to_variable.get(key, source)
+        # A misspelt variable adds a field that does not exist.
+        unknown = _UNKNOWN_FIELD.fullmatch(reason)
+        added = key if unknown is None else f"{key}.{unknown[1]}".strip(".")
+        origin = overrides.variables.get(added, source)
+        if overrides.has_added(added):
+            reason += overrides.suggestion(origin)
         raise ConfigError(f"{origin}: {key or 'top level'}: {reason}", field=key) from error
 
 
-def _apply_env(tree: dict[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Write overrides into `tree`. Return the variable that set each key."""
-    key_to_variable = {}
-    for name, value in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX):
-            continue
-        keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-        node = tree
-        for key in keys[:-1]:
-            child = node.setdefault(key, {})
-            if not isinstance(child, dict):
-                raise ConfigError(f"{name}: {key} is not a section", field=key)
-            node = child
-        try:
-            node[keys[-1]] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
-        key_to_variable[".".join(keys)] = name
-    return key_to_variable
+class _Overrides:
+    """The settings in the environment, and the variables that they come from."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._values = {n: value for n, value in sorted(env.items()) if n.startswith(ENV_PREFIX)}
+        self._models: list[str] = []
+        self._added: set[str] = set()
+        self.variables: dict[str, str] = {}
+        """The variable that has set each key, or has added each section."""
+
+    def apply(self, tree: dict[str, Any]) -> None:
+        """Write the settings into `tree`. Raises ConfigError."""
+        self._models = list(models) if isinstance(models := tree.get("models"), dict) else []
+        for name, value in self._values.items():
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            node = tree
+            for depth, key in enumerate(keys[:-1], 1):
+                self._note(node, ".".join(keys[:depth]), name)
+                child = node.setdefault(key, {})
+                if not isinstance(child, dict):
+                    raise ConfigError(f"{name}: {key} is not a section", field=key)
+                node = child
+            self._note(node, ".".join(keys), name)
+            try:
+                node[keys[-1]] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{name}: not a valid value: {value!r}", field=name) from error
+            self.variables[".".join(keys)] = name
+
+    def _note(self, node: dict[str, Any], path: str, name: str) -> None:
+        if path.rpartition(".")[2] not in node:
+            self._added.add(path)
+            self.variables[path] = name
+
+    def has_added(self, key: str) -> bool:
+        """Whether the file does not have `key`, and a variable does."""
+        return key in self._added
+
+    def suggestion(self, variable: str) -> str:
+        """The end of an error: the variable that may have been meant."""
+        names = [*_variables(Config, ENV_PREFIX)]
+        for model in self._models:
+            names += _variables(ModelConfig, f"{ENV_PREFIX}MODELS__{model.upper()}__")
+        close = difflib.get_close_matches(variable, [n for n in names if n != variable], 1, 0.8)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def _variables(section: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        name = prefix + field.encode_name.upper()
+        yield name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _variables(field.type, f"{name}__")
 
 
 def _faults_of_models(config: Config) -> Iterator[Fault]:
     for name, model in config.models.items():
-        if not is_name(name):
-            yield Fault("models", f"{name!r} {NAME_RULE}, because it is part of a subject")
+        if not is_model_name(name):
+            yield Fault("models", f"the name {name!r} {MODEL_NAME_RULE}")
         for adapter in model.adapters:
-            if not is_name(adapter):
-                yield Fault(f"models.{name}.adapters", f"{adapter!r} {NAME_RULE}")
+            if not is_model_name(adapter):
+                yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
 
 
 def _faults_of_sections(config: Config) -> Iterator[Fault]:

@@ -62,6 +62,17 @@ def structs_sent(module: ModuleType) -> list[type]:
     return [kind for kind in own if issubclass(kind, Struct) and kind.__name__ not in held]
 
 
+def test_the_encoded_names_of_models_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    rows = page.partition("<!-- encoded names -->")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    shown = dict(re.findall(r"^\| `(.+)` \| `(.+)` \|$", rows, re.MULTILINE))
+    assert len(shown) >= 6
+    assert shown == {name: subjects.request(name) for name in shown}
+    python = page.partition("In Python:\n\n```python\n")[2].partition("```")[0]
+    for name in shown:
+        assert eval(python, {"re": re, "name": name}) == subjects.encode_model(name)
+
+
 def test_the_examples_of_messages_can_be_decoded() -> None:
     written = write_messages_doc.FILE.read_text(encoding="utf-8")
     examples = write_messages_doc.examples(written)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ops.chaos import fake_model
 from ops.chaos.plan import ROOT, Planned, Settings
 from shared.config import Config
+from shared.protocol import subjects
 from shared.protocol.records import ChoiceDelta
 from shared.stage.pipelines import pipelines_of
 from workers.coordinator.admission import admit
@@ -116,7 +117,7 @@ def _rendered(planned: Planned, render: Any, config: Config, engine: str) -> Eng
     request = planned.request
     data = msgspec.json.encode(request)
     pipelines = pipelines_of(config)
-    subject = f"pm.request.{request.model}"
+    subject = subjects.request(request.model)
     sampling = admit(subject, planned.bus_id, data, config.models, pipelines).sampling
     images = _images(request, config)
     rendered = render(request.messages, images)

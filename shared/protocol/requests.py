@@ -129,6 +129,7 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request for an answer; its prompt is in `messages`, `prompt` or `prompt_token_ids`."""
 
     model: str
+    """The name as configured, not encoded as in the subject."""
     messages: Messages | None = None
     sampling_params: SamplingParams | UnsetType = UNSET
     """Parameters that are left out have the model's configured defaults."""

@@ -1,7 +1,8 @@
 """All names of subjects, streams, buckets and consumers; no other module contains one.
 
-Names that become part of a subject (request ids, models, worker ids) are checked here: a subject
-token with a dot, a wildcard or white space would address something else.
+Names that become part of a subject (request ids, worker ids) are checked here: a subject token with
+a dot, a wildcard or white space would address something else. Models have the names that people
+know them by, such as `org/qwen2.5`, and are encoded. Elsewhere a model's name is shown as it is.
 """
 
 import re
@@ -46,6 +47,18 @@ LANES = ("interactive", "batch")
 
 NAME_RULE = "must be 1 to 128 letters, digits, '-' or '_'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+MAX_MODEL_LEN = 128
+MAX_CONSUMER_LEN = 255
+"""The server's limit on the name of a durable consumer, which has a stage, a model and a lane."""
+# It leaves room for a stage and a lane in the name of a consumer.
+MAX_MODEL_TOKEN_LEN = 200
+MODEL_NAME_RULE = (
+    f"must be 1 to {MAX_MODEL_LEN} printable characters without spaces at the ends, and at most"
+    f" {MAX_MODEL_TOKEN_LEN} in a subject, where each byte of UTF-8 that is no letter, digit, '-'"
+    " or '_' counts as 3"
+)
+_ENCODED = re.compile(r"[^A-Za-z0-9_-]")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 RESERVED_PREFIX = "item_"
 """Prefix of the names of item tasks, which request ids may not have."""
 _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:]+:[0-9]+")
@@ -54,6 +67,39 @@ _STAGE_MSG_ID = re.compile(r"(?P<request_id>[^:]+):(?P<sequence>[0-9]{1,19}):[^:
 def is_name(value: str) -> bool:
     """Return whether `value` can be one token of a subject."""
     return _NAME.fullmatch(value) is not None
+
+
+def is_model_name(value: str) -> bool:
+    """Return whether a model or an adapter may have this name, see MODEL_NAME_RULE."""
+    return (
+        0 < len(value) <= MAX_MODEL_LEN
+        and value.isprintable()
+        and value == value.strip()
+        and len(encode_model(value)) <= MAX_MODEL_TOKEN_LEN
+    )
+
+
+def encode_model(name: str) -> str:
+    """Encode a model's name as one token, which subjects, consumers and files may have as a name.
+
+    Letters, digits, `-` and `_` stay. Any other character becomes `=` and two upper-case
+    hexadecimal digits for each of its bytes in UTF-8. So no two names have the same token.
+    """
+    return _ENCODED.sub(lambda found: "".join(f"={b:02X}" for b in found[0].encode()), name)
+
+
+def decode_model(token: str) -> str:
+    """Return the name that `encode_model` has encoded. A token that it cannot have made stays."""
+    if _TOKEN.fullmatch(token) is None:
+        return token
+    data = token.encode()
+    parts = re.split(rb"=(..)", data)
+    parts[1::2] = [bytes.fromhex(digits.decode()) for digits in parts[1::2]]
+    try:
+        name = b"".join(parts).decode()
+    except UnicodeDecodeError:
+        return token
+    return name if encode_model(name) == token else token
 
 
 def is_request_id(value: str) -> bool:
@@ -66,17 +112,12 @@ def is_request_id(value: str) -> bool:
 
 
 def request(model: str) -> str:
-    return f"pm.request.{model}"
-
-
-def model_of_request(subject: str) -> str:
-    """Return the model that a request subject names; clients choose it, so it may be any text."""
-    return subject.removeprefix("pm.request.")
+    return f"pm.request.{encode_model(model)}"
 
 
 def stage(name: str, model: str, lane: str, request_id: str) -> str:
     """Subject of a task of a stage; the stream holds at most one message of a subject."""
-    return f"pm.stage.{name}.{model}.{lane}.{request_id}"
+    return f"pm.stage.{name}.{encode_model(model)}.{lane}.{request_id}"
 
 
 def stage_msg_id(stage: str, request_id: str, sequence: int, round: int) -> str:
@@ -91,7 +132,7 @@ def sequence_of(stage_msg_id: str, request_id: str) -> int | None:
 
 
 def stage_filter(name: str, model: str, lane: str) -> str:
-    return f"pm.stage.{name}.{model}.{lane}.*"
+    return f"pm.stage.{name}.{encode_model(model)}.{lane}.*"
 
 
 def is_stage(subject: str) -> bool:
@@ -106,7 +147,7 @@ def stages_of(request_id: str) -> str:
 def parts_of_stage(subject: str) -> tuple[str, str, str]:
     """Stage, model and lane of a stage's subject or filter."""
     _, _, name, model, lane, _ = subject.split(".")
-    return name, model, lane
+    return name, decode_model(model), lane
 
 
 def model_of_stage(subject: str) -> str:
@@ -116,12 +157,12 @@ def model_of_stage(subject: str) -> str:
 
 def stage_consumer(name: str, model: str, lane: str) -> str:
     """Durable consumer that all workers of a stage share, on exactly one `stage_filter`."""
-    return f"{name}_{model}_{lane}"
+    return f"{name}_{encode_model(model)}_{lane}"
 
 
 def renderer(call: str, model: str) -> str:
     """Subject on which renderers of a model answer a call of `shared.protocol.renderer_rpc`."""
-    return f"pm.{call}.{model}"
+    return f"pm.{call}.{encode_model(model)}"
 
 
 # Queue group of the renderers that answer on these subjects.

@@ -17,7 +17,7 @@ from shared.protocol.pipeline import (
     StageSpec,
     faults,
 )
-from shared.protocol.subjects import is_name
+from shared.protocol.subjects import LANES, MAX_CONSUMER_LEN, is_name, stage_consumer
 
 RENDERER, ENCODER, ENGINE = "renderer", "encoder", "engine"
 
@@ -56,7 +56,9 @@ def check_pipelines(config: Config, roles: Collection[str], source: str) -> None
     `roles` are the names of the roles that serve stages, `source` names the configuration file.
     """
     for name, model in config.models.items():
-        for fault in (*_faults_of_names(model), *faults(pipeline_of(model), roles)):
+        pipeline = pipeline_of(model)
+        named = (*_faults_of_names(model), *_faults_of_consumers(name, pipeline))
+        for fault in (*named, *faults(pipeline, roles)):
             key = f"models.{name}.{fault.key}"
             raise ConfigError(f"{source}: {key}: {fault.message}", field=key)
 
@@ -68,6 +70,17 @@ def _faults_of_names(model: ModelConfig) -> Iterator[Fault]:
         if changes.output is not None and not is_name(changes.output.name):
             # It becomes a token of the subject of the output's log.
             yield Fault(f"stages.{stage}.output", "no name for an output")
+
+
+def _faults_of_consumers(model: str, pipeline: Pipeline) -> Iterator[Fault]:
+    for stage in pipeline.stages:
+        consumer = stage_consumer(stage.name, model, max(LANES, key=len))
+        if len(consumer) > MAX_CONSUMER_LEN:
+            yield Fault(
+                f"stages.{stage.name}",
+                f"the consumer {consumer} has more than {MAX_CONSUMER_LEN} characters: shorten the"
+                " name of the model or of the stage",
+            )
 
 
 def _default(model: ModelConfig) -> tuple[dict[str, StageSpec], dict[str, list[Edge]]]:

@@ -168,10 +168,11 @@ async def run(
     worker = f"{role}-{secrets.token_hex(4)}"
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
+        _check_model(config, model)
         bus = await Bus.connect(url, worker, config.nats.connect_timeout_s)
     except PagemillError as error:
         log.error("not_started", code=error.code, reason=error.message)
-        return 1
+        return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
     try:
         with _signals(context.shutdown):
@@ -180,13 +181,23 @@ async def run(
             await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
-        return EXIT_CONFIG if isinstance(error, ConfigError) else 1
+        return _exit_code(error)
     finally:
         with contextlib.suppress(Exception):
             await context.close()
             await bus.close()
     log.info("drained")
     return 0
+
+
+def _check_model(config: Config, model: str | None) -> None:
+    if model is not None and model not in config.models:
+        models = ", ".join(sorted(config.models))
+        raise ConfigError(f"no model {model!r} is configured; configured: {models}", field="model")
+
+
+def _exit_code(error: PagemillError) -> int:
+    return EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
 @contextlib.contextmanager

@@ -27,12 +27,15 @@ class LogReader:
     """Yields each record of one log once and in order, from record `start` to the final one.
 
     Bytes that are no record, and records of a kind that this version does not know, are skipped.
+    The latter count as records of the log only if their index continues it.
     """
 
     def __init__(self, bus: Bus, request_id: str, start: int, output: str = TEXT) -> None:
         self._bus = bus
         self._subject = subjects.tokens(request_id, output)
         self._expected = start
+        self._position = 0
+        """The index after that of the last record that was read, wanted or not."""
         self._next_sequence = 1
         """The first message that has not been read from the log yet."""
 
@@ -77,19 +80,22 @@ class LogReader:
         """New records in order, live or from the log; none after `silence_s` without any."""
         live = await self._live.next(silence_s) if silence_s else None
         if live is not None:
-            record = decode_record(live.data)
+            record = self._decode(live.data)
             if record is None or record.index < self._expected:
                 return []
             if record.index == self._expected:
-                self._expected += 1
+                self._position = self._expected = record.index + 1
                 self._next_sequence = live.sequence + 1
                 return [] if isinstance(record, UnknownRecord) else [record]
         stored = await self._bus.read(subjects.TOKENS_STREAM, self._subject, self._next_sequence)
         new = []
         for message in stored:
             self._next_sequence = message.sequence + 1
-            record = decode_record(message.data)
-            if record is None or record.index < self._expected:
+            record = self._decode(message.data)
+            if record is None:
+                continue
+            self._position = record.index + 1
+            if record.index < self._expected:
                 continue
             if record.index > self._expected:
                 raise LogTruncated("the beginning of this log has been removed to make room")
@@ -97,3 +103,8 @@ class LogReader:
             if not isinstance(record, UnknownRecord):
                 new.append(record)
         return new
+
+    def _decode(self, data: bytes) -> AnyRecord | UnknownRecord | None:
+        record = decode_record(data)
+        is_foreign = isinstance(record, UnknownRecord) and record.index != self._position
+        return None if is_foreign else record

@@ -8,13 +8,15 @@ from msgspec.structs import replace
 from shared.bus.bus import STALE_READ_S, Bus
 from shared.errors import Fenced
 from shared.protocol import subjects
-from shared.protocol.encoding import to_json
+from shared.protocol.encoding import or_none, to_json
 from shared.protocol.messages import RequestRecord, decode_job_record
 
 # Pauses before each search for heartbeats, which live workers send every second.
 SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
 # Limit on holders of a request; the latest are stored.
 MAX_HOLDERS = 8
+
+_decode = or_none(decode_job_record)
 
 
 async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
@@ -63,10 +65,12 @@ async def _are_dead(bus: Bus, workers: set[str]) -> bool:
 async def find(bus: Bus, request_id: str) -> RequestRecord | None:
     """Return the record of a request; None if there is none, or if it has expired.
 
+    Bytes that are no record count as none, because anyone may publish on the bus.
+
     Raises Unavailable.
     """
     stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
-    return None if stored is None else decode_job_record(stored.data)
+    return None if stored is None else _decode(stored.data)
 
 
 async def _change_holders(

@@ -11,23 +11,42 @@ import msgspec
 from shared.bus.bus import Bus
 from shared.bus.reading import StoredMessage
 from shared.codec import envelope
-from shared.errors import DecodeError, NotFound
+from shared.errors import DecodeError, InvalidRequest, NotFound
 from shared.protocol import subjects
 from shared.protocol.messages import AttemptRecord, decode_attempt
 from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
+from shared.state import request_registry
+from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 
 # What the explanation of a busy engine reads from its load; other roles report other figures.
 ENGINE_LOAD = {"running", "free_blocks", "blocks"}
 
 State = Literal["unknown", "queued", "running", "finished", "failed"]
+Outcome = Literal["open", "requeued", "failed", "done", "superseded", "ended"]
 
 
 class _AnyTask(msgspec.Struct, frozen=True):
     """A task of any stage."""
 
     header: TaskHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A worker's attempt at a request. The fields are those of an AttemptRecord.
+
+    An attempt without a second record is `done` if the request went on from it, `superseded` if its
+    stage has a later attempt, and `ended` if the request ended without it. Else it is `open`.
+    """
+
+    stage: str
+    worker: str
+    number: int
+    began_ms: float
+    log_len: int
+    outcome: Outcome = "open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +61,43 @@ class RequestStatus:
     records: int = 0
     """Number of records in its token log."""
     why: str = ""
-    attempts: list[AttemptRecord] = field(default_factory=list)
+    error_code: str | None = None
+    """Of a request that has failed."""
+    attempts: list[Attempt] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind it."""
+    num_unread: int = 0
+    """Requests that wait for a coordinator. An unknown request may be one of them."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("finished", "failed")
 
 
 async def find(bus: Bus, request_id: str) -> RequestStatus:
+    """Look a request up. Raises InvalidRequest for what cannot be an id, and Unavailable."""
+    if not subjects.is_name(request_id):
+        raise InvalidRequest(f"a request id {subjects.NAME_RULE}", field="request_id")
     last = await last_record(bus, request_id)
     stored = await bus.read(subjects.ATTEMPTS_STREAM, subjects.attempts(request_id))
     found = (decode_attempt(message.data) for message in stored)
-    attempts = [attempt for attempt in found if attempt is not None]
-    records = 0 if last is None else last.index + 1
-    status = RequestStatus(request_id, "unknown", records=records, attempts=attempts)
+    records = [attempt for attempt in found if attempt is not None]
+    num_records = 0 if last is None else last.index + 1
+    status = RequestStatus(request_id, "unknown", records=num_records)
     if isinstance(last, Finish | Failure):
-        return _ended(status, last)
+        return _ended(status, last, records)
     work = await bus.read_last(subjects.STAGES_STREAM, subjects.stages_of(request_id))
     if work is None:
-        return replace(status, why=await _why_unknown(bus))
+        # It may have ended between the two reads.
+        last = await last_record(bus, request_id)
+        if isinstance(last, Finish | Failure):
+            return _ended(replace(status, records=last.index + 1), last, records)
+        return await _not_in_a_stage(bus, replace(status, attempts=_attempts(records, [], "open")))
     stage, _, _ = subjects.parts_of_stage(work.subject)
     waits_s = (bus.now_ms() - work.stored_ms) / 1000
-    status = replace(status, stage=stage, waits_s=waits_s, path=_path_of(work.data))
+    path = _path_of(work.data)
+    attempts = _attempts(records, path, "open")
+    status = replace(status, stage=stage, waits_s=waits_s, path=path, attempts=attempts)
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
         return replace(status, state="queued", why=await _why_queued(bus, work))
@@ -74,6 +110,25 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     )
 
 
+def _attempts(
+    records: list[AttemptRecord], path: list[StageSpan], latest: Literal["open", "ended"]
+) -> list[Attempt]:
+    """The attempts of a request. `latest` is the outcome of a stage's last one, if it has none."""
+    # The second record of an attempt takes the place of its first.
+    merged = {(r.stage, r.worker, r.number, r.began_ms): r for r in records}
+    left = {(span.stage, span.worker, span.attempt) for span in path}
+    last_of_stage = {record.stage: key for key, record in merged.items()}
+    attempts = []
+    for key, record in merged.items():
+        outcome: Outcome = record.outcome
+        if outcome == "open":
+            outcome = latest if last_of_stage[record.stage] == key else "superseded"
+            if (record.stage, record.worker, record.number) in left:
+                outcome = "done"
+        attempts.append(Attempt(*key, record.log_len, outcome))
+    return attempts
+
+
 def _path_of(task: bytes) -> list[StageSpan]:
     """The stages behind a task; none if the task cannot be decoded."""
     try:
@@ -82,27 +137,45 @@ def _path_of(task: bytes) -> list[StageSpan]:
         return []
 
 
-def _ended(status: RequestStatus, last: Finish | Failure) -> RequestStatus:
-    status = replace(status, state="finished", why="its log has its final record", path=last.path)
+def _ended(
+    status: RequestStatus, last: Finish | Failure, records: list[AttemptRecord]
+) -> RequestStatus:
+    attempts = _attempts(records, last.path, "ended")
+    status = replace(status, state="finished", path=last.path, attempts=attempts)
+    status = replace(status, why="its log has its final record")
     if isinstance(last, Failure):
         why = f"{last.error.code}: {last.error.message}"
-        status = replace(status, state="failed", why=why)
+        status = replace(status, state="failed", why=why, error_code=last.error.code)
     if not last.path:
         return status
     end = last.path[-1]
     return replace(status, stage=end.stage, worker=end.worker, attempt=end.attempt)
 
 
-async def _why_unknown(bus: Bus) -> str:
-    """Requests that wait for a coordinator are counted, because they cannot be read by id."""
+async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
+    """The status of a request that has no task and has not ended, as far as it is known of."""
+    record = await request_registry.find(bus, status.request_id)
+    if record is not None and (parts := record.options.get("parts", 1)) > 1:
+        first, last = f"{status.request_id}-0", f"{status.request_id}-{parts - 1}"
+        why = f"its {parts} prompts are requests of their own: {first} to {last}"
+        return replace(status, why=why)
+    if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):
+        why = "a gateway has recorded it, and no coordinator has accepted it yet"
+        return replace(status, state="queued", why=why)
+    # Requests that wait for a coordinator are counted, because they cannot be read by id.
     try:
-        backlog = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
+        queue = await bus.queue_depth(subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER)
     except NotFound:
-        return "no stage has it, and no coordinator has ever run here"
-    return (
-        f"no stage has it: it is one of {backlog.num_pending} requests that wait for a coordinator,"
-        " has never been asked for, or is so old that its log has been removed"
+        num_unread, _ = await bus.stream_size(subjects.REQUESTS_STREAM)
+        why = f"no stage has it, no coordinator has ever run here, and {num_unread} requests wait"
+        return replace(status, num_unread=num_unread, why=why)
+    why = (
+        "it has never been asked for, or is so old that its log has been removed"
+        if queue.num_pending == 0
+        else f"no stage has it: it is one of {queue.num_pending} requests that wait for a"
+        " coordinator, has never been asked for, or is so old that its log has been removed"
     )
+    return replace(status, num_unread=queue.num_pending, why=why)
 
 
 async def _why_queued(bus: Bus, work: StoredMessage) -> str:
@@ -127,7 +200,7 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     return "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
 
 
-async def _why_running(bus: Bus, attempt: AttemptRecord) -> str:
+async def _why_running(bus: Bus, attempt: Attempt) -> str:
     beats = await bus.read_heartbeats()
     beat = next((beat for beat in beats if beat.worker == attempt.worker), None)
     if beat is None:

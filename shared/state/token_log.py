@@ -6,8 +6,8 @@ OutputEnd. A writer must know the last message of its log, and the server refuse
 another one has overtaken.
 
 Anyone who may publish on the bus can put other bytes into a log. Readers skip bytes that are no
-record, and record kinds of a newer version; a writer that finds only such bytes after its own last
-record goes on behind them.
+record, and record kinds of a newer version; a writer that finds only bytes that are no record after
+its own last one goes on behind them.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.bus.bus import STALE_READ_S, Bus
+from shared.bus.reading import StoredMessage
 from shared.errors import Fenced, LogTruncated, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
@@ -41,7 +42,10 @@ from shared.state import output_ends
 
 
 class UnknownRecord(Struct, frozen=True):
-    """A record of a kind that this version does not know; it has an index like any other."""
+    """A record of a kind that this version does not know; it has an index like any other.
+
+    With an index that does not continue the log it counts as bytes that are no record.
+    """
 
     type: str
     index: int
@@ -56,6 +60,19 @@ _decode_unknown = or_none(msgspec.json.Decoder(UnknownRecord).decode)
 def decode_record(data: bytes) -> AnyRecord | UnknownRecord | None:
     """The record in a message of a log; None for bytes that are no record."""
     return _decode_known(data) or _decode_unknown(data)
+
+
+def _records_of(messages: list[StoredMessage], expected: int) -> list[AnyRecord | UnknownRecord]:
+    """The records in these messages of a log. One of an unknown kind counts if it has the index
+    after that of the record before; the first one has the index `expected`."""
+    found: list[AnyRecord | UnknownRecord] = []
+    for message in messages:
+        record = decode_record(message.data)
+        if record is None or (isinstance(record, UnknownRecord) and record.index != expected):
+            continue
+        found.append(record)
+        expected = record.index + 1
+    return found
 
 
 def is_final(record: AnyRecord | UnknownRecord | None) -> bool:
@@ -89,7 +106,7 @@ async def _read_tail(bus: Bus, request_id: str, output: str) -> _Tail:
         return _Tail(record, record.index + 1, last.sequence)
     # Other bytes cover the last record: only then is the whole log read.
     stored = await bus.read(subjects.TOKENS_STREAM, subject)
-    records = [r for message in stored if (r := decode_record(message.data)) is not None]
+    records = _records_of(stored, 0)
     known = [record for record in records if not isinstance(record, UnknownRecord)]
     return _Tail(
         next((record for record in known if is_final(record)), known[-1] if known else None),
@@ -124,7 +141,7 @@ class LogWriter:
         """
         subject = subjects.tokens(request_id, output)
         stored = await bus.read(subjects.TOKENS_STREAM, subject)
-        found = [r for message in stored if (r := decode_record(message.data)) is not None]
+        found = _records_of(stored, 0)
         if found and found[0].index != 0:
             raise LogTruncated(
                 "the beginning of this request's token log has been removed to make room"
@@ -205,8 +222,8 @@ class LogWriter:
         if not stored:
             # A replica that answers reads may be a moment behind the one that refused.
             raise Fenced(f"another worker writes the log of {self._request_id}")
-        new = [message for message in stored if decode_record(message.data) is not None]
-        if new and (len(new) > 1 or new[0].data != data):
+        new = _records_of(stored, self._next_index)
+        if new and (len(new) > 1 or all(message.data != data for message in stored)):
             raise Fenced(f"another worker writes the log of {self._request_id}")
         self._last_sequence = stored[-1].sequence
         return bool(new)

@@ -22,6 +22,7 @@ from shared.codec.tensors import from_torch, to_torch
 from shared.config import Config
 from shared.errors import BlobLost, ConfigError, DecodeError, EncodingFailed, Overloaded
 from shared.protocol.multimodal import BlobRef, embedding_key
+from shared.protocol.subjects import encode_model
 from shared.protocol.task_messages import ItemResult
 from shared.state import item_results
 from shared.vision.embedding_directory import EmbeddingDirectory, Role
@@ -63,7 +64,7 @@ class EmbeddingStore:
         if config.embeddings.storage == "directory":
             if config.embeddings.path is None:
                 raise ConfigError("embeddings.path is not set", field="embeddings.path")
-            folder = Path(config.embeddings.path) / model
+            folder = Path(config.embeddings.path) / encode_model(model)
             self._max_bytes = config.embeddings.max_mib * 2**20
             self._directory = EmbeddingDirectory(folder, role, self._max_bytes, self._ttl_s)
 

@@ -239,3 +239,18 @@ def test_a_tenant_that_is_no_name_is_refused_rather_than_taken_for_none(header: 
     with pytest.raises(InvalidRequest, match="128") as caught:
         tenant_of(header)
     assert caught.value.field == "Pagemill-Tenant"
+
+
+def test_the_subject_of_a_model_has_its_encoded_name() -> None:
+    name = "org/demo.v1"
+    models = MODELS | {name: ModelConfig(path="x")}
+    pipelines = {model: pipeline_of(config) for model, config in models.items()}
+    body = json.dumps(GOOD | {"model": name}).encode()
+    request, *_ = admit("pm.request.org=2Fdemo=2Ev1", "r1", body, models, pipelines)
+    assert request.model == name
+    for wrong in ("pm.request.org/demo.v1", "pm.request.org=2fdemo=2Ev1", "pm.request.demo"):
+        with pytest.raises(InvalidRequest) as caught:
+            admit(wrong, "r1", body, models, pipelines)
+        assert caught.value.field == "model"
+        for part in (name, "pm.request.org=2Fdemo=2Ev1", wrong):
+            assert part in caught.value.message

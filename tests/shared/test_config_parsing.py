@@ -14,6 +14,13 @@ def test_defaults_need_only_a_model() -> None:
     assert config.engine.block_size is None
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "org/name", "a b", "demo_1"])
+def test_models_and_adapters_have_the_names_that_people_know(name: str) -> None:
+    text = f"models: {{{name}: {{path: model, adapters: {{{name}: folder}}}}}}"
+    config = parse_config(text, {}, "pagemill.yaml")
+    assert list(config.models) == list(config.models[name].adapters) == [name]
+
+
 def test_the_environment_overrides_any_field() -> None:
     env = {
         "PAGEMILL_ENGINE__BLOCK_SIZE": "32",
@@ -35,11 +42,18 @@ def test_the_environment_overrides_any_field() -> None:
         ("a: [", {}, ["pagemill.yaml", "YAML"]),
         ("models: {demo: {path: 3}}", {}, ["pagemill.yaml", "models.demo.path", "str", "int"]),
         ("models: {demo: {path: a, pth: b}}", {}, ["pagemill.yaml", "models.demo", "pth"]),
-        ("models: {a.b: {path: a}}", {}, ["pagemill.yaml", "a.b", "subject"]),
         (
-            "models: {demo: {path: a, adapters: {a b: c}}}",
+            'models: {" a": {path: a}}',
             {},
-            ["pagemill.yaml", "models.demo.adapters", "a b", "letters"],
+            ["pagemill.yaml", "models", "' a'", "spaces at the ends"],
+        ),
+        ('models: {"a\\nb": {path: a}}', {}, ["models", r"a\nb", "printable"]),
+        (f"models: {{{'x' * 129}: {{path: a}}}}", {}, ["models", "1 to 128"]),
+        (f"models: {{{'é' * 40}: {{path: a}}}}", {}, ["models", "at most 200 in a subject"]),
+        (
+            'models: {demo: {path: a, adapters: {"a\\tb": c}}}',
+            {},
+            ["pagemill.yaml", "models.demo.adapters", r"a\tb", "printable"],
         ),
         ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
@@ -79,3 +93,39 @@ def test_an_invalid_value_is_reported_with_source_and_key(
         parse_config(text, env, "pagemill.yaml")
     for part in parts:
         assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PAGEMILL_ENGIN__BLOCK_SIZE", "PAGEMILL_ENGINE__BLOCK_SIZE"),
+        ("PAGEMILL_ENGINE__BLOCKSIZE", "PAGEMILL_ENGINE__BLOCK_SIZE"),
+        ("PAGEMILL_ENGINE__SPECULATIVE__NUM_TOKEN", "PAGEMILL_ENGINE__SPECULATIVE__NUM_TOKENS"),
+        ("PAGEMILL_LOGLEVEL", "PAGEMILL_LOG_LEVEL"),
+        ("PAGEMILL_MODELS__DEM0__MAX_IMAGES", "PAGEMILL_MODELS__DEMO__MAX_IMAGES"),
+        ("PAGEMILL_MODELS__DEMO__MAX_IMAGE", "PAGEMILL_MODELS__DEMO__MAX_IMAGES"),
+        ("PAGEMILL_WITH_NOTHING_LIKE_IT", None),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    variable: str, meant: str | None
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(GOOD, {variable: "1", "PAGEMILL_ENGINE__THREADS": "1"}, "embedded default")
+    message = caught.value.message
+    assert message.startswith(f"{variable}: ")
+    assert "embedded default" not in message
+    assert message.partition("did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+def test_an_unknown_field_of_the_file_is_not_blamed_on_a_variable() -> None:
+    text = GOOD + "\nengine: {blocksize: 1}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, {"PAGEMILL_ENGINE__THREADS": "1"}, "pagemill.yaml")
+    assert caught.value.message.startswith("pagemill.yaml: engine: ")
+
+
+def test_a_value_of_a_variable_that_contradicts_another_names_the_variable() -> None:
+    env = {"PAGEMILL_ENGINE__SPECULATIVE__MIN_NGRAM": "9"}
+    with pytest.raises(ConfigError, match=r"^PAGEMILL_ENGINE__SPECULATIVE__MIN_NGRAM: "):
+        parse_config(GOOD, env, "pagemill.yaml")

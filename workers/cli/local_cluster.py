@@ -140,7 +140,7 @@ class LocalCluster:
     async def _spawn(self, spec: WorkerSpec) -> Process:
         arguments = ["worker", spec.role, "--nats", self.url]
         if spec.model is not None:
-            arguments += ["--model", spec.model]
+            arguments.append(f"--model={spec.model}")  # It may begin with a hyphen.
         if spec.stage is not None:
             arguments += ["--stage", spec.stage]
         if self._config_file is not None:

@@ -71,10 +71,9 @@ def admit(
         raise invalid_request(error) from error
     if request.request_id is not None and request.request_id != request_id:
         raise InvalidRequest("request_id differs from the Nats-Msg-Id header", field="request_id")
-    named = subjects.model_of_request(subject)
-    if request.model != named:
+    if subject != (right := subjects.request(request.model)):
         raise InvalidRequest(
-            f"model is {request.model!r}, but the subject names {named!r}", field="model"
+            f"the subject of model {request.model!r} is {right}, not {subject}", field="model"
         )
     if request.model not in models:
         raise UnknownModel(

@@ -141,7 +141,9 @@ class AppContext:
                 self.bodies.release(request)
                 self.answer_budget.release(request.scope)
 
-        return Route(path, guarded, methods=list(methods))
+        # The name of a model may have slashes, which clients send as they are or encoded.
+        pattern = path.replace("{model}", "{model:path}")
+        return Route(pattern, guarded, methods=list(methods))
 
 
 def build_application(context: AppContext, routes: Iterable[Route]) -> EdgeMiddleware:

@@ -1,8 +1,7 @@
 """The timeline of a request, from its status."""
 
-from shared.protocol.messages import AttemptRecord
 from shared.protocol.records import StageSpan
-from shared.state.request_status import RequestStatus, State
+from shared.state.request_status import Attempt, RequestStatus, State
 from workers.gateway.routes.requests import TimelineEntry, timeline_of
 
 COORDINATOR = StageSpan("coordinator", "c-1", 1, 100.0, 101.0)
@@ -10,13 +9,11 @@ RENDERER = StageSpan("renderer", "r-1", 1, 102.0, 110.0)
 ENGINE = StageSpan("engine", "e-1", 1, 112.0, 190.0)
 
 
-def attempt(role: str, number: int, began_ms: float) -> AttemptRecord:
-    return AttemptRecord(role, f"{role[0]}-{number}", number, began_ms, 0)
+def attempt(role: str, number: int, began_ms: float) -> Attempt:
+    return Attempt(role, f"{role[0]}-{number}", number, began_ms, 0)
 
 
-def status(
-    state: State, stage: str, path: list[StageSpan], *attempts: AttemptRecord
-) -> RequestStatus:
+def status(state: State, stage: str, path: list[StageSpan], *attempts: Attempt) -> RequestStatus:
     return RequestStatus("req-1", state, stage, path=path, attempts=list(attempts))
 
 

@@ -99,6 +99,15 @@ def test_a_refusal_names_the_file_and_the_key(
     assert message in caught.value.message
 
 
+def test_a_model_and_a_stage_have_names_that_fit_into_a_consumers_name() -> None:
+    long_stage = {"s" * 43: SPEECH}
+    check_pipelines(Config({"." * 66: model_with({})}), ROLES, "pagemill.yaml")
+    check_pipelines(Config({"m": model_with(long_stage)}), ROLES, "pagemill.yaml")
+    with pytest.raises(ConfigError, match="more than 255 characters") as caught:
+        check_pipelines(Config({"." * 67: model_with(long_stage)}), ROLES, "pagemill.yaml")
+    assert caught.value.field == f"models.{'.' * 67}.stages.{'s' * 43}"
+
+
 def test_stages_of_the_configuration_change_the_default_pipeline() -> None:
     model = model_with(speech() | {"engine": {"replicas": 2, "sampling_defaults": {"n": 2}}})
     check_pipelines(Config({"demo": model}), ROLES, "pagemill.yaml")

@@ -196,6 +196,29 @@ async def test_a_reader_skips_foreign_bytes_and_unknown_kinds(bus: Bus, request_
     assert [record.index async for record in follow(bus, request_id, 3)] == [4]
 
 
+@pytest.mark.parametrize("index", [-1, 0, 2, 10**30])
+async def test_an_unknown_kind_that_does_not_continue_the_log_is_no_record(
+    bus: Bus, request_id: str, index: int
+) -> None:
+    data = LATER_KIND.replace(b"1,", b"%d," % index, 1)
+    log = await LogWriter.open(bus, request_id, attempt=1)
+    await log.tokens(delta(0))
+    await publish_foreign(bus, request_id, data)
+    live = follow(bus, request_id)
+    first = await anext(live)
+    await log.tokens(delta(1))
+    successor = await LogWriter.open(bus, request_id, attempt=2)
+    await successor.tokens(delta(2))
+    await end_request(bus, request_id, 1, ContextTooLong("too long"), [])
+    await publish_foreign(bus, request_id, data)
+    rest = [record async for record in live]
+    assert [record.index for record in (first, *rest)] == [0, 1, 2, 3]
+    for start in range(4):
+        read = [record.index async for record in follow(bus, request_id, start)]
+        assert read == list(range(start, 4))
+    assert isinstance(await last_record(bus, request_id), Failure)
+
+
 async def test_a_record_of_an_unknown_kind_fences_the_writer(bus: Bus, request_id: str) -> None:
     log = await LogWriter.open(bus, request_id, attempt=1)
     await log.tokens(delta(0))

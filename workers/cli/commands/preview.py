@@ -1,11 +1,15 @@
 """Commands that ask a renderer, without an engine: `pagemill render` and `pagemill tokenize`."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from shared import client
+from shared.bus.bus import Bus
 from shared.codec.envelope import TensorData
+from shared.errors import Unavailable, UnknownModel
 from shared.protocol.renderer_rpc import ErrorReply, RenderedPrompt, TokenizeRequest
+from shared.stage.pipelines import RENDERER
 from workers.cli.ask import build_request, print_error
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url_and_model
 from workers.cli.terminal import connected, print_json, print_line
@@ -32,7 +36,7 @@ async def render(
     """
     url, model = find_url_and_model(config, nats, model)
     request = build_request(model, question, image or [])
-    async with connected(url, "render") as bus:
+    async with connected(url, "render") as bus, _unserved_named(bus, model):
         answer = await client.render(bus, request)
     if isinstance(answer, ErrorReply):
         return _print_error_reply(answer, as_json=json)
@@ -66,7 +70,7 @@ async def tokenize(
         Print one JSON object.
     """
     url, model = find_url_and_model(config, nats, model)
-    async with connected(url, "tokenize") as bus:
+    async with connected(url, "tokenize") as bus, _unserved_named(bus, model):
         answer = await client.tokenize(bus, model, TokenizeRequest(prompt=text))
     if isinstance(answer, ErrorReply):
         return _print_error_reply(answer, as_json=json)
@@ -76,6 +80,20 @@ async def tokenize(
         print_line(f"{answer.count} tokens of at most {answer.max_model_len}")
         print_line(" ".join(map(str, answer.token_ids)))
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _unserved_named(bus: Bus, model: str) -> AsyncIterator[None]:
+    """Raise UnknownModel in place of Unavailable, if renderers serve other models."""
+    try:
+        yield
+    except Unavailable:
+        beats = [beat for beat in await bus.read_heartbeats() if beat.role == RENDERER]
+        served = {name for beat in beats for name in beat.models}
+        if served and model not in served:
+            names = ", ".join(sorted(served))
+            raise UnknownModel(f"no model {model!r}; served: {names}", field="model") from None
+        raise
 
 
 def _describe(rendered: RenderedPrompt, tensors: Sequence[TensorData]) -> dict[str, Any]:

@@ -1,16 +1,28 @@
 """Commands about one request: `pagemill ask`, `follow`, `cancel` and `where`."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from shared import client
+from shared.bus.bus import Bus
+from shared.errors import Cancelled, NotFound
 from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
 from workers.cli.terminal import connected, errors, format_time, print_json, print_line, print_rows
+
+# A request that was published a moment ago is known as soon as a coordinator has read it.
+ARRIVAL_S = 1.0
+# Coordinators cancel within milliseconds, unless there is none.
+CANCEL_S = 5.0
+LOOK_S = 0.1
+
+EXIT_ENDED = 2
 
 
 async def ask(
@@ -74,6 +86,7 @@ async def follow(
     /,
     *,
     start: Annotated[int, Parameter(name=["--from"])] = 0,
+    wait_s: Annotated[float, Parameter(name="--wait", validator=Number(gte=0))] = ARRIVAL_S,
     json: bool = False,
     config: ConfigFile = None,
     nats: NatsUrl = None,
@@ -84,21 +97,75 @@ async def follow(
     ----------
     start
         Index of the first record to print.
+    wait_s
+        Seconds to wait for a request that is not known yet.
     json
         Print the records of the token log, one JSON object a line.
     """
     async with connected(find_url(config, nats), "follow") as bus:
         try:
+            status = await _find(bus, request_id, wait_s)
+            if status.state == "unknown":
+                hint = "; --wait SECONDS waits for it" if status.num_unread else ""
+                raise _unknown(status, hint)
             return await print_records(client.follow(bus, request_id, start), as_json=json)
         except asyncio.CancelledError:
             return EXIT_INTERRUPTED
 
 
 async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl = None) -> int:
-    """Cancel a request in any stage; its answer ends with the error `cancelled`."""
+    """Cancel a request in any stage; its answer ends with the error `cancelled`.
+
+    The exit code is 0 for a request that is cancelled, 1 for one that is not known, and 2 for one
+    that has ended in another way.
+    """
     async with connected(find_url(config, nats), "cancel") as bus:
+        before = await _find(bus, request_id, ARRIVAL_S)
+        if before.has_ended:
+            return _print_end(before, "already ")
+        if before.state == "unknown":
+            if not before.num_unread:
+                raise _unknown(before)
+            # Nothing can be done for it but this, until a coordinator reads the request.
+            await client.cancel(bus, request_id)
+            raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
         await client.cancel(bus, request_id)
+        after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
+    if after.has_ended:
+        return _print_end(after)
+    print_line(f"{request_id} is not cancelled yet: a coordinator does it as soon as one runs")
     return 0
+
+
+async def _find(
+    bus: Bus,
+    request_id: str,
+    wait_s: float,
+    is_enough: Callable[[RequestStatus], bool] = lambda status: status.state != "unknown",
+) -> RequestStatus:
+    """Look a request up until `is_enough`, for at most `wait_s`, and return the last status."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    while True:
+        status = await request_status.find(bus, request_id)
+        if is_enough(status) or loop.time() >= deadline:
+            return status
+        await asyncio.sleep(LOOK_S)
+
+
+def _unknown(status: RequestStatus, hint: str = "") -> NotFound:
+    return NotFound(
+        f"no request {status.request_id} is known: {status.why}{hint}", field="request_id"
+    )
+
+
+def _print_end(status: RequestStatus, when: str = "") -> int:
+    """Print how a request has ended, and return the exit code of `pagemill cancel`."""
+    if status.error_code == Cancelled.code:
+        print_line(f"{status.request_id} is {when}cancelled")
+        return 0
+    print_line(f"{status.request_id} has {when}{status.state}: {status.why}")
+    return EXIT_ENDED
 
 
 async def where(

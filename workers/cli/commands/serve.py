@@ -11,9 +11,12 @@ import uvloop
 from cyclopts import App, Parameter
 
 from shared.config import Config
+from shared.errors import ConfigError
+from shared.protocol.records import error_info
 from shared.stage import runtime
 from shared.telemetry import logs
 from workers.cli import settings
+from workers.cli.ask import print_error
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.preloader import Preloader, fork_preloader
@@ -80,7 +83,11 @@ def worker(
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role.
     """
-    loaded = load(config)
+    try:
+        loaded = load(config)
+    except ConfigError as error:
+        print_error(error_info(error))
+        return runtime.EXIT_CONFIG
     if model is None and len(loaded.models) == 1:
         model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own

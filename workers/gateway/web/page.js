@@ -243,7 +243,7 @@ async function loadModels() {
 function offer(names, otherwise) {
   const select = $("model");
   const chosen = select.value;
-  select.replaceChildren(...(names.length ? names.map((name) => new Option(name)) : [new Option(otherwise, "")]));
+  select.replaceChildren(...(names.length ? names.map((name) => new Option(name, name)) : [new Option(otherwise, "")]));
   if (names.includes(chosen)) select.value = chosen;
   select.disabled = names.length === 0;
   $("send").disabled = select.disabled || (running !== null && !running.over);

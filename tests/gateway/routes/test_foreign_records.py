@@ -1,0 +1,139 @@
+"""Requests whose logs hold messages of others, as stock clients and `pagemill follow` see them."""
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.state.token_log import last_record
+from tests.cluster.conftest import PAGEMILL, ROOT, Cluster
+from tests.gateway.conftest import Gateway
+from tests.gateway.openai.test_chat import events
+from workers.gateway.core.ids import named_request_id
+
+QUESTION: Any = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Describe it."}],
+    "max_tokens": 200,
+    "temperature": 0.0,
+    "stream": True,
+}
+OPTIONS = {"ignore_eos": True, "durable": True}
+LIMIT_S = 90
+
+
+@pytest.fixture
+def name() -> str:
+    return f"foreign-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+async def official(gateway: Gateway, name: str) -> AsyncIterator[AsyncOpenAI]:
+    """The stock client, whose requests have the name of this test."""
+    async with AsyncOpenAI(
+        base_url=f"{gateway.url}/v1",
+        api_key="none",
+        max_retries=0,
+        default_headers={"x-request-id": name},
+    ) as client:
+        yield client
+
+
+async def text_of(stream: Any) -> str:
+    return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+
+async def put(bus: Bus, request_id: str, kind: str) -> None:
+    """Put a message of others into the log, behind what is there."""
+    last = await last_record(bus, request_id)
+    index = 0 if last is None else last.index + 1
+    later = {"type": "a later kind", "index": index, "attempt": 1}
+    data = {
+        "bytes": b"\xff",
+        "no record": b'{"type": 5}',
+        "a later kind": json.dumps(later).encode(),
+        "a later kind far ahead": json.dumps(later | {"index": index + 1000}).encode(),
+        "a later kind behind": json.dumps(later | {"index": -5}).encode(),
+    }[kind]
+    await bus.publish_without_id(subjects.append(request_id), data)
+
+
+async def follow(cluster: Cluster, request_id: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *(*PAGEMILL, "follow", request_id, "--wait", "30", "--nats", cluster.url),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, err) == (0, b"")
+    return out.decode().removesuffix("\n")
+
+
+async def replayed(http: httpx.AsyncClient, request_id: str) -> str:
+    got = events((await http.get(f"/v1/requests/{request_id}/stream")).text)
+    assert got[-1][1] == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in got[:-1] if chunk.get("choices")]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+KINDS = ["bytes", "no record", "a later kind", "a later kind far ahead", "a later kind behind"]
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_reader_gets_the_whole_answer(
+    official: AsyncOpenAI,
+    http: httpx.AsyncClient,
+    cluster: Cluster,
+    bus: Bus,
+    name: str,
+    kind: str,
+    moment: str,
+) -> None:
+    request_id = named_request_id("chat", "", name)
+    if moment == "before":
+        await put(bus, request_id, kind)
+    async with asyncio.timeout(LIMIT_S):
+        stream = await official.chat.completions.create(**QUESTION, extra_body=OPTIONS)
+        first = await anext(stream)
+        if moment == "between":
+            await put(bus, request_id, kind)
+        shown, again, followed = await asyncio.gather(
+            text_of(stream), replayed(http, request_id), follow(cluster, request_id)
+        )
+        shown = (first.choices[0].delta.content or "") + shown
+        await put(bus, request_id, kind)  # Behind the end.
+        seen = (await http.get(f"/v1/requests/{request_id}")).json()
+        assert seen["state"] == "finished", seen
+        whole = seen["result"]["choices"][0]["message"]["content"]
+        assert seen["result"]["usage"]["completion_tokens"] == 200
+        assert [shown, again, followed] == [whole] * 3
+        assert await replayed(http, request_id) == await follow(cluster, request_id) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_answer_that_is_not_streamed_is_whole(
+    official: AsyncOpenAI, bus: Bus, name: str, kind: str
+) -> None:
+    await put(bus, named_request_id("chat", "", name), kind)
+    async with asyncio.timeout(LIMIT_S):
+        answer = await official.chat.completions.create(
+            **QUESTION | {"stream": False, "max_tokens": 8}, extra_body=OPTIONS
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8

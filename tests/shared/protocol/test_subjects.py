@@ -1,0 +1,79 @@
+"""Names of models in subjects: one token each, and another for each name."""
+
+import asyncio
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.protocol.subjects import decode_model, encode_model, is_model_name
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+PLAIN = st.from_regex(r"[A-Za-z0-9_-]{1,128}", fullmatch=True)
+CONFUSING = st.text(st.sampled_from("ab=2E./ é%"), min_size=1, max_size=8)
+
+
+@given(NAMES | CONFUSING)
+@example("org/Qwen2.5-VL")
+@example("=2E")
+@example("..")
+def test_a_name_is_one_token_that_decodes_to_it(name: str) -> None:
+    token = encode_model(name)
+    # Neither a separator, a wildcard nor white space, in a subject, a consumer or a path.
+    assert re.fullmatch(r"[A-Za-z0-9_=-]+", token)
+    assert decode_model(token) == name
+
+
+@given(NAMES | CONFUSING, NAMES | CONFUSING)
+def test_two_names_have_two_tokens(one: str, other: str) -> None:
+    assert (encode_model(one) == encode_model(other)) == (one == other)
+
+
+@given(PLAIN)
+def test_a_name_of_letters_digits_and_dashes_stays(name: str) -> None:
+    assert encode_model(name) == name
+    assert is_model_name(name)
+
+
+@given(CONFUSING)
+def test_a_token_that_is_no_encoding_stays(token: str) -> None:
+    name = decode_model(token)
+    assert name == token or encode_model(name) == token
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-vl", "org/name", "a b", "模型", "a*", "a>", "=", "%2F", "x" * 128, "." * 66]
+)
+def test_names_as_people_have_them_are_allowed(name: str) -> None:
+    assert is_model_name(name)
+    found = subjects.parts_of_stage(subjects.stage("engine", name, "batch", "r"))
+    assert found == ("engine", name, "batch")
+    assert subjects.parts_of_stage(subjects.stage_filter("engine", name, "batch"))[1] == name
+    assert subjects.model_of_stage(subjects.stage("engine", name, "batch", "r")) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " a", "a ", "a\n", "a\x00b", "a\tb", "\u202eb", "\ud800", "x" * 129, "." * 67, "模" * 23],
+)
+def test_other_names_are_not(name: str) -> None:
+    assert not is_model_name(name)
+
+
+@pytest.mark.parametrize("name", ["org/Qwen2.5-VL 7B*", "模型" * 11, "." * 66])
+async def test_the_broker_takes_a_name_as_subject_and_as_consumer(bus: Bus, name: str) -> None:
+    stage, lane = "renderer", "interactive"
+    durable, where = (
+        subjects.stage_consumer(stage, name, lane),
+        subjects.stage_filter(stage, name, lane),
+    )
+    consumer = await bus.consume(subjects.STAGES_STREAM, durable, where, 1, 10.0)
+    await bus.publish(subjects.stage(stage, name, lane, "r1"), b"task", f"{durable}:1")
+    delivery = await asyncio.wait_for(consumer.next(), 20)
+    assert subjects.parts_of_stage(delivery.subject) == (stage, name, lane)
+    await delivery.ack()
+    assert durable.startswith("renderer_")
+    assert (await bus.queue_depth(subjects.STAGES_STREAM, durable)).subject == where
