@@ -5,11 +5,10 @@ import sys
 from importlib.metadata import version
 
 from cyclopts import App
-from rich.console import Console
-from rich.markup import escape
 
 from shared.errors import PagemillError
-from workers.cli.commands import configure, dead, observe, preview, requests, serve
+from workers.cli.commands import configure, dead, logs, observe, preview, requests, serve
+from workers.cli.terminal import print_refusal
 
 app = App(
     name="pagemill",
@@ -25,6 +24,7 @@ for command in (
     requests.follow,
     requests.cancel,
     requests.where,
+    logs.logs,
     observe.top,
     observe.metrics,
     dead.app,
@@ -38,8 +38,7 @@ def main() -> None:
     try:
         code = app(result_action="return_value")
     except PagemillError as error:
-        stderr = Console(stderr=True)
-        stderr.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+        print_refusal(error)
         code = 1
     except BrokenPipeError:
         # The reader of the output is gone. Python flushes the rest at exit, into /dev/null.

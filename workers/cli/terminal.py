@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from shared.bus.bus import Bus
+from shared.errors import PagemillError
 from shared.protocol.encoding import to_json
 
 # A user waits at the terminal, so a server that is down is reported after a short time.
@@ -52,7 +54,20 @@ def format_time(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def call_on_signals(handler: Callable[[], object]) -> None:
-    """Call `handler` on Ctrl-C, SIGTERM and the end of the terminal."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, handler)
+def print_refusal(error: PagemillError) -> None:
+    """Print why a command has failed."""
+    errors.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+
+
+def call_on_signals(
+    handler: Callable[[], object], *, on_hangup: Callable[[], object] | None = None
+) -> None:
+    """Call `handler` on Ctrl-C and SIGTERM, and `on_hangup` at the end of the terminal.
+
+    `on_hangup` is `handler` by default. Under nohup, SIGHUP stays ignored.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup or handler)

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -13,6 +15,7 @@ from shared.config import EngineConfig, SpeculativeConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
+from shared.vision.weights_progress import WeightsProgress
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
@@ -38,9 +41,14 @@ async def main(context: Context) -> None:
     elif model.share_embeddings:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
     item_loader = ItemLoader(blobs, embeddings, to_torch)
-    loaded = await asyncio.to_thread(load, model, config.engine)
+    measure = WeightsProgress(Path(model.path)).measure
+    set_step = partial(context.step, measure=measure)
+    set_step("loading the model")
+    loaded = await asyncio.to_thread(load, model, config.engine, set_step)
+    context.step("building the engine")
     core = await asyncio.to_thread(build_core, loaded, config.engine, item_loader.share)
     # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
+    context.step("building the grammar compiler")
     grammars = new_grammar_compiler(loaded)
     await EngineWorker(context, name, core, item_loader, grammars).serve()
 

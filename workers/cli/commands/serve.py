@@ -9,11 +9,12 @@ from typing import Annotated
 import uvloop
 from cyclopts import Parameter
 
+from shared.errors import ConfigError
 from shared.stage import runtime
-from shared.telemetry import logs
 from workers.cli import settings
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.terminal import print_refusal
 from workers.cli.up import run_until_stopped
 from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
@@ -22,14 +23,20 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """Run all roles on this machine, with an embedded nats-server unless one is configured.
 
     Ctrl-C drains: workers finish or requeue the requests in flight before they end. A second Ctrl-C
-    makes them requeue at once.
+    makes them requeue at once. The workers' log is appended to a file, see `pagemill logs`. The
+    exit code is 78 for a configuration that will never work.
     """
-    file = settings.find_config_file(config)
-    loaded = settings.load_config(file)
-    settings.check_paths(loaded)
-    logs.configure_logging(loaded.log_level, role="up")
-    workers = [*default_workers(loaded), WorkerSpec("gateway")]
-    return uvloop.run(run_until_stopped(LocalCluster(loaded, file, workers, nats)))
+    try:
+        file = settings.find_config_file(config)
+        loaded = settings.load_config(file)
+        settings.check_paths(loaded)
+        workers = [*default_workers(loaded), WorkerSpec("gateway")]
+        log_file = settings.find_log_file(loaded)
+        cluster = LocalCluster(loaded, file, workers, nats, log_file)
+        return uvloop.run(run_until_stopped(cluster, loaded))
+    except ConfigError as error:
+        print_refusal(error)
+        return runtime.EXIT_CONFIG
 
 
 def _check_role(_: type[str], name: str) -> None:
@@ -47,7 +54,9 @@ def worker(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Run one worker until SIGTERM or Ctrl-C drains it.
+    """Run one worker until SIGTERM, Ctrl-C or the end of its terminal drains it.
+
+    The exit code is 78 for a configuration that will never work.
 
     Parameters
     ----------
@@ -59,7 +68,11 @@ def worker(
         The stage of the model's pipeline that the worker serves; by default the one named like its
         role.
     """
-    loaded = load(config)
+    try:
+        loaded = load(config)
+    except ConfigError as error:
+        print_refusal(error)
+        return runtime.EXIT_CONFIG
     if model is None and len(loaded.models) == 1:
         model = next(iter(loaded.models))
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
