@@ -19,7 +19,7 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 DEFAULT_FILE = Path("pagemill.yaml")
 LOG_NAME = "pagemill.log"
 # The value of `log_file` for stderr.
-STDERR = "-"
+STDERR = "stderr"
 DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
 EMBEDDED = f"""\
 models:
