@@ -31,8 +31,8 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def last(file: Path, num_lines: int = 99, **wanted: str) -> list[bytes]:
-    reader = LogReader(file, Filter(**wanted))
+def last(file: Path, num_lines: int, wanted: Filter) -> list[bytes]:
+    reader = LogReader(file, wanted)
     try:
         return [found + b"\n" for found in reader.last(num_lines)]
     finally:
@@ -54,7 +54,7 @@ def last(file: Path, num_lines: int = 99, **wanted: str) -> list[bytes]:
     ],
 )
 def test_filters(file: Path, wanted: dict[str, str], numbers: list[int]) -> None:
-    assert last(file, **wanted) == [LINES[number] for number in numbers]
+    assert last(file, 99, Filter(**wanted)) == [LINES[number] for number in numbers]
 
 
 @pytest.mark.parametrize("block", [1, 7, 65_536])
@@ -63,8 +63,8 @@ def test_the_last_lines_are_found_from_the_end(
 ) -> None:
     monkeypatch.setattr(log_file, "BLOCK_BYTES", block)
     for num_lines in range(len(LINES) + 2):
-        assert last(file, num_lines) == LINES[len(LINES) - min(num_lines, len(LINES)) :]
-    assert last(file, 1, role="engine", level="info") == [LINES[4]]
+        assert last(file, num_lines, Filter()) == LINES[len(LINES) - min(num_lines, len(LINES)) :]
+    assert last(file, 1, Filter(role="engine", level="info")) == [LINES[4]]
 
 
 @pytest.mark.parametrize("block", [1, 65_536])
