@@ -16,7 +16,8 @@ class WeightsProgress:
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [file.resolve() for file in folder.glob("*.safetensors")]
+        # The loader is the one to report a link that leads nowhere.
+        files = [file.resolve() for file in folder.glob("*.safetensors") if file.is_file()]
         self._sizes = {str(file): file.stat().st_size for file in files}
         self._read = dict.fromkeys(self._sizes, 0)
 

@@ -41,6 +41,8 @@ class StartDisplay:
 
     def ready(self, title: str, after_s: float) -> None:
         self._title_to_text.pop(title, None)
+        if self._live is not None:
+            self._refresh(self._live)
         self.say(f"{title:<{TITLE_LEN}} ready in {after_s:.1f} s")
 
     def progress(self, title: str, text: str) -> None:

@@ -20,6 +20,8 @@ from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
 
+READING, PACKING = "reading weights", "packing weights"
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -76,7 +78,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     tower = registry.find_tower(config)
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
-    set_step("reading weights")
+    set_step(READING)
     family = registry.adapt(load_weights(model_class, folder, dtype, engine.device, excluded))
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
@@ -155,7 +157,7 @@ def _build_decoder(
     reason = unsupported_reason(family, block_size)
     if reason is None:
         # The kernels copy the weights, which reads what is still on the disk.
-        set_step("packing weights")
+        set_step(PACKING)
         return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -21,7 +20,7 @@ from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.item_loader import ItemLoader
-from workers.engine.loader import LoadedModel, load
+from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.worker import EngineWorker
@@ -42,7 +41,10 @@ async def main(context: Context) -> None:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
     item_loader = ItemLoader(blobs, embeddings, to_torch)
     measure = WeightsProgress(Path(model.path)).measure
-    set_step = partial(context.step, measure=measure)
+
+    def set_step(step: str) -> None:
+        context.step(step, measure if step in (READING, PACKING) else None)
+
     set_step("loading the model")
     loaded = await asyncio.to_thread(load, model, config.engine, set_step)
     context.step("building the engine")

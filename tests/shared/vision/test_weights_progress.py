@@ -47,3 +47,16 @@ def test_where_the_kernel_does_not_tell_there_is_no_progress(
 ) -> None:
     monkeypatch.setattr(weights_progress, "SMAPS", folder / "nowhere")
     assert WeightsProgress(folder).measure() is None
+
+
+def test_a_link_into_a_cache_counts_as_its_file(folder: Path, tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "model.safetensors").symlink_to(folder / "model-0.safetensors")
+    (links / "gone.safetensors").symlink_to(folder / "nowhere")
+    progress = WeightsProgress(links)
+    with safe_open(links / "model.safetensors", "pt") as opened:
+        opened.get_tensor("t0").sum()
+        done, total = progress.measure() or (0, 0)
+    assert done >= 4 * MIB
+    assert total == (folder / "model-0.safetensors").stat().st_size
