@@ -315,3 +315,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log events that are written."""
+    log_file: str | None = None
+    """File to which `pagemill up` appends the log of all its workers, relative to the configuration
+    file, or `stderr`. By default `pagemill.log` beside `nats.store_dir`."""
+    start_silence_s: Seconds = 120.0
+    """`pagemill up` gives up its start when none of the workers that are not ready has reported
+    progress, computed or read from a disk for this long."""

@@ -50,6 +50,9 @@ ALLOWED = {
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.local_cluster": {".open"},
+    "workers.cli.log_file": {".open", "os.open"},
+    "workers.cli.process_usage": {".read_text"},  # of /proc
+    "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
     "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor

@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from workers.cli.commands import configure, dead, observe, preview, requests, serve
+from workers.cli.commands import configure, dead, logs, observe, preview, requests, serve
 from workers.cli.terminal import run_app
 
 app = App(
@@ -21,6 +21,7 @@ for command in (
     requests.follow,
     requests.cancel,
     requests.where,
+    logs.logs,
     observe.top,
     observe.metrics,
     dead.app,

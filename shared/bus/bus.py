@@ -29,7 +29,7 @@ from shared.bus.reading import StreamReader
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import PagemillError, Unavailable
 from shared.protocol import subjects
-from shared.protocol.messages import Heartbeat, decode_heartbeat
+from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, decode_start_report
 
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
@@ -201,6 +201,23 @@ class Bus(Publisher, StreamReader, Messenger):
         newest_ms = max((beat.stored_ms for beat in stored), default=0.0)
         latest = [b.data for b in stored if newest_ms - b.stored_ms <= 1000 * DEAD_AFTER_S]
         return [beat for data in latest if (beat := decode_heartbeat(data)) is not None]
+
+    async def publish_start_report(self, worker: str, data: bytes) -> None:
+        await self.publish_without_id(subjects.start_report(worker), data)
+
+    async def read_start_reports(self) -> list[StartReport]:
+        """Return the latest report of every live worker that has not had a heartbeat yet."""
+        stored = await self.read(subjects.WORKERS_STREAM, subjects.WORKERS_FILTER)
+        newest_ms = max((message.stored_ms for message in stored), default=0.0)
+        ready = {message.subject for message in stored}
+        reports = [
+            decode_start_report(message.data)
+            for message in stored
+            if newest_ms - message.stored_ms <= 1000 * DEAD_AFTER_S
+            and message.subject == subjects.start_report(subjects.last_token(message.subject))
+            and subjects.heartbeat(subjects.last_token(message.subject)) not in ready
+        ]
+        return [report for report in reports if report is not None]
 
     async def heartbeat_lag_s(self, worker: str, observer: str) -> float:
         """Return the time from the latest heartbeat of `worker` to that of the live `observer`.

@@ -41,11 +41,11 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start the process, and return once the server accepts connections.
 
-        Raises ConfigError when the binary is missing or the port is taken, Unavailable when the
+        Raises ConfigError when the binary is missing, Unavailable when the port is taken or the
         server does not come up.
         """
         if _is_listening(self.port):
-            raise ConfigError(
+            raise Unavailable(
                 f"nats.port: {self.port} is in use; is Pagemill already running? Set another port,"
                 " or nats.url to use that server",
                 field="nats.port",

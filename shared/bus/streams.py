@@ -145,7 +145,7 @@ def volatile_streams(delivery: DeliveryConfig, replicas: int) -> list[api.Stream
         # Behaves like a key-value bucket, but is created like the other volatile streams.
         _stream(
             subjects.WORKERS_STREAM,
-            [subjects.HEARTBEATS_FILTER],
+            [subjects.HEARTBEATS_FILTER, subjects.START_REPORTS_FILTER],
             max_age=HEARTBEAT_TTL_S,
             max_bytes=32 * MIB,
             max_msgs_per_subject=1,

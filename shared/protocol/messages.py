@@ -14,7 +14,7 @@ gateway → gateways            RequestRecord                pm.job.<id>        
 client, renderer → renderer   MediaHead                    pm.media.<sha256>        JSON
 client, renderer → renderer   (bytes)                      pm.media.<sha256>.<number>
 renderer → renderer           MediaPin                     pm.pin.<id>.<sequence>   msgpack
-any worker → any client       Heartbeat                    bucket pm_workers        JSON
+any worker → any client       Heartbeat, StartReport       bucket pm_workers        JSON
 any client ⇄ every worker     (empty) → WorkerMetrics      pm.metrics               JSON
 any client → coordinator      (empty)                      pm.cancel.<id>
 coordinator → workers         (empty)                      pm.ended.<id>
@@ -141,6 +141,25 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     """The stage that it serves, where that is not named like its role."""
 
 
+class StartReport(Struct, frozen=True, omit_defaults=True):
+    """What a worker that is not ready does, every second until its first heartbeat."""
+
+    role: str
+    worker: str
+    version: str
+    pid: int
+    step: str
+    """For people, such as `reading weights`."""
+    model: str = ""
+    """The model that it is going to serve, for a role whose workers serve one model each."""
+    stage: str = ""
+    """The stage that it is going to serve, where that is not named like its role."""
+    done_bytes: int = 0
+    """Bytes of weights that it has read."""
+    total_bytes: int = 0
+    """Bytes of weights in its folder; 0 in a step that reads none."""
+
+
 class MetricSeries(Struct, frozen=True, omit_defaults=True):
     """A value of a metric of docs/reference/metrics.md, or a histogram."""
 
@@ -164,6 +183,7 @@ class WorkerMetrics(Versioned, frozen=True):
 decode_job_record = msgspec.json.Decoder(RequestRecord).decode
 decode_attempt = or_none(msgspec.json.Decoder(AttemptRecord).decode)
 decode_heartbeat = or_none(msgspec.json.Decoder(Heartbeat).decode)
+decode_start_report = or_none(msgspec.json.Decoder(StartReport).decode)
 decode_metrics = or_none(msgspec.json.Decoder(WorkerMetrics).decode)
 decode_media_head = or_none(msgspec.json.Decoder(MediaHead).decode)
 decode_dead_letter = msgspec.msgpack.Decoder(DeadLetter).decode

@@ -35,6 +35,9 @@ ITEMS_FILTER = "pm.item.*"
 KV_FILTER = "pm.kv.*"
 ENDED_FILTER = "pm.ended.*"
 HEARTBEATS_FILTER = "$KV.pm_workers.*"
+# A worker that is not ready has another key, which readers of heartbeats do not see.
+START_REPORTS_FILTER = "$KV.pm_workers.starting.*"
+WORKERS_FILTER = "$KV.pm_workers.>"
 APPEND_FILTER = "pm.append.>"
 TOKENS_FILTER = "pm.tokens.>"
 
@@ -257,6 +260,10 @@ def kv(engine: str) -> str:
 
 def heartbeat(worker: str) -> str:
     return f"$KV.pm_workers.{worker}"
+
+
+def start_report(worker: str) -> str:
+    return f"$KV.pm_workers.starting.{worker}"
 
 
 def job(request_id: str) -> str:

@@ -22,6 +22,7 @@ from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.stage.pipelines import pipelines_of
 from shared.stage.stage import Stage
+from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
@@ -93,6 +94,25 @@ class Context:
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+        self._start_reporter = StartReporter(
+            self.bus, self.role, self.worker, self.model, self._own_stage_name, VERSION
+        )
+
+    @property
+    def _own_stage_name(self) -> str:
+        """The name of the stage, empty where it is that of the role."""
+        return "" if self.stage.name == self.role else self.stage.name
+
+    def start_reports(self) -> None:
+        """Report every second, until `ready`, what this worker does."""
+        self._start_reporter.start()
+
+    def step(self, name: str, measure: Measure | None = None) -> None:
+        """Name what this worker does until it is ready, for people; any thread may call this.
+
+        `measure` returns how many bytes of how many the step has read, or None.
+        """
+        self._start_reporter.set_step(name, measure)
 
     async def open_metrics(self) -> None:
         """Answer requests for metrics from now on. Raises ConfigError if no port can be opened."""
@@ -115,6 +135,7 @@ class Context:
         return self._blobs
 
     async def close(self) -> None:
+        self._start_reporter.stop()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._blobs is not None:
@@ -125,6 +146,7 @@ class Context:
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on every heartbeat reports `load`."""
         self.log.info("ready", models=models)
+        self._start_reporter.stop()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
 
     async def _beat(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
@@ -143,7 +165,7 @@ class Context:
                 blobs=address,
                 metrics=metrics,
                 url=self.url,
-                stage="" if self.stage.name == self.role else self.stage.name,
+                stage=self._own_stage_name,
             )
             try:
                 await self.bus.publish_heartbeat(self.worker, to_json(beat))
@@ -177,6 +199,7 @@ async def run(
     try:
         with _signals(context.shutdown):
             await bus.prepare(config.nats, config.delivery)
+            context.start_reports()
             await context.open_metrics()
             await main(context)
     except PagemillError as error:
@@ -202,17 +225,21 @@ def _exit_code(error: PagemillError) -> int:
 
 @contextlib.contextmanager
 def _signals(shutdown: Shutdown) -> Iterator[None]:
-    """Begin the drain at a SIGTERM or SIGINT, and hurry it at the second.
+    """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
 
-    Signals are ignored afterwards. The loop's own handlers are not used, because the loop restores
-    the default action when it closes, and a late signal would kill a worker that has drained.
+    A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
+    the kernel. Under nohup SIGHUP stays ignored. Afterwards all these signals are ignored. The
+    loop's own handlers are not used, because the loop restores the default action when it closes,
+    and a late signal would kill a worker that has drained.
     """
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for number in handled:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(shutdown.signal))
+    handlers = {signal.SIGTERM: shutdown.signal, signal.SIGINT: shutdown.signal}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = shutdown.asked.set
+    for number, handler in handlers.items():
+        signal.signal(number, lambda *_, act=handler: loop.call_soon_threadsafe(act))
     try:
         yield
     finally:
-        for number in handled:
+        for number in handlers:
             signal.signal(number, signal.SIG_IGN)

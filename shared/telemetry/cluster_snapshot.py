@@ -26,6 +26,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
     in_flight, oldest_ms = await bus.stream_size(subjects.REQUESTS_STREAM)
     dead_letters, _ = await bus.stream_size(subjects.DEAD_STREAM)
     beats = await bus.read_heartbeats()
+    starting = await bus.read_start_reports()
     queues, metrics = await asyncio.gather(
         bus.queue_depths(subjects.STAGES_STREAM),
         _request_metrics(bus, {beat.worker for beat in beats}),
@@ -41,6 +42,7 @@ async def take_snapshot(bus: Bus) -> ClusterSnapshot:
         in_flight=in_flight,
         oldest_ms=oldest_ms,
         dead_letters=dead_letters,
+        starting=sorted(starting, key=lambda report: (report.role, report.worker)),
     )
 
 

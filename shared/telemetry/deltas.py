@@ -6,11 +6,11 @@ first one without having restarted has no increase.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from shared.protocol.messages import Heartbeat, WorkerMetrics
+from shared.protocol.messages import Heartbeat, StartReport, WorkerMetrics
 
 Labels = frozenset[tuple[str, str]]
 Samples = Mapping[str, Mapping[Labels, float]]
@@ -45,6 +45,8 @@ class ClusterSnapshot:
     oldest_ms: float | None
     """Acceptance time of the oldest of them: Unix ms of the broker's clock."""
     dead_letters: int
+    starting: list[StartReport] = field(default_factory=list)
+    """Reports of workers that are not ready."""
 
     @cached_property
     def samples(self) -> dict[str, Samples]:

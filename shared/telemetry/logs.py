@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import sys
 from typing import Any, Literal
 
 import structlog
@@ -17,12 +16,12 @@ Level = Literal["debug", "info", "warning", "error"]
 Logger = structlog.typing.FilteringBoundLogger
 
 
-def configure_logging(level: Level, **context: str) -> Logger:
-    """Configure structlog for this process.
+def configure_logging(level: Level, fd: int = STDERR, **context: str) -> Logger:
+    """Configure structlog for this process, which writes to the file descriptor `fd`.
 
     `context` (role, worker) is added to every event of this task and of tasks that it starts.
     """
-    human = sys.stderr.isatty()
+    human = os.isatty(fd)
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
     )
@@ -36,7 +35,7 @@ def configure_logging(level: Level, **context: str) -> Logger:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(file=_Stderr()),  # type: ignore[arg-type]
+        logger_factory=structlog.WriteLoggerFactory(file=_Output(fd)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**context)
@@ -44,12 +43,15 @@ def configure_logging(level: Level, **context: str) -> Logger:
     return logger
 
 
-class _Stderr:
-    """Unbuffered stderr. A failed write, for example to a full disk, must not stop the process."""
+class _Output:
+    """Unbuffered file. A failed write, for example to a full disk, must not stop the process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(STDERR, text.encode(errors="replace"))
+            os.write(self._fd, text.encode(errors="replace"))
 
     def flush(self) -> None:
         pass

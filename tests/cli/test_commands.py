@@ -1,9 +1,13 @@
 """The command line as somebody meets it: help, version, configuration, and plain errors."""
 
+import fcntl
 import hashlib
+import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +18,9 @@ import yaml
 from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
+from shared.stage.runtime import EXIT_CONFIG
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli import settings
 from workers.cli.ask import print_error
 from workers.roles import all_roles
 
@@ -44,6 +50,7 @@ def test_version_and_help(tmp_path: Path) -> None:
         "cancel",
         "where",
         "dead",
+        "logs",
         "top",
         "metrics",
         "check",
@@ -147,9 +154,83 @@ def test_up_says_that_the_port_is_taken(broker: EmbeddedServer, tmp_path: Path) 
 def test_up_gives_up_on_a_configuration_that_a_worker_refuses(tmp_path: Path) -> None:
     free = {"PAGEMILL_NATS__PORT": "0", "PAGEMILL_GATEWAY__PORT": "0"}
     done = run("up", cwd=tmp_path, PAGEMILL_ENGINE__NUM_BLOCKS="3", **free)
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert "engine.num_blocks" in done.stderr
     assert "the engine refuses this configuration" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", [["up"], ["worker", "coordinator"]])
+def test_a_service_with_a_broken_configuration_is_not_to_be_started_again(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pagemill.yaml").write_text("models: {mine: {path: 5}}")
+    done = run(*command, cwd=tmp_path)
+    assert done.returncode == EXIT_CONFIG
+    assert "models.mine.path" in done.stderr
+
+
+def test_a_closed_terminal_drains_everything_and_the_log_tells_it(tmp_path: Path) -> None:
+    (tmp_path / "pagemill.yaml").write_text(
+        f"models: {{demo: {{path: {settings.DEMO_MODEL}}}}}\nnats: {{port: 0}}\n"
+        "gateway: {port: 0}\nlog_file: logs/all.log\n"
+    )
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers", "up"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    told = b""
+    while b"coordinator" not in told or b"ready in" not in told:
+        told += os.read(terminal, 4096)
+    assert b'"event"' not in told
+    os.close(terminal)
+    assert process.wait(60) == 0
+    lines = (tmp_path / "logs" / "all.log").read_text().splitlines()
+    assert "drained" in [json.loads(line)["event"] for line in lines if line.startswith("{")]
+    done = run("logs", "--role", "coordinator", "--level", "info", "-n", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "coordinator-" in done.stdout
+    assert "drained" in done.stdout
+    done = run("logs", "--role", "coordinator", "-n", "1", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["event"] == "drained"
+    assert done.stdout.strip() in lines
+
+
+def test_logs_says_where_there_is_none(tmp_path: Path) -> None:
+    done = run("logs", cwd=tmp_path)
+    assert done.returncode == 1
+    assert str(tmp_path / "data" / "pagemill.log") in done.stderr.replace("\n", "")
+    done = run("logs", cwd=tmp_path, PAGEMILL_LOG_FILE="stderr")
+    assert done.returncode == 1
+    assert "stderr" in done.stderr
+
+
+def test_logs_follows_until_it_is_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "data" / "pagemill.log"
+    file.parent.mkdir()
+    file.write_text('{"event": "old"}\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers", "logs", "-f", "--json"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"event": "old"}
+    with file.open("a") as appended:
+        appended.write('{"event": "new"}\n')
+    assert json.loads(process.stdout.readline()) == {"event": "new"}
+    process.terminate()
+    assert process.wait(30) == 0
+    process.stdout.close()
 
 
 def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,13 @@
 """Frames of `pagemill top`, from surveys made by hand."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from shared.errors import Unavailable
-from shared.protocol.messages import Heartbeat
+from shared.protocol.messages import Heartbeat, StartReport
 from shared.telemetry.deltas import ClusterSnapshot, StageQueue
 from shared.telemetry.metrics import Metrics
 from workers.cli.top import render
@@ -116,6 +117,22 @@ def test_queues_are_shown_with_the_age_of_what_waits() -> None:
     image = shown(seen)
     for part in ("4 requests in flight", "1 dead letters", "2.5 s", "engine-a", "25.0%", "2.0%"):
         assert part in image
+
+
+def test_a_worker_that_starts_is_shown_with_its_progress_and_in_no_pool() -> None:
+    reports = [
+        StartReport(
+            "engine", "engine-b", "0.1.0", 2, "reading weights", "demo", "", 12 * 10**8, 47 * 10**8
+        ),
+        StartReport("renderer", "renderer-c", "0.1.0", 3, "warming up [demo]"),
+    ]
+    seen = frame(None, replace(survey(100, engine("engine-a", started_s=1)), starting=reports))
+    assert [(p.role, p.workers) for p in seen.pools] == [("engine", 1)]
+    assert [row.worker for row in seen.starting] == ["engine-b", "renderer-c"]
+    image = [" ".join(text.split()) for text in shown(seen).splitlines()]
+    assert "engine-b demo reading weights 1,200 4,700" in image
+    assert "renderer-c warming up [demo] - -" in image
+    assert "starting" not in shown(frame(None, survey(100)))
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]"])

@@ -45,6 +45,7 @@ class Cluster:
     url: str
     config: Path
     log: Path
+    """The workers' log. The lines of `pagemill up` itself are in `up.err` beside it."""
 
     async def pid(self, bus: Bus, role: str) -> int:
         """Of the one living worker of a role."""
@@ -54,19 +55,20 @@ class Cluster:
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     config, log = folder / "pagemill.yaml", folder / "up.log"
+    said = folder / "up.err"
     config.write_text(text)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | {"PAGEMILL_NATS__PORT": str(port), "PAGEMILL_GATEWAY__PORT": "0"}
-    with log.open("ab") as stderr:
-        process = preloaded.start(
-            ["up", "--config", str(config)], cwd=folder, env=env, stderr=stderr
-        )
+    env["PAGEMILL_LOG_FILE"] = str(log)
+    command = ["up", "--config", str(config)]
+    with said.open("wb") as stderr:
+        process = preloaded.start(command, cwd=folder, env=env, stderr=stderr)
     deadline = time.monotonic() + 150
-    while b"ready at" not in log.read_bytes():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+    while b"ready at" not in said.read_bytes():
+        assert process.poll() is None, said.read_text()
+        assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.1)
     return Cluster(process, f"nats://127.0.0.1:{port}", config, log)
 

@@ -119,6 +119,6 @@ def test_up_gives_up_on_an_adapter_that_cannot_be_served(tuned: Tuned, tmp_path:
     config = tmp_path / "pagemill.yaml"
     config.write_text(WITH_ADAPTER + "\nnats: {port: 0}\ngateway: {port: 0}")
     code, log = preloaded.run(["up", "--config", str(config)], tmp_path)
-    assert code == 1
+    assert code == 78
     assert "models.adapters.tuned" in log
     assert "use_dora" in log

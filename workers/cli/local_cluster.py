@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -13,14 +12,15 @@ import structlog
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer, end_with_parent
 from shared.config import Config
-from shared.errors import ConfigError, PagemillError, Unavailable
+from shared.errors import ConfigError, PagemillError
 from shared.stage.runtime import EXIT_CONFIG
+from workers.cli import readiness
 from workers.cli.preloader import ForkedProcess, Preloader
+from workers.cli.start_watch import Show
 from workers.roles import WorkerSpec, role_of
 
 _log = structlog.get_logger()
 
-READY_TIMEOUT_S = 120.0
 BROKER_CHECK_S = 0.2
 FIRST_RESTART_S = 0.5
 MAX_RESTART_S = 10.0
@@ -43,12 +43,16 @@ class LocalCluster:
     log_file: Path | None = None
     gateway_url: str | None = None
     """URL of a gateway of this cluster, once it is ready."""
+    show: Show = field(default_factory=readiness.Quiet)
+    """Receiver of the progress of the start."""
     preloader: Preloader | None = None
     """The process that workers which use torch are forked from; by default they are executed."""
     _broker: EmbeddedServer | None = None
     _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
     _refused: asyncio.Future[None] | None = None
     _processes: dict[int, Process] = field(default_factory=dict)
+    _watched: dict[int, readiness.Process] = field(default_factory=dict)
+    """The processes whose signs of life count, by number: the preloader before it has forked."""
 
     def __post_init__(self, configured_url: str | None) -> None:
         self._store_dir = Path(self._config.nats.store_dir).absolute()
@@ -123,8 +127,10 @@ class LocalCluster:
         """Run one worker, and start it again whenever it ends."""
         pause_s = FIRST_RESTART_S
         while True:
+            if self.preloader is not None and role_of(spec.role).uses_torch:
+                self._watched[number] = self.preloader
             process = await self._spawn(spec)
-            self._processes[number] = process
+            self._processes[number] = self._watched[number] = process
             began = asyncio.get_running_loop().time()
             code = await process.wait()
             if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
@@ -166,29 +172,15 @@ class LocalCluster:
             )
 
     async def _wait_ready(self) -> None:
-        """Raises Unavailable when a worker does not become ready, naming its role."""
-        wanted = Counter(spec.role for spec in self._specs)
+        """Raises Unavailable when the workers that are not ready show no sign of life any more."""
         bus = await Bus.connect(self.url, "local", self._config.nats.connect_timeout_s)
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                # Readiness is an event of other processes, so the loop has to poll.
-                while missing := wanted - await self._ready_roles(bus):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            names = ", ".join(sorted(missing))
-            raise Unavailable(f"not ready after {READY_TIMEOUT_S:.0f} s: {names}") from None
+            beats = await readiness.wait_ready(
+                bus, self._specs, self._watched, self._config.start_silence_s, self.show
+            )
         finally:
             await bus.close()
-
-    async def _ready_roles(self, bus: Bus) -> Counter[str]:
-        pids = {process.pid for process in self._processes.values()}
-        try:
-            beats = await bus.read_heartbeats()
-        except Unavailable:
-            return Counter()  # The stream of heartbeats does not exist yet.
-        ours = [beat for beat in beats if beat.pid in pids]
-        self.gateway_url = next((beat.url for beat in ours if beat.url is not None), None)
-        return Counter(beat.role for beat in ours)
+        self.gateway_url = next((beat.url for beat in beats if beat.url is not None), None)
 
 
 async def _end(process: Process, patience_s: float) -> None:

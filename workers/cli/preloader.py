@@ -181,11 +181,16 @@ class Preloader:
     def __init__(self, channel: socket.socket, pid: int) -> None:
         channel.setblocking(False)
         self._channel = channel
-        self._pid = pid
+        self.pid = pid
         self._requested: deque[asyncio.Future[ForkedProcess]] = deque()
         self._processes: dict[int, ForkedProcess] = {}
         self._reads = False
         self.has_ended = False
+
+    @property
+    def returncode(self) -> int | None:
+        """A code other than None once the process has ended."""
+        return 1 if self.has_ended else None
 
     async def start(
         self,
@@ -220,7 +225,7 @@ class Preloader:
         self._channel.close()
         self.has_ended = True
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
 
     def _read(self) -> None:
         try:

@@ -17,6 +17,9 @@ from workers.roles import stage_roles
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 DEFAULT_FILE = Path("pagemill.yaml")
+LOG_NAME = "pagemill.log"
+# The value of `log_file` for stderr.
+STDERR = "stderr"
 DEMO_MODEL = Path(workers.__file__).parents[1] / "ops" / "demo_model"
 EMBEDDED = f"""\
 models:
@@ -66,7 +69,8 @@ def _parse_file(file: Path | None) -> Config:
     }
     embeddings = _resolve(config.embeddings, folder, "path")
     gateway = _resolve(config.gateway, folder, "tls_cert", "tls_key")
-    return replace(config, models=models, embeddings=embeddings, gateway=gateway)
+    config = replace(config, models=models, embeddings=embeddings, gateway=gateway)
+    return config if config.log_file == STDERR else _resolve(config, folder, "log_file")
 
 
 def _resolve(settings: Settings, folder: Path, *names: str) -> Settings:
@@ -91,6 +95,15 @@ def check_paths(config: Config) -> None:
                     " (no adapter_config.json)",
                     field=f"models.{name}.adapters.{adapter}",
                 )
+
+
+def find_log_file(config: Config) -> Path | None:
+    """Return the file to which `pagemill up` appends the workers' log; None stands for stderr."""
+    if config.log_file == STDERR:
+        return None
+    if config.log_file is not None:
+        return Path(config.log_file).absolute()
+    return Path(config.nats.store_dir).absolute().parent / LOG_NAME
 
 
 def nats_url(config: Config) -> str:

@@ -29,8 +29,7 @@ def run_app(app: App) -> NoReturn:
     try:
         code = app(result_action="return_value")
     except PagemillError as error:
-        stderr = Console(stderr=True)
-        stderr.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+        print_refusal(error)
         code = 1
     except BrokenPipeError:
         # The reader of the output is gone. Python flushes the rest at exit, into /dev/null.
@@ -71,7 +70,20 @@ def format_time(ms: float) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def call_on_signals(handler: Callable[[], object]) -> None:
-    """Call `handler` on Ctrl-C, SIGTERM and the end of the terminal."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, handler)
+def print_refusal(error: PagemillError) -> None:
+    """Print why a command has failed."""
+    errors.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+
+
+def call_on_signals(
+    handler: Callable[[], object], *, on_hangup: Callable[[], object] | None = None
+) -> None:
+    """Call `handler` on Ctrl-C and SIGTERM, and `on_hangup` at the end of the terminal.
+
+    `on_hangup` is `handler` by default. Under nohup, SIGHUP stays ignored.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup or handler)

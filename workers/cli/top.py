@@ -115,7 +115,9 @@ def _printer(as_json: bool) -> Show:
 def render(seen: Frame | Unavailable) -> RenderableType:
     if isinstance(seen, Unavailable):
         return f"[bold red]{escape(seen.message)}[/]; trying again"
-    tables = (_pools(seen), _queues(seen), _models(seen), _engines(seen))
+    tables = [_pools(seen), _queues(seen), _models(seen), _engines(seen)]
+    if seen.starting:
+        tables.insert(1, _starting(seen))
     return Group(_headline(seen), *(part for table in tables for part in ("", table)))
 
 
@@ -137,6 +139,18 @@ def _pools(seen: Frame) -> Table:
             for p in seen.pools
         ),
     )
+
+
+def _starting(seen: Frame) -> Table:
+    rows = (
+        (row.worker, row.model, row.step, *_read_bytes(row.done_bytes, row.total_bytes))
+        for row in seen.starting
+    )
+    return _table(("starting", "model", "step", "#MB read", "#of MB"), rows)
+
+
+def _read_bytes(done: int, total: int) -> tuple[str, str]:
+    return (f"{done / 1e6:,.0f}", f"{total / 1e6:,.0f}") if total else ("-", "-")
 
 
 def _queues(seen: Frame) -> Table:

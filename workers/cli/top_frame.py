@@ -26,6 +26,18 @@ class Pool(Struct, frozen=True):
     versions: list[str]
 
 
+class StartingRow(Struct, frozen=True):
+    worker: str
+    model: str
+    """Empty for a role whose workers serve all models."""
+    step: str
+    """What it does until it is ready."""
+    done_bytes: int
+    """Bytes of weights that it has read."""
+    total_bytes: int
+    """0 in a step that reads none."""
+
+
 class QueueRow(Struct, frozen=True):
     stage: str
     model: str
@@ -96,6 +108,7 @@ class Frame(Struct, frozen=True):
     queues: list[QueueRow]
     models: list[ModelRow]
     engines: list[EngineRow]
+    starting: list[StartingRow] = []
 
 
 def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
@@ -121,6 +134,10 @@ def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
             for model, workers in sorted(by_model.items())
         ],
         engines=[_engine_row(before, now, worker, model) for worker, model in engines],
+        starting=[
+            StartingRow(r.worker, r.model, r.step, r.done_bytes, r.total_bytes)
+            for r in now.starting
+        ],
     )
 
 

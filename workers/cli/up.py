@@ -2,14 +2,41 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
+from shared.config import Config
 from shared.errors import PagemillError
+from shared.telemetry import logs
+from workers.cli import log_file
 from workers.cli.local_cluster import LocalCluster
+from workers.cli.start_display import StartDisplay
 from workers.cli.terminal import call_on_signals, errors
 
+# Errors of the log that are shown when the start fails.
+NUM_REASONS = 5
 
-async def run_until_stopped(cluster: LocalCluster) -> int:
+
+async def run_until_stopped(cluster: LocalCluster, config: Config) -> int:
     """Run the cluster and return the exit code. Raises ConfigError or Unavailable at the start."""
+    file = cluster.log_file
+    display = StartDisplay(errors, live=errors.is_terminal and file is not None)
+    with _logging_to(file, config.log_level):
+        if file is not None:
+            display.say(f"logs are appended to {file}; `pagemill logs` shows them")
+        offset = log_file.size_of(file)
+        cluster.show = display
+        try:
+            return await _run(cluster, display)
+        except PagemillError:
+            for event in log_file.errors_since(file, offset)[-NUM_REASONS:]:
+                display.say(event)
+            raise
+        finally:
+            display.close()
+
+
+async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
     stopping = asyncio.Event()
 
     def stop_or_requeue() -> None:
@@ -17,23 +44,36 @@ async def run_until_stopped(cluster: LocalCluster) -> int:
             cluster.requeue_now()
         stopping.set()
 
-    call_on_signals(stop_or_requeue)
+    call_on_signals(stop_or_requeue, on_hangup=stopping.set)
+    display.open()
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        display.close()
         if start.done():
             start.result()
-            errors.print(
-                f"[bold green]ready[/] at {cluster.url} and {cluster.gateway_url};"
-                " Ctrl-C drains and stops",
-                soft_wrap=True,
+            display.say(
+                f"ready at {cluster.url} and {cluster.gateway_url}; Ctrl-C drains and stops",
+                "bold green",
             )
             await stop
-        errors.print("draining …")
+        display.say("draining …")
     finally:
         start.cancel()
         with contextlib.suppress(asyncio.CancelledError, PagemillError):
             await start
         await cluster.stop()
     return 0
+
+
+@contextlib.contextmanager
+def _logging_to(file: Path | None, level: logs.Level) -> Iterator[None]:
+    """Write the log of this process to the file of the workers, too."""
+    if file is None:
+        logs.configure_logging(level, role="up")
+        yield
+        return
+    with log_file.open_for_append(file) as fd:
+        logs.configure_logging(level, fd, role="up")
+        yield

@@ -23,6 +23,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Abandoned, Done, Outcome, WorkerLoop
 from shared.vision.embedding_store import EmbeddingStore
+from shared.vision.weights_progress import WeightsProgress
 from workers.encoder.tower import TowerThread
 
 WATCH_S = 0.5
@@ -38,6 +39,7 @@ async def main(context: Context) -> None:
         torch.set_num_threads(config.encoder.threads)
     model = config.models[name]
     dtype = getattr(torch, model.dtype)
+    context.step("loading the tower", WeightsProgress(Path(model.path)).measure)
     tower = await asyncio.to_thread(load_tower, Path(model.path), dtype, config.encoder.device)
     blobs = await context.open_blobs()
     embeddings = EmbeddingStore(context.bus, blobs, config, name, "producer")

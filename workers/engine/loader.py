@@ -13,11 +13,14 @@ from shared.errors import ConfigError
 from shared.models import registry
 from shared.models.language import LanguageAdapter
 from shared.models.tower import Tower, load_tower
+from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
+
+READING, PACKING = "reading weights", "packing weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,14 @@ class LoadedModel:
         return text
 
 
-def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
+def load(model: ModelConfig, engine: EngineConfig, set_step: SetStep = ignore_step) -> LoadedModel:
     """Load the model of the folder `model.path`, which the configuration has already resolved.
 
-    Raises ConfigError. Errors of transformers are wrapped in it, because unusable folders make
-    transformers raise exceptions of any type.
+    `set_step` is called with the name of each step. Raises ConfigError. Errors of transformers are
+    wrapped in it, because unusable folders make transformers raise exceptions of any type.
     """
     try:
-        return _load(model, engine)
+        return _load(model, engine, set_step)
     except ConfigError:
         raise
     except Exception as error:
@@ -61,7 +64,7 @@ def load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
         ) from error
 
 
-def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
+def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> LoadedModel:
     folder = Path(model.path)
     _check_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -75,12 +78,18 @@ def _load(model: ModelConfig, engine: EngineConfig) -> LoadedModel:
     tower = registry.find_tower(config)
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
+    set_step(READING)
     family = registry.adapt(load_weights(model_class, folder, dtype, engine.device, excluded))
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
-    decoder = _build_decoder(family, engine, block_size, max_model_len, adapted=bool(adapters))
+    decoder = _build_decoder(
+        family, engine, block_size, max_model_len, set_step, adapted=bool(adapters)
+    )
     num_blocks = _resolve_num_blocks(decoder, block_size, max_model_len, engine)
+    set_step("warming up")
     warm_up(decoder, block_size)
+    if needs_tower:
+        set_step("loading the vision tower")
     return LoadedModel(
         model=decoder,
         tower=load_tower(folder, dtype, engine.device) if needs_tower else None,
@@ -125,11 +134,13 @@ def _build_decoder(
     engine: EngineConfig,
     block_size: int,
     max_model_len: int,
+    set_step: SetStep,
     adapted: bool,
 ) -> DecoderModel:
     """Return the model on the kernels of its device if they support it, else on torch."""
     # Adapters wrap modules of transformers, which the kernels bypass.
     if torch.device(engine.device).type == "cuda":
+        set_step("preparing the GPU")
         try:
             from workers.engine.cuda.model import GpuModel
         except ModuleNotFoundError as error:
@@ -142,8 +153,11 @@ def _build_decoder(
         )
     if not engine.native or adapted:
         return FlatModel(family)
+    set_step("compiling kernels")
     reason = unsupported_reason(family, block_size)
     if reason is None:
+        # The kernels copy the weights, which reads what is still on the disk.
+        set_step(PACKING)
         return NativeModel(family, torch.get_num_threads())
     structlog.get_logger().info("runs_on_torch", reason=reason)
     return FlatModel(family)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 import torch
@@ -13,12 +14,13 @@ from shared.config import EngineConfig, SpeculativeConfig
 from shared.errors import ConfigError
 from shared.stage.runtime import Context
 from shared.vision.embedding_store import EmbeddingStore
+from shared.vision.weights_progress import WeightsProgress
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
 from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.ngram_drafter import NgramDrafter
 from workers.engine.item_loader import ItemLoader
-from workers.engine.loader import LoadedModel, load
+from workers.engine.loader import PACKING, READING, LoadedModel, load
 from workers.engine.runner import ModelRunner
 from workers.engine.sampling.grammar import GrammarCompiler
 from workers.engine.worker import EngineWorker
@@ -38,9 +40,17 @@ async def main(context: Context) -> None:
     elif model.share_embeddings:
         embeddings = EmbeddingStore(context.bus, blobs, config, name, "both")
     item_loader = ItemLoader(blobs, embeddings, to_torch)
-    loaded = await asyncio.to_thread(load, model, config.engine)
+    measure = WeightsProgress(Path(model.path)).measure
+
+    def set_step(step: str) -> None:
+        context.step(step, measure if step in (READING, PACKING) else None)
+
+    set_step("loading the model")
+    loaded = await asyncio.to_thread(load, model, config.engine, set_step)
+    context.step("building the engine")
     core = await asyncio.to_thread(build_core, loaded, config.engine, item_loader.share)
     # Before the worker serves requests: this holds the GIL, for a second with 150,000 tokens.
+    context.step("building the grammar compiler")
     grammars = new_grammar_compiler(loaded, config.engine.max_num_seqs)
     await EngineWorker(context, name, core, item_loader, grammars).serve()
 

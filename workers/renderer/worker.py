@@ -55,7 +55,9 @@ class RendererWorker:
     async def load(self) -> None:
         for name in models_of(self._context.pipelines, self._context.stage.name):
             model = self._config.models[name]
+            self._context.step(f"loading the processor of {name}")
             processor = self._processors[name] = await self._in_thread(Processor, model)
+            self._context.step(f"warming up {name}")
             await self._warm_up(name, processor)
 
     async def _warm_up(self, model: str, processor: Processor) -> None:

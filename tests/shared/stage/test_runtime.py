@@ -30,14 +30,126 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("num_before", [0, 1, 2])
+# A second SIGHUP does not hurry a drain.
+CASES = [(n, name) for n in (0, 1, 2) for name in ("SIGTERM", "SIGINT", "SIGHUP")][:-1]
+
+
+@pytest.mark.parametrize(("num_before", "name"), CASES)
 async def test_a_signal_after_the_drain_does_not_kill_the_worker(
     broker: EmbeddedServer, num_before: int, name: str
 ) -> None:
-    command = [sys.executable, "-c", WORKER, broker.url, str(num_before), name]
-    done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = await run_script(WORKER, broker.url, str(num_before), name)
     assert done.returncode == 0, done.stderr
     assert "drained" in done.stderr
+
+
+# A shell sends SIGHUP when its terminal closes, and then the kernel does.
+CLOSED_TERMINAL = """
+import asyncio, os, signal, sys
+import uvloop
+from shared.config import Config, NatsConfig
+from shared.stage import runtime
+
+async def main(context):
+    os.kill(os.getpid(), signal.SIGHUP)
+    await context.shutdown.asked.wait()
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await seen.wait()
+    assert not context.shutdown.hurry.is_set(), "the second SIGHUP has hurried the drain"
+    os.kill(os.getpid(), signal.SIGTERM)
+    await context.shutdown.hurry.wait()
+
+async def run():
+    global seen
+    seen = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon_threadsafe(seen.set))
+    config = Config(models={}, nats=NatsConfig(unchecked=True))
+    return await runtime.run("coordinator", main, config, sys.argv[1], None, None)
+
+sys.exit(uvloop.run(run()))
+"""
+
+
+async def test_a_second_hangup_does_not_hurry_the_drain(broker: EmbeddedServer) -> None:
+    done = await run_script(CLOSED_TERMINAL, broker.url)
+    assert done.returncode == 0, done.stderr
+
+
+NOHUP = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+"""
+OUTLIVES_ITS_TERMINAL = """
+import os, signal, sys
+import uvloop
+from shared.config import Config, NatsConfig
+from shared.stage import runtime
+
+async def main(context):
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+config = Config(models={}, nats=NatsConfig(unchecked=True))
+sys.exit(uvloop.run(runtime.run("coordinator", main, config, sys.argv[1], None, None)))
+"""
+
+
+async def test_a_worker_under_nohup_outlives_its_terminal(broker: EmbeddedServer) -> None:
+    done = await run_script(NOHUP + OUTLIVES_ITS_TERMINAL, broker.url)
+    assert done.returncode == 0, done.stderr
+
+
+# The thread reports; the loop publishes meanwhile.
+SLOW_START = """
+import asyncio, sys
+import uvloop
+from shared.config import Config, NatsConfig
+from shared.stage import runtime
+
+async def main(context):
+    read = 0
+
+    def measure():
+        nonlocal read
+        read += 100
+        return read, 1000
+
+    context.step("reading weights", measure)
+    async def reports():
+        while not (found := await context.bus.read_start_reports()):
+            await asyncio.sleep(0.02)
+        return found
+    (report,) = await reports()
+    while report.step != "reading weights":
+        (report,) = await reports()
+        await asyncio.sleep(0.02)
+    assert (report.role, report.worker) == (context.role, context.worker)
+    assert report.done_bytes % 100 == 0 < report.done_bytes
+    assert report.total_bytes == 1000
+    assert await context.bus.read_heartbeats() == [], "a starting worker counts as ready"
+    context.ready(["demo"], dict)
+    while not await context.bus.read_heartbeats():
+        await asyncio.sleep(0.02)
+    assert await context.bus.read_start_reports() == []
+
+config = Config(models={}, nats=NatsConfig(unchecked=True))
+sys.exit(uvloop.run(runtime.run("engine", main, config, sys.argv[1], "demo", None)))
+"""
+
+
+async def test_a_worker_that_starts_reports_what_it_does_and_is_not_ready(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    try:
+        done = await run_script(SLOW_START, server.url)
+    finally:
+        await asyncio.to_thread(server.stop)
+    assert done.returncode == 0, done.stderr
+
+
+async def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return await asyncio.to_thread(
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )

@@ -12,15 +12,12 @@ from cyclopts import App, Parameter
 
 from shared.config import Config
 from shared.errors import ConfigError
-from shared.protocol.records import error_info
 from shared.stage import runtime
-from shared.telemetry import logs
 from workers.cli import settings
-from workers.cli.ask import print_error
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.preloader import Preloader, fork_preloader
-from workers.cli.terminal import run_app
+from workers.cli.terminal import print_refusal, run_app
 from workers.cli.up import run_until_stopped
 from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
@@ -29,15 +26,22 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     """Run all roles on this machine, with an embedded nats-server unless one is configured.
 
     Ctrl-C drains: workers finish or requeue the requests in flight before they end. A second Ctrl-C
-    makes them requeue at once.
+    makes them requeue at once. The workers' log is appended to a file, see `pagemill logs`. The
+    exit code is 78 for a configuration that will never work.
     """
-    file = settings.find_config_file(config)
-    loaded = settings.load_config(file)
-    settings.check_paths(loaded)
-    logs.configure_logging(loaded.log_level, role="up")
-    workers = [*default_workers(loaded), WorkerSpec("gateway")]
-    cluster = LocalCluster(loaded, file, workers, nats, preloader=_preload(loaded, workers))
-    return uvloop.run(run_until_stopped(cluster))
+    try:
+        file = settings.find_config_file(config)
+        loaded = settings.load_config(file)
+        settings.check_paths(loaded)
+        workers = [*default_workers(loaded), WorkerSpec("gateway")]
+        log_file = settings.find_log_file(loaded)
+        cluster = LocalCluster(
+            loaded, file, workers, nats, log_file, preloader=_preload(loaded, workers)
+        )
+        return uvloop.run(run_until_stopped(cluster, loaded))
+    except ConfigError as error:
+        print_refusal(error)
+        return runtime.EXIT_CONFIG
 
 
 def _preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:
@@ -71,7 +75,9 @@ def worker(
     config: ConfigFile = None,
     nats: NatsUrl = None,
 ) -> int:
-    """Run one worker until SIGTERM or Ctrl-C drains it.
+    """Run one worker until SIGTERM, Ctrl-C or the end of its terminal drains it.
+
+    The exit code is 78 for a configuration that will never work.
 
     Parameters
     ----------
@@ -86,7 +92,7 @@ def worker(
     try:
         loaded = load(config)
     except ConfigError as error:
-        print_error(error_info(error))
+        print_refusal(error)
         return runtime.EXIT_CONFIG
     if model is None and len(loaded.models) == 1:
         model = next(iter(loaded.models))

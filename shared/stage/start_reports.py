@@ -1,0 +1,66 @@
+"""Reports of a worker that is not ready: what it does, and how much of the weights it has read.
+
+They are published from the event loop while a thread loads. A thread that holds the interpreter
+delays them, so a reader must not take their absence for a death.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import structlog
+from msgspec.structs import replace
+
+from shared.bus.bus import Bus
+from shared.protocol.encoding import to_json
+from shared.protocol.messages import StartReport
+
+_log = structlog.get_logger()
+
+REPORT_S = 1.0
+
+Measure = Callable[[], tuple[int, int] | None]
+"""Returns the bytes that a step has read, and those that there are; it runs in a thread."""
+SetStep = Callable[[str], None]
+
+
+def ignore_step(_: str) -> None:
+    """The `SetStep` of loaders that no worker waits for."""
+
+
+class StartReporter:
+    """Publisher of the reports of one worker."""
+
+    def __init__(
+        self, bus: Bus, role: str, worker: str, model: str | None, stage: str, version: str
+    ) -> None:
+        self._bus = bus
+        self._report = StartReport(
+            role, worker, version, os.getpid(), "", model=model or "", stage=stage
+        )
+        self._step: tuple[str, Measure | None] = ("starting", None)
+        self._task: asyncio.Task[None] | None = None
+
+    def set_step(self, name: str, measure: Measure | None) -> None:
+        self._step = (name, measure)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._publish())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _publish(self) -> None:
+        report = self._report
+        while True:
+            step, measure = self._step
+            try:
+                done = None if measure is None else await asyncio.to_thread(measure)
+                num_done, num_total = done or (0, 0)
+                now = replace(report, step=step, done_bytes=num_done, total_bytes=num_total)
+                await self._bus.publish_start_report(report.worker, to_json(now))
+            except Exception as error:
+                # The broker is unreachable, or older than these reports.
+                _log.info("start_report_failed", error=str(error))
+            await asyncio.sleep(REPORT_S)

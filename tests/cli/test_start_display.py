@@ -1,0 +1,67 @@
+"""Lines about a start, on a terminal and elsewhere."""
+
+import io
+
+from rich.console import Console
+
+from workers.cli.start_display import PROGRESS_S, StartDisplay
+
+
+def test_plain_lines_come_at_most_every_few_seconds() -> None:
+    now = 0.0
+    written = io.StringIO()
+    display = StartDisplay(Console(file=written), live=False, clock=lambda: now)
+    display.open()
+    for tenth in range(100):
+        now = tenth / 10
+        display.progress("engine demo", f"reading weights, {tenth} of 100 GB")
+        display.progress("renderer", "warming up")
+    display.ready("engine demo", 10.0)
+    display.close()
+    lines = [" ".join(line.split()) for line in written.getvalue().splitlines()]
+    at = int(10 * PROGRESS_S)
+    assert lines == [
+        f"engine demo reading weights, {at} of 100 GB",
+        "renderer warming up",
+        f"engine demo reading weights, {2 * at} of 100 GB",
+        "engine demo ready in 10.0 s",
+    ]
+    assert "\x1b" not in written.getvalue()
+
+
+def test_a_name_is_no_markup() -> None:
+    written = io.StringIO()
+    display = StartDisplay(Console(file=written), live=False)
+    display.say("ready at [bold]x[/] and [/nonsense]")
+    assert written.getvalue() == "ready at [bold]x[/] and [/nonsense]\n"
+
+
+def test_a_terminal_shows_what_starts_below_what_is_ready() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, _environ={})
+    display = StartDisplay(console, live=True)
+    display.open()
+    display.progress("engine demo", "compiling kernels")
+    assert "compiling kernels" in written.getvalue()
+    display.progress("renderer", "warming up")
+    before = written.tell()
+    display.ready("engine demo", 1.0)
+    assert "compiling kernels" not in written.getvalue()[before:]
+    display.close()
+    assert written.getvalue().count("ready in 1.0 s") == 1
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, _: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_closed_terminal_stops_nothing() -> None:
+    display = StartDisplay(Console(file=Closed(), force_terminal=True), live=True)
+    display.open()
+    display.progress("engine demo", "compiling kernels")
+    display.ready("engine demo", 1.0)
+    display.say("draining …")
+    display.close()

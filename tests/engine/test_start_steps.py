@@ -1,0 +1,26 @@
+"""Steps that an engine reports while it loads a model."""
+
+from shared.config import EngineConfig, ModelConfig
+from shared.native import library
+from workers.cli.settings import DEMO_MODEL
+from workers.engine.loader import PACKING, READING, load
+
+
+def test_each_step_of_loading_is_named() -> None:
+    steps: list[str] = []
+    load(ModelConfig(str(DEMO_MODEL)), EngineConfig(kv_cache_mib=64), steps.append)
+    packing = [] if library.load() is None else [PACKING]
+    assert steps == [
+        READING,
+        "compiling kernels",
+        *packing,
+        "warming up",
+        "loading the vision tower",
+    ]
+
+
+def test_torch_packs_nothing() -> None:
+    steps: list[str] = []
+    engine = EngineConfig(kv_cache_mib=64, native=False)
+    load(ModelConfig(str(DEMO_MODEL)), engine, steps.append)
+    assert steps == [READING, "warming up", "loading the vision tower"]

@@ -1,0 +1,83 @@
+"""The command `pagemill logs`."""
+
+import asyncio
+import contextlib
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.text import Text
+
+from shared.errors import ConfigError
+from shared.telemetry.logs import Level
+from workers.cli import settings
+from workers.cli.log_file import Filter, LogReader, parse, render
+from workers.cli.options import ConfigFile, load
+from workers.cli.terminal import call_on_signals, out
+
+POLL_S = 0.2
+STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
+
+
+async def logs(
+    *,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], validator=Number(gte=0))] = 50,
+    role: str | None = None,
+    level: Level | None = None,
+    worker: str | None = None,
+    request: str | None = None,
+    json: bool = False,
+    config: ConfigFile = None,
+) -> int:
+    """Print the log of `pagemill up`: its last lines, and with -f those that come.
+
+    Parameters
+    ----------
+    follow
+        Go on with new lines until Ctrl-C.
+    lines
+        Print at most this many of the last lines that match.
+    role
+        Only lines of workers of this role; `up` for those of `pagemill up` itself.
+    level
+        Only lines of this level or a more severe one.
+    worker
+        Only lines of the worker with this id, or with one that begins so.
+    request
+        Only lines about the request with this id.
+    json
+        Print the lines as they are in the file.
+    """
+    file = settings.find_log_file(load(config))
+    if file is None:
+        raise ConfigError("log_file: the log goes to stderr, not to a file", field="log_file")
+    reader = LogReader(file, Filter(role, level, worker, request))
+    try:
+        _print_lines(reader.last(lines), json)
+        if follow:
+            following = asyncio.create_task(_follow(reader, json))
+            call_on_signals(following.cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+    finally:
+        reader.close()
+    return 0
+
+
+async def _follow(reader: LogReader, as_json: bool) -> None:
+    while True:
+        _print_lines(reader.more(), as_json)
+        await asyncio.sleep(POLL_S)
+
+
+def _print_lines(lines: list[bytes], as_json: bool) -> None:
+    for line in lines:
+        if as_json:
+            sys.stdout.write(line.decode(errors="replace").rstrip("\n") + "\n")
+        else:
+            event = parse(line) or {}
+            style = STYLES.get(str(event.get("level")), "")
+            out.print(Text(render(line), style=style), soft_wrap=True, highlight=False)
+    sys.stdout.flush()

@@ -1,0 +1,200 @@
+"""The file to which `pagemill up` appends the log of all its workers, a JSON object a line.
+
+Lines that are no JSON are outputs of libraries and tracebacks of processes that could not start.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.errors import ConfigError, NotFound
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+BLOCK_BYTES = 65_536
+# Fields with a place of their own in a rendered line.
+HEAD_FIELDS = {"timestamp", "level", "role", "worker", "event", "exception"}
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """The lines that a reader wants. A line that is no JSON passes only the empty filter."""
+
+    role: str | None = None
+    level: str | None = None
+    """The least severe level."""
+    worker: str | None = None
+    """A worker id, or its beginning."""
+    request: str | None = None
+
+    def accepts(self, line: bytes) -> bool:
+        if self == Filter():
+            return True
+        event = parse(line)
+        return (
+            event is not None
+            and self.role in (None, event.get("role"))
+            and (self.worker is None or str(event.get("worker", "")).startswith(self.worker))
+            and self.request in (None, event.get("request_id"))
+            and (self.level is None or _rank(event.get("level")) >= _rank(self.level))
+        )
+
+
+@contextlib.contextmanager
+def open_for_append(file: Path) -> Iterator[int]:
+    """Open the file, which only its owner can read, and make its folder. Raises ConfigError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"log_file: {file}: {error.strerror}", field="log_file") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def size_of(file: Path | None) -> int:
+    return 0 if file is None or not file.exists() else file.stat().st_size
+
+
+def errors_since(file: Path | None, offset: int) -> list[str]:
+    """Return the errors behind `offset`, rendered; none when the log is not a file."""
+    if file is None:
+        return []
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        wanted = Filter(level="error")
+        return [render(line) for line in opened if wanted.accepts(line)]
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+class LogReader:
+    """Reader of the last lines of a log, and of those that are appended after them."""
+
+    def __init__(self, file: Path, wanted: Filter) -> None:
+        """Raises NotFound."""
+        self._file = file
+        self._wanted = wanted
+        try:
+            self._opened = file.open("rb")
+        except OSError as error:
+            raise NotFound(f"{file}: {error.strerror}; `pagemill up` writes it") from error
+
+    def last(self, num_lines: int) -> list[bytes]:
+        """Return the last lines that are wanted, oldest first; `more` continues after them."""
+        end = _end_of_lines(self._opened)
+        newest = []
+        if num_lines > 0:
+            for line in _lines_backwards(self._opened, end):
+                if self._wanted.accepts(line):
+                    newest.append(line)
+                    if len(newest) == num_lines:
+                        break
+        self._opened.seek(end)
+        return newest[::-1]
+
+    def more(self) -> list[bytes]:
+        """Return the wanted lines that are complete since the last call.
+
+        A file that was replaced or emptied is read from its beginning.
+        """
+        if self._was_replaced():
+            with contextlib.suppress(OSError):
+                replacement = self._file.open("rb")
+                self._opened.close()
+                self._opened = replacement
+        lines = []
+        while (line := self._opened.readline()).endswith(b"\n"):
+            if self._wanted.accepts(line):
+                lines.append(line)
+        self._opened.seek(-len(line), io.SEEK_CUR)
+        return lines
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _was_replaced(self) -> bool:
+        own = os.fstat(self._opened.fileno())
+        try:
+            there = self._file.stat()
+        except OSError:
+            return False
+        return there.st_ino != own.st_ino or there.st_size < self._opened.tell()
+
+
+def _end_of_lines(opened: io.BufferedReader) -> int:
+    """Return the position behind the last complete line."""
+    end = opened.seek(0, io.SEEK_END)
+    while end > 0:
+        begin = max(0, end - BLOCK_BYTES)
+        opened.seek(begin)
+        if (found := opened.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def _lines_backwards(opened: io.BufferedReader, end: int) -> Iterator[bytes]:
+    """Yield the lines before `end`, newest first; empty ones are left out."""
+    rest = b""
+    while end > 0:
+        begin = max(0, end - BLOCK_BYTES)
+        opened.seek(begin)
+        first, *lines = (opened.read(end - begin) + rest).split(b"\n")
+        yield from (line for line in reversed(lines) if line)
+        rest, end = first, begin
+    if rest:
+        yield rest
+
+
+# -- for people -------------------------------------------------------------------------------
+
+
+def parse(line: bytes) -> Event | None:
+    """Return the event of a line, or None if it is no JSON object."""
+    try:
+        event = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def render(line: bytes) -> str:
+    """Return a line for people, with a traceback below it."""
+    event = parse(line)
+    if event is None:
+        return _printable(line.decode(errors="replace").rstrip("\n"))
+    time = str(event.get("timestamp", "")).replace("T", " ")[:23]
+    who = event.get("worker") or event.get("role", "")
+    head = f"{time:<23} {event.get('level', ''):<7} {who!s:<20} {event.get('event', '')}"
+    fields = [f"{name}={_value(event[name])}" for name in event if name not in HEAD_FIELDS]
+    text = _printable(" ".join([head, *fields]))
+    if "exception" in event:
+        lines = str(event["exception"]).splitlines()
+        text = "\n".join([text, *(f"    {_printable(traced)}" for traced in lines)])
+    return text
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str) and value and not any(map(str.isspace, value)):
+        return value
+    return msgspec.json.encode(value).decode()
+
+
+def _printable(text: str) -> str:
+    """Escape control characters, which a client's names may hold, from the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _rank(level: object) -> int:
+    return LEVELS.index(level) if level in LEVELS else 0
