@@ -104,7 +104,7 @@ async def test_a_worker_under_nohup_outlives_its_terminal(broker: EmbeddedServer
 SLOW_START = """
 import asyncio, sys
 import uvloop
-from shared.config import Config, NatsConfig
+from shared.config import Config, ModelConfig, NatsConfig
 from shared.stage import runtime
 
 async def main(context):
@@ -133,7 +133,7 @@ async def main(context):
         await asyncio.sleep(0.02)
     assert await context.bus.read_start_reports() == []
 
-config = Config(models={}, nats=NatsConfig(unchecked=True))
+config = Config(models={"demo": ModelConfig(path="unused")}, nats=NatsConfig(unchecked=True))
 sys.exit(uvloop.run(runtime.run("engine", main, config, sys.argv[1], "demo", None)))
 """
 
