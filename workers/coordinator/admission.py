@@ -9,7 +9,7 @@ from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
-from shared.protocol.pipeline import TEXT, Pipeline
+from shared.protocol.pipeline import TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
@@ -108,7 +108,7 @@ def _sampling_of_embedding(
         )
     if request.outputs:
         raise InvalidRequest("outputs: an embedding is the only output", field="outputs")
-    if pipeline.default_outputs != [TEXT]:
+    if not has_embeddings(pipeline):
         raise UnsupportedContent(f"{request.model} has no embeddings", field="embedding")
     return SamplingParams()
 
