@@ -29,9 +29,9 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 8
 needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
 
 
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    model = build("qwen3")
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2_vl", "qwen3_vl"])
+def reference(request: pytest.FixtureRequest) -> Any:
+    model = build(request.param)
     widen(model)
     return model.requires_grad_(False).eval()
 
