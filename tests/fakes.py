@@ -115,7 +115,13 @@ class FakeRunner:
             self._write(s)
         for s in batch.scheduled:
             self._verify(s)
-        return [self._sample(s) if s.samples else [] for s in batch.scheduled]
+        for s in batch.scheduled:
+            if s.samples and not s.sequence.samples_tokens:
+                s.sequence.embedding = bytes(s.sequence.token_ids)
+        return [
+            self._sample(s) if s.samples and s.sequence.samples_tokens else []
+            for s in batch.scheduled
+        ]
 
     def _sample(self, s: ScheduledSequence) -> list[SampledToken]:
         sampled: list[int] = []

@@ -4,7 +4,8 @@
 
 FOLDER has vLLM's environment as `vllm`, see ops/bench/peers/install.sh. Both serve a small Qwen2-VL
 in float32 and decode greedily, so that each request has one right answer. Bodies go unchanged from
-one server to the other. Exits 0 only if everything that must be equal is.
+one server to the other, except for the hashes of images with other pixels. Exits 0 only if
+everything that must be equal is.
 """
 
 import tempfile

@@ -38,6 +38,7 @@ struct Step {
   void* const* keys;               // per layer
   void* const* values;
   float* logits;  // [num_sampled, vocab_size]
+  float* hidden;  // [num_sampled, hidden_size], or null
 };
 
 // Rows per item of a chunk's attention: enough to outweigh the cost of claiming it.
@@ -151,6 +152,12 @@ class Decoder : public DecoderBase {
       mix(config_.num_layers - 1, step.num_sampled, sampled_attended_.data(), sampled_hidden_.data(), member);
     }
     norm_rows(final_norm_, step.num_sampled, sampled_hidden_.data(), member);
+    if (step.hidden) {
+      for_rows(member, step.num_sampled, [&](int row) {
+        const T* from = &normed_[size_t(row) * hidden_size];
+        for (int i = 0; i < hidden_size; ++i) step.hidden[size_t(row) * hidden_size + i] = to_float(from[i]);
+      });
+    }
     multiply(member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.vocab_size - first;
       float* to = step.logits + size_t(row) * config_.vocab_size + first;

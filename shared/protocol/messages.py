@@ -37,7 +37,7 @@ from shared.protocol.records import ErrorInfo
 class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
 
-    kind: Literal["chat", "completion", "generate"]
+    kind: Literal["chat", "completion", "embedding", "generate"]
     model: str
     tenant: str
     created_s: int

@@ -296,6 +296,11 @@ def graph_lines(pipeline: Pipeline) -> list[str]:
     return lines
 
 
+def has_embeddings(pipeline: Pipeline) -> bool:
+    """Return whether the model embeds prompts: the stage that writes its text runs its decoder."""
+    return pipeline.default_outputs == [TEXT]
+
+
 def models_of(pipelines: Mapping[str, Pipeline], stage: str) -> list[str]:
     """The models that have a stage of this name."""
     return [model for model, pipeline in pipelines.items() if pipeline.stage(stage) is not None]

@@ -59,6 +59,9 @@ class TokenChunk(Struct, frozen=True, omit_defaults=True, tag="tokens"):
     prompt_logprobs: list[TokenLogprobs] | None = None
     """In the first record, if the request asks for them: one for each token of the prompt but the
     first, which nothing comes before."""
+    embedding: str | None = None
+    """The prompt's embedding, in the only record of a request for one, which has no choices: base64
+    of 32-bit floats, least significant byte first."""
 
 
 class Usage(Struct, frozen=True):

@@ -125,6 +125,15 @@ class Feature(Struct, frozen=True, forbid_unknown_fields=True):
     tenant has sent before under the same `mm_hash`."""
 
 
+class EmbeddingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the final hidden state of the prompt's last token becomes an embedding."""
+
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    """Number of leading values that are kept; by default all."""
+    normalize: bool = True
+    """Scale the kept values to a Euclidean length of 1."""
+
+
 class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request for an answer; its prompt is in `messages`, `prompt` or `prompt_token_ids`."""
 
@@ -159,6 +168,8 @@ class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Salt of the caches: an entry made with one salt is not found with another, or without."""
     outputs: Annotated[list[str], Meta(max_length=8)] = []
     """Names of the requested outputs of the model; by default its text."""
+    embedding: EmbeddingParams | None = None
+    """Return an embedding of the prompt instead of an answer; not with `sampling_params`."""
 
 
 class Prompt(Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from msgspec import Struct
 from shared.protocol.encoding import Versioned
 from shared.protocol.multimodal import BlobRef, MultiModalKwargsItem, content_hash
 from shared.protocol.records import StageSpan
-from shared.protocol.requests import Prompt
+from shared.protocol.requests import EmbeddingParams, Prompt
 from shared.protocol.sampling import SamplingParams
 
 TASK_VERSION = 1
@@ -56,6 +56,8 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     adapter: str | None = None
     outputs: list[str] = []
     """The outputs that the request has, which decide the stages that run; empty for text alone."""
+    embedding: EmbeddingParams | None = None
+    """The request is answered by an embedding of its prompt, without tokens."""
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
     version: int = TASK_VERSION

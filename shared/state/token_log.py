@@ -168,6 +168,11 @@ class LogWriter:
     ) -> None:
         await self._append(TokenChunk(self._next_index, self._attempt, choices, prompt_logprobs))
 
+    async def embedding(self, data: str) -> None:
+        """Append an embedding, unless an earlier attempt has."""
+        if not self.records:
+            await self._append(TokenChunk(self._next_index, self._attempt, [], embedding=data))
+
     async def media(self, mime: str, offset: int, *, data: str = "", media: str = "") -> None:
         """Append a piece of an output that is not text; see MediaChunk for the arguments."""
         chunk = MediaChunk(self._next_index, self._attempt, mime, offset, data, media)

@@ -46,6 +46,16 @@ def test_token_ids_are_strings_where_json_wants_keys() -> None:
     assert admit("pm.request.demo", "r1", packed, MODELS, PIPELINES)[1].logit_bias == {17: -100.0}
 
 
+def test_an_embedding_has_no_sampling_parameters_not_even_defaults() -> None:
+    assert sampling_of(GOOD | {"embedding": {"dimensions": 3}}) == SamplingParams()
+    with pytest.raises(InvalidRequest) as refused:
+        sampling_of(GOOD | {"embedding": {}, "sampling_params": {"n": 2}})
+    assert refused.value.field == "sampling_params"
+    with pytest.raises(InvalidRequest) as refused:
+        sampling_of(GOOD | {"embedding": {}, "outputs": ["text"]})
+    assert refused.value.field == "outputs"
+
+
 def test_msgpack_is_as_good_as_json() -> None:
     as_json = admit("pm.request.demo", "r1", json.dumps(GOOD).encode(), MODELS, PIPELINES)
     as_msgpack = admit("pm.request.demo", "r1", msgspec.msgpack.encode(GOOD), MODELS, PIPELINES)

@@ -9,7 +9,7 @@ from shared.config import DeliveryConfig, ModelConfig
 from shared.errors import InvalidRequest, UnknownAdapter, UnknownModel, UnsupportedContent
 from shared.protocol import subjects
 from shared.protocol.encoding import UNDECODABLE, json_or_msgpack, or_none
-from shared.protocol.pipeline import TEXT, Pipeline
+from shared.protocol.pipeline import TEXT, Pipeline, has_embeddings
 from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest, Prompt, decode_request
 from shared.protocol.sampling import SamplingParams
@@ -92,7 +92,24 @@ def admit(
     merged = (writer.sampling_defaults if writer else {}) | model.sampling_defaults | given
     # In JSON the token ids of `logit_bias` are strings, like all keys.
     resolved = msgspec.convert(merged, SamplingParams, str_keys=True)
+    if request.embedding is not None:
+        resolved = _sampling_of_embedding(request, given, pipeline)
     return Admitted(request, resolved, prompt_of(request), _outputs_of(request, pipeline))
+
+
+def _sampling_of_embedding(
+    request: GenerateRequest, given: Mapping[str, Any], pipeline: Pipeline
+) -> SamplingParams:
+    """Return the parameters of a request that samples nothing, without the model's defaults."""
+    if given:
+        raise InvalidRequest(
+            "sampling_params: an embedding has no sampled tokens", field="sampling_params"
+        )
+    if request.outputs:
+        raise InvalidRequest("outputs: an embedding is the only output", field="outputs")
+    if not has_embeddings(pipeline):
+        raise UnsupportedContent(f"{request.model} has no embeddings", field="embedding")
+    return SamplingParams()
 
 
 def _outputs_of(request: GenerateRequest, pipeline: Pipeline) -> list[str]:

@@ -104,6 +104,7 @@ class Coordinator:
             path=[self._stage.span(job)],
             adapter=request.adapter,
             outputs=admitted.outputs,
+            embedding=request.embedding,
         )
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)

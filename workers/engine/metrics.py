@@ -107,6 +107,9 @@ class EngineMetrics:
         # Grouped by gap, because most tokens of a step had their predecessor in the same step.
         gaps: dict[float, int] = {}
         for timing, output in outputs:
+            if output.embedding:
+                self._prompt_tokens.add(timing.num_prompt_tokens)
+                timing.finished_reason = "stop"
             for delta in output.choices:
                 if not (num_new := len(delta.token_ids)):
                     continue

@@ -4,6 +4,7 @@ All of this runs in the asyncio loop; the model's steps run in the thread of `St
 """
 
 import asyncio
+import base64
 import os
 import random
 import time
@@ -160,6 +161,7 @@ class EngineWorker:
             tenant=header.ticket.cache_scope,
             adapter=header.adapter,
             new_token_mask=None if grammar is None else grammar.new_mask,
+            embedding=header.embedding,
         )
         accepted_ms = header.ticket.accepted_ms
         timing = RequestTiming.of(accepted_ms, job.received_ms, len(body.prompt_token_ids), records)
@@ -283,6 +285,8 @@ class EngineWorker:
                 # This request did not kill the workers that had it before.
                 job.suspect = False
             last = outputs[-1]
+            if last.embedding:
+                await job.log.embedding(base64.b64encode(last.embedding).decode())
             if last.error is not None:
                 raise last.error
             if last.usage is not None:

@@ -175,13 +175,12 @@ LAST_EVENT = Parameter("Last-Event-ID", "header", "The last event of the stream 
 FROM = Parameter(
     "from", "query", "The first record of the stream to send", Annotated[int, Meta(ge=0)]
 )
-STREAM_PARAMETERS = (
+ID_PARAMETERS = (
     Parameter(
         "X-Request-Id",
         "header",
         "1 to 256 printable characters that name the request. Sent again, they continue its answer",
     ),
     Parameter("Idempotency-Key", "header", "Another header for the same name. It takes precedence"),
-    LAST_EVENT,
-    FROM,
 )
+STREAM_PARAMETERS = (*ID_PARAMETERS, LAST_EVENT, FROM)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.errors import ContextTooLong, InvalidMedia, InvalidRequest, RequestError, WorkerFailure
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.records import ChoiceDelta, Usage
+from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 from tests.fakes import FakeRunner
 from workers.engine.core.block_pool import BlockPool
@@ -487,3 +488,21 @@ def test_the_logged_part_of_a_resumed_output_is_cached() -> None:
     # 15 tokens are known, 14 of them in full blocks; then there is one for each that follows.
     assert sum(runner.batches) - num_run == 1 + 2
     assert outputs[-1].usage == Usage(len(LONG), 9, cached_tokens=len(LONG))
+
+
+def test_an_embedding_ends_with_its_prompt_and_fails_alone() -> None:
+    """In chunks, beside an answer and beside a request that poisons its batch."""
+    runner = FakeRunner(BLOCK_SIZE, VOCAB_SIZE, fails_to_run=["bad"])
+    core = make_core(runner, max_num_batched_tokens=4)
+    embedded = replace(make_request("e", [1, 2, 3, 4, 5, 6]), embedding=EmbeddingParams())
+    core.add(embedded)
+    core.add(replace(make_request("bad"), embedding=EmbeddingParams()))
+    core.add(make_request("t", [3, 2, 1], max_tokens=3))
+    outputs = finish_all(core)
+    (ended,) = (o for o in outputs if o.request_id == "e")
+    assert ended == RequestOutput(
+        "e", [], Usage(6, 0), kv_blocks=3, embedding=bytes([1, 2, 3, 4, 5, 6])
+    )
+    (failed,) = (o for o in outputs if o.request_id == "bad")
+    assert isinstance(failed.error, WorkerFailure)
+    answers_of(outputs, make_request("t", [3, 2, 1]))

@@ -211,7 +211,7 @@ async def test_errors_have_the_clients_own_types(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError):
         await client.chat.completions.create(model="demo", messages=messages)
     with pytest.raises(openai.NotFoundError):
-        await client.embeddings.create(model="demo", input="x")
+        await client.moderations.create(input="x")
 
 
 async def test_keys_and_retries(another: Start) -> None:

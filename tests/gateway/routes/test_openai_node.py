@@ -15,7 +15,7 @@ from tests.gateway.openai.test_chat import star_url
 pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
 
 SOURCE = Path(__file__).parent / "node"
-SCENARIOS = ("chat", "stream", "image", "tools", "json_schema", "errors", "cancel")
+SCENARIOS = ("chat", "embeddings", "stream", "image", "tools", "json_schema", "errors", "cancel")
 
 
 @pytest.fixture(scope="module")

@@ -260,3 +260,17 @@ async def test_a_request_ends_once_behind_other_bytes(
     assert isinstance(failure, Failure)
     assert isinstance(finish, Finish)
     assert (failure.index, finish.index) == (index, index)
+
+
+async def test_an_embedding_is_written_once(bus: Bus, request_id: str) -> None:
+    """An attempt that died before the final record has left the embedding."""
+    first = await LogWriter.open(bus, request_id, attempt=1)
+    await first.embedding("AAAAAA==")
+    second = await LogWriter.open(bus, request_id, attempt=2)
+    await second.embedding("AAAAAA==")
+    await second.finish(OutputSummary(Usage(3, 0), 1), {})
+    chunk, end = await read_log(bus, request_id)
+    assert isinstance(chunk, TokenChunk)
+    assert (chunk.attempt, chunk.choices, chunk.embedding) == (1, [], "AAAAAA==")
+    assert isinstance(end, Finish)
+    assert (end.index, end.attempt, end.usage) == (1, 2, Usage(3, 0))

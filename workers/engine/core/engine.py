@@ -230,7 +230,10 @@ class EngineCore:
             for s in batch.scheduled
         ]
         for s, choice, tokens in zip(batch.scheduled, choices, sampled, strict=True):
-            assert s.samples == bool(tokens)
+            assert bool(tokens) == (s.samples and s.sequence.samples_tokens)
+            if s.samples and not s.sequence.samples_tokens:
+                choice.finished = True
+                self._deltas.setdefault(s.sequence.request_id, [])
             if tokens:
                 self._collect_prompt_logprobs(choice.sequence)
                 self._add_delta(s.sequence.request_id, choice.append_sampled(tokens))
@@ -266,7 +269,8 @@ class EngineCore:
         if not state.finished:
             return output
         self._remove(state)
-        return replace(output, usage=state.usage, kv_blocks=state.kv_blocks)
+        embedding = state.choices[0].sequence.embedding
+        return replace(output, usage=state.usage, kv_blocks=state.kv_blocks, embedding=embedding)
 
     # -- failures and removal ----------------------------------------------------------------
 

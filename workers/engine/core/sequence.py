@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shared.errors import PagemillError
 from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
+from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 
 
@@ -67,6 +68,8 @@ class EngineRequest:
     """Name of the LoRA adapter. Cached blocks are not shared between adapters either."""
     new_token_mask: "Callable[[], TokenMask] | None" = None
     """Creates the token mask of each choice; None if the request has no grammar."""
+    embedding: EmbeddingParams | None = None
+    """The request ends with its prompt, whose embedding is its only output."""
 
     def items_within(self, start: int, stop: int) -> list[int]:
         """Return the indexes of the items whose placeholders overlap the tokens [start, stop)."""
@@ -125,6 +128,8 @@ class Sequence:
     drafter: Drafter | None = None
     prompt_logprobs: dict[int, TokenLogprobs] | None = None
     """Prompt log probabilities computed so far, by position; None if not requested."""
+    embedding: bytes = b""
+    """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the KV cache."""
     block_table: list[int] = field(default_factory=list)
@@ -159,6 +164,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def samples_tokens(self) -> bool:
+        """False if the sequence ends with the step that computes its last known token."""
+        return self.request.embedding is None
 
     @property
     def can_read_prefix_cache(self) -> bool:
@@ -212,3 +222,5 @@ class RequestOutput:
     error: PagemillError | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Prompt log probabilities; set once, with the first tokens."""
+    embedding: bytes = b""
+    """Embedding of the prompt, if one is requested; set together with `usage`."""

@@ -33,7 +33,8 @@ class StepRunner(Protocol):
     def run(self, batch: Batch) -> list[list[SampledToken]]:
         """Return the new tokens of each scheduled sequence; an empty list if it does not sample.
 
-        Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`.
+        Log probabilities of prompt tokens are stored in `Sequence.prompt_logprobs`, embeddings in
+        `Sequence.embedding`.
         """
 
     def release(self, request_id: str) -> None:

@@ -56,7 +56,7 @@ class _Step(ctypes.Structure):
         *((name, _INT) for name in ("num_sampled", "num_deepstack")),
         *((name, _POINTER) for name in ("query_start_loc", "seq_lens", "block_tables")),
         *((name, _POINTER) for name in ("sampled_rows", "embeddings", "cos", "sin", "deepstack")),
-        *((name, _POINTER) for name in ("keys", "values", "logits")),
+        *((name, _POINTER) for name in ("keys", "values", "logits", "hidden")),
     )
 
 
@@ -196,6 +196,7 @@ class NativeModel(DecoderModel):
             *library.pointers(rows, embeddings, cos, sin, deepstack),
             *self._addresses_of(step.kv_cache),
             logits.data_ptr(),
+            *library.pointers(step.hidden),
         )
         self._library.pagemill_forward(self._decoder, ctypes.byref(arguments))
         return logits

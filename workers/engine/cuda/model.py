@@ -96,7 +96,7 @@ class GpuModel(FlatModel):
     def forward(self, step: StepInputs) -> Tensor:
         """Run one step, as a graph if possible; after `capture`, its cache must be the one used."""
         logits = None
-        if self._graphs is not None and step.deepstack is None:
+        if self._graphs is not None and step.deepstack is None and step.hidden is None:
             logits = self._graphs.run(step.embeddings, step.positions, step.plan)
         if logits is None:
             return super().forward(step)

@@ -4,7 +4,8 @@ The model sees tensors only; the runner maps them to requests.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ class StepInputs(NamedTuple):
     deepstack: Tensor | None = None  # [num_levels, num_tokens, hidden_size]
     """`deepstack[i]` is added to the hidden states behind layer i: image features in their rows
     and zeros elsewhere, or None if the batch has no such rows."""
+    hidden: Tensor | None = None  # [num_sampled, hidden_size] float32
+    """Where the step writes the final hidden states of the sampled rows, if anywhere."""
 
 
 class DecoderModel(ABC):
@@ -97,15 +100,34 @@ class FlatModel(DecoderModel):
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        logits = self.family.forward(
-            step.embeddings[None],
-            step.positions,
-            step.sampled_rows,
-            step.deepstack,
-            plan=step.plan,
-            kv_cache=step.kv_cache,
-        )
+        with _copied_hidden(self.family.decoder, step):
+            logits = self.family.forward(
+                step.embeddings[None],
+                step.positions,
+                step.sampled_rows,
+                step.deepstack,
+                plan=step.plan,
+                kv_cache=step.kv_cache,
+            )
         return logits[0]
+
+
+@contextmanager
+def _copied_hidden(decoder: torch.nn.Module, step: StepInputs) -> Iterator[None]:
+    """Copy the decoder's output into `step.hidden`: the model's own forward returns logits only."""
+    hidden = step.hidden
+    if hidden is None:
+        yield
+        return
+
+    def copy(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        hidden.copy_(output.last_hidden_state[0, step.sampled_rows])
+
+    handle = decoder.register_forward_hook(copy)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def kv_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

@@ -23,6 +23,14 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
         "items": "prompt",
         "sampling_params.prompt_logprobs": "logprobs",
     },
+    "embedding": {
+        "messages": "input",
+        "prompt": "input",
+        "prompt_token_ids": "input",
+        "tokens": "input",
+        "embedding.dimensions": "dimensions",
+        "embedding": "model",
+    },
     "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
 }
 """Client's field by bus field, for each kind of RequestRecord. Others have the same name."""

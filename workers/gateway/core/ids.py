@@ -11,7 +11,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.messages import RequestRecord
 from workers.gateway.schemas.generate import MAX_ID_LEN
 
-PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "generate": "gen"}
+PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "embedding": "embd", "generate": "gen"}
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 

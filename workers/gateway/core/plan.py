@@ -14,9 +14,9 @@ from msgspec import Struct
 from shared.errors import InvalidRequest
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_SEED
+from workers.gateway.schemas.embeddings import EmbeddingRequest
 from workers.gateway.schemas.openai_request import (
     CommonRequest,
-    CompletionRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
@@ -109,7 +109,7 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
     return {"json_schema": schema}
 
 
-def generate_request(request: CommonRequest, **prompt: Any) -> GenerateRequest:
+def generate_request(request: CommonRequest | EmbeddingRequest, **prompt: Any) -> GenerateRequest:
     """Return the request for the bus. `prompt` are the fields that the endpoint has made of its
     prompt."""
     return GenerateRequest(
@@ -150,9 +150,8 @@ def _usage_options(request: CommonRequest) -> dict[str, Any]:
     return {"include_usage": bool(options.include_usage), "continuous_usage": continuous}
 
 
-def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
+def prompts_of(given: Any, field: str) -> list[str] | list[list[int]]:
     """Return the prompts. Raises InvalidRequest for a value that is neither a prompt nor a list."""
-    given = request.prompt
     if isinstance(given, str):
         return [given]
     for kind in (TokenIds, list[str], list[TokenIds]):
@@ -164,5 +163,5 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
         if 0 < len(prompts) <= MAX_PROMPTS:
             return prompts
     raise InvalidRequest(
-        f"prompt must be text, token ids, or 1 to {MAX_PROMPTS} of either", field="prompt"
+        f"{field} must be text, token ids, or 1 to {MAX_PROMPTS} of either", field=field
     )

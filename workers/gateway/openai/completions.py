@@ -55,7 +55,7 @@ def plan_completion(request: CompletionRequest) -> SubmitPlan:
 
     The texts and token ids of an echo are not in it: the route adds them to the options.
     """
-    prompts = prompts_of(request)
+    prompts = prompts_of(request.prompt, "prompt")
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(request)
     echo_only = request.max_tokens == 0
     if echo_only and not request.echo:

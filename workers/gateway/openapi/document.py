@@ -19,6 +19,7 @@ from workers.gateway.openapi.json_schema import Schemas
 from workers.gateway.route_table import SCALE_OUT, ApiOperation, RouteTable
 from workers.gateway.routes import (
     derender,
+    embeddings,
     generate,
     health,
     models,
@@ -39,8 +40,15 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES, derender.ROUTES),
-    *(tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
+    *(
+        openai.ROUTES,
+        embeddings.ROUTES,
+        requests.ROUTES,
+        render.ROUTES,
+        generate.ROUTES,
+        derender.ROUTES,
+    ),
+    *(derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
 

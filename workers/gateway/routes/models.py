@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.errors import UnknownModel
+from shared.protocol.pipeline import has_embeddings
 from workers.gateway.app import AppContext, Json
 from workers.gateway.http.auth import Caller
 from workers.gateway.route_table import RouteTable
@@ -20,6 +21,8 @@ class ModelEntry(Struct, frozen=True):
     owned_by: str = "pagemill"
     max_model_len: int | UnsetType = UNSET
     """The configured limit. The model's own limit is not known here."""
+    embeddings: bool = True
+    """Whether `/v1/embeddings` takes the model."""
 
 
 class ModelList(Struct, frozen=True):
@@ -45,4 +48,10 @@ async def show_model(context: AppContext, request: Request, _: Caller) -> Respon
 def _entry(context: AppContext, name: str) -> ModelEntry:
     model = context.config.models[name]
     max_len = model.max_model_len or UNSET
-    return ModelEntry(name, context.started_s, sorted(model.adapters), max_model_len=max_len)
+    return ModelEntry(
+        name,
+        context.started_s,
+        sorted(model.adapters),
+        max_model_len=max_len,
+        embeddings=has_embeddings(context.pipelines[name]),
+    )

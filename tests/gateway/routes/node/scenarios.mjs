@@ -44,6 +44,19 @@ const scenarios = {
     assert.equal(text.usage.completion_tokens, 4);
   },
 
+  async embeddings() {
+    const input = ["Hello", "Hello there"];
+    const [packed, plain] = await Promise.all([
+      client.embeddings.create({ model: "demo", input }), // The client asks for base64.
+      client.embeddings.create({ model: "demo", input, encoding_format: "float" }),
+    ]);
+    assert.deepEqual(packed.data.map((one) => one.index), [0, 1]);
+    packed.data.forEach(({ embedding }, i) => {
+      assert.ok(Math.abs(Math.hypot(...embedding) - 1) < 1e-5);
+      assert.ok(embedding.every((value, j) => Math.abs(value - plain.data[i].embedding[j]) < 1e-6));
+    });
+  },
+
   async stream() {
     const fields = { messages, stream: true, stream_options: { include_usage: true } };
     let text = "";

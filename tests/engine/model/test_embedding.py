@@ -1,0 +1,120 @@
+"""Embeddings of the engine against transformers' last hidden states, in float32."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.errors import InvalidRequest
+from shared.models.registry import adapt
+from shared.native import library
+from shared.protocol.records import Usage
+from shared.protocol.requests import EmbeddingParams
+from shared.protocol.sampling import SamplingParams
+from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
+from workers.engine.core.block_pool import BlockPool
+from workers.engine.core.engine import EngineCore
+from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.cpu.decoder import NativeModel
+from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HIDDEN_SIZE = TEXT["hidden_size"]
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2_vl", "qwen3_vl"])
+def reference(request: pytest.FixtureRequest) -> Any:
+    model = build(request.param)
+    widen(model)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_kernels)])
+def served(request: pytest.FixtureRequest, reference: Any) -> DecoderModel:
+    family = adapt(copy.deepcopy(reference))
+    return FlatModel(family) if request.param == "torch" else NativeModel(family, 1)
+
+
+def core_of(served: DecoderModel, budget: int) -> EngineCore:
+    return EngineCore(
+        ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE),
+        lambda token_ids, **_: str(token_ids),
+        frozenset(),
+        pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        vocab_size=served.vocab_size,
+    )
+
+
+def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert core.stats().num_free_blocks == NUM_BLOCKS
+    return outputs
+
+
+def asked(name: str, prompt: list[int], params: EmbeddingParams | None) -> EngineRequest:
+    return EngineRequest(name, prompt, [], SamplingParams(max_tokens=4), embedding=params)
+
+
+def expected(reference: Any, prompt: list[int], dimensions: int | None, normalize: bool) -> Any:
+    with torch.no_grad():
+        states = reference.model(torch.tensor([prompt])).last_hidden_state[0]
+    kept = states[-1][:dimensions].double()
+    return (kept / kept.norm() if normalize else kept).numpy()
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_embeddings_are_the_last_hidden_states(
+    reference: Any, served: DecoderModel, budget: int
+) -> None:
+    """Beside other requests, in chunks, from the prefix cache."""
+    rng = random.Random(budget)
+    prompts = [[rng.randrange(NUM_TEXT_IDS) for _ in range(n)] for n in (1, 4, 9, 23, 40)]
+    prompts.append(prompts[-1][:20])
+    params = [EmbeddingParams(dimensions=d, normalize=d != 5) for d in (None, 1, 5, 64, 24, None)]
+    requests = [asked(f"e{i}", *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+    others = [asked(f"t{i}", prompt, None) for i, prompt in enumerate(prompts[2:4])]
+    core = core_of(served, budget)
+    alone = run(core, others)
+    outputs = run(core, [*requests[:3], *others, *requests[3:]])
+    for request in requests:
+        (output,) = outputs[request.request_id]
+        assert request.embedding is not None
+        dimensions, normalize = request.embedding.dimensions, request.embedding.normalize
+        right = expected(reference, request.prompt_token_ids, dimensions, normalize)
+        found = np.frombuffer(output.embedding, "<f4")
+        assert found.shape == (dimensions or HIDDEN_SIZE,)
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+        assert output.choices == []
+        assert output.usage is not None
+        assert output.usage == Usage(len(request.prompt_token_ids), 0, output.usage.cached_tokens)
+    assert core.stats().prefix_hit_tokens > 0
+    for request in others:
+        tokens = [
+            [token for output in found[request.request_id] for token in output.choices[0].token_ids]
+            for found in (alone, outputs)
+        ]
+        assert tokens[0] == tokens[1]
+
+
+def test_more_dimensions_than_the_model_has_are_refused(served: DecoderModel) -> None:
+    params = EmbeddingParams(dimensions=HIDDEN_SIZE + 1)
+    outputs = run(core_of(served, 64), [asked("e", [1, 2], params)])
+    (output,) = outputs["e"]
+    assert isinstance(output.error, InvalidRequest)
+    assert output.error.field == "embedding.dimensions"
+    assert str(HIDDEN_SIZE) in str(output.error)

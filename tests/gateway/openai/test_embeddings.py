@@ -1,0 +1,115 @@
+"""`/v1/embeddings` against a gateway: both formats, batches, refusals, repeated ids."""
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.openai.test_chat import ROOT
+
+MODEL = ROOT / "ops" / "demo_model"
+TEXTS = ["Hello there", "A star", "Hello there, you"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+def expected(reference: Any, token_ids: list[int]) -> Any:
+    with torch.no_grad():
+        states = reference.model(torch.tensor([token_ids])).last_hidden_state[0]
+    last = states[-1].double().numpy()
+    return last / np.linalg.norm(last)
+
+
+def client_of(gateway: Gateway) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64", None])
+async def test_the_client_reads_embeddings(
+    gateway: Gateway, reference: Any, encoding_format: Any
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    token_ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    right = [expected(reference, ids) for ids in token_ids]
+    form = {} if encoding_format is None else {"encoding_format": encoding_format}
+    async with client_of(gateway) as client:
+        for given in (TEXTS, token_ids, TEXTS[1], token_ids[1]):
+            answer = await client.embeddings.create(model="demo", input=given, **form)
+            wanted = right if given in (TEXTS, token_ids) else right[1:2]
+            assert [entry.index for entry in answer.data] == list(range(len(wanted)))
+            for entry, one in zip(answer.data, wanted, strict=True):
+                found: Any = entry.embedding
+                if isinstance(found, str):
+                    found = np.frombuffer(base64.b64decode(found), "<f4")
+                assert np.linalg.norm(np.array(found) - one) <= 1e-5
+            num_tokens = sum(map(len, token_ids if len(wanted) > 1 else token_ids[1:2]))
+            assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+
+
+async def test_dimensions_are_cut_and_normalized_again(gateway: Gateway) -> None:
+    async with client_of(gateway) as client:
+        whole = (await client.embeddings.create(model="demo", input="Hello")).data[0].embedding
+        cut = await client.embeddings.create(model="demo", input="Hello", dimensions=8)
+        right = np.array(whole[:8]) / np.linalg.norm(whole[:8])
+        assert np.allclose(cut.data[0].embedding, right, atol=1e-6)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model="demo", input="Hello", dimensions=len(whole) + 1)
+    assert refused.value.param == "dimensions"
+    assert str(len(whole)) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ["x"] * 65}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [999_999]}, "input"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"model": "nosuch"}, "model"),
+    ],
+)
+async def test_refusals_name_the_field(
+    gateway: Gateway, changed: dict[str, Any], param: str
+) -> None:
+    body = {"model": "demo", "input": "Hello"} | changed
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+        answer = await http.post("/v1/embeddings", json=body)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_one_wrong_input_refuses_the_batch(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+        answer = await http.post(
+            "/v1/embeddings", json={"model": "demo", "input": [[1, 2], [999_999]]}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input"
+
+
+async def test_a_repeated_id_has_the_same_embedding(gateway: Gateway) -> None:
+    headers = {"x-request-id": "embedded-twice"}
+    body = {"model": "demo", "input": TEXTS}
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, headers=headers) as http:
+        answers = [(await http.post("/v1/embeddings", json=body)).json() for _ in range(2)]
+        other = await http.post("/v1/embeddings", json=body | {"dimensions": 4})
+    assert answers[0] == answers[1]
+    assert other.status_code == 422
+
+
+async def test_models_tell_that_they_embed(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
+        answer = await http.get("/v1/models/demo")
+    assert answer.json()["embeddings"] is True

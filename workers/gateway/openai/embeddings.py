@@ -1,0 +1,89 @@
+"""Embeddings: the plan of a request, and the assembler of its answer. Pure.
+
+Each input is a request of its own on the bus.
+"""
+
+import array
+import base64
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shared.protocol.messages import RequestRecord
+from shared.protocol.records import TokenChunk, Usage
+from shared.protocol.requests import EmbeddingParams
+from workers.gateway.core.assembler import Assembler, TokenBytes
+from workers.gateway.core.plan import SubmitPlan, generate_request, prompts_of
+from workers.gateway.schemas.embeddings import (
+    EmbeddingEntry,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    EncodingFormat,
+)
+
+
+class EmbeddingOptions(Struct, frozen=True, kw_only=True):
+    parts: int = 1
+    encoding_format: EncodingFormat = "float"
+
+
+def plan_embedding(request: EmbeddingRequest) -> SubmitPlan:
+    """Return the plan of a request. Raises a RequestError with the field."""
+    params = EmbeddingParams(dimensions=request.dimensions)
+    requests = [
+        generate_request(request, embedding=params, prompt=prompt)
+        if isinstance(prompt, str)
+        else generate_request(
+            request, embedding=params, prompt_token_ids=prompt, add_special_tokens=None
+        )
+        for prompt in prompts_of(request.input, "input")
+    ]
+    encoding_format = request.encoding_format or "float"
+    options = {"parts": len(requests), "encoding_format": encoding_format}
+    return SubmitPlan(requests, {}, options, durable=bool(request.durable))
+
+
+@dataclass(eq=False)
+class EmbeddingAssembler(Assembler):
+    """Assembler of embeddings."""
+
+    model: str
+    options: EmbeddingOptions
+    embeddings: dict[int, str] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    @classmethod
+    def of_record(
+        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
+    ) -> "EmbeddingAssembler":
+        options = {name: record.options.get(name) for name in EmbeddingOptions.__struct_fields__}
+        return cls(record.model, msgspec.convert(options, EmbeddingOptions))
+
+    def add(self, part: int, record: TokenChunk) -> list[Any]:
+        if record.embedding is not None:
+            self.embeddings[part] = record.embedding
+        return []
+
+    def finish(self, part: int, usage: Usage) -> list[Any]:
+        self.num_tokens += usage.prompt_tokens
+        return []
+
+    def answer(self) -> EmbeddingList:
+        as_floats = self.options.encoding_format == "float"
+        entries = [
+            EmbeddingEntry(part, floats_of(data) if as_floats else data)
+            for part, data in sorted(self.embeddings.items())
+        ]
+        return EmbeddingList(entries, self.model, EmbeddingUsage(self.num_tokens, self.num_tokens))
+
+
+def floats_of(data: str) -> list[float]:
+    """Return the values of base64 of 32-bit floats, least significant byte first."""
+    values = array.array("f", base64.b64decode(data))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,29 @@
+"""`/v1/embeddings`."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from workers.gateway.app import AppContext
+from workers.gateway.backend.submit import submit
+from workers.gateway.http.auth import Caller
+from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
+from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, RouteTable
+from workers.gateway.schemas.embeddings import EmbeddingList, EmbeddingRequest
+
+ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=ID_PARAMETERS, counted=True)
+
+
+@ROUTES.endpoint(
+    "POST",
+    "/v1/embeddings",
+    "Embed texts or prompts of token ids",
+    answer=EmbeddingList,
+    body=EmbeddingRequest,
+)
+async def embed(context: AppContext, request: Request, caller: Caller) -> Response:
+    asked = await context.bodies.decode(request, EmbeddingRequest)
+    context.check_model(asked.model)
+    return await submit(context, request, caller, "embedding", plan_embedding(asked))
+
+
+ROUTES.assemblers["embedding"] = EmbeddingAssembler.of_record

@@ -1,0 +1,51 @@
+"""Request and response bodies of OpenAI's embeddings. Pure."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from workers.gateway.schemas.openai_request import Int64, Positive
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    input: Any
+    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
+    encoding_format: EncodingFormat | None = None
+    """`base64`: 32-bit floats, least significant byte first. The default is `float`."""
+    dimensions: Positive | None = None
+    """Number of leading values that are kept and normalized; by default all."""
+
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: Int64 | None = None
+    """Above 0: queued in the batch lane, behind interactive requests."""
+    adapter: str | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    """Time from acceptance to the embedding. The configured value is the default and maximum."""
+    durable: bool | None = None
+    """Continue the request when the connection closes."""
+
+    user: str | None = None
+    """No effect."""
+
+
+class EmbeddingEntry(Struct, frozen=True):
+    index: int
+    """Number of the input."""
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, frozen=True):
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
