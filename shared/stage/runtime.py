@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import InitVar, dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
@@ -35,6 +36,9 @@ CLOCK_BEATS = 10
 METRICS_PORTS = 64
 
 VERSION = version("pagemill")
+
+# Linux cuts the name of a process here.
+MAX_COMM = 15
 
 # EX_CONFIG of sysexits.h: a worker that is started again would end in the same way.
 EXIT_CONFIG = 78
@@ -180,6 +184,12 @@ class Context:
 Main = Callable[[Context], Awaitable[None]]
 
 
+def _name_process(name: str) -> None:
+    """Set the name in `ps` and `top`; a forked worker has the arguments of its supervisor."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:MAX_COMM], encoding="ascii")
+
+
 async def run(
     role: str, main: Main, config: Config, url: str, model: str | None, stage: str | None
 ) -> int:
@@ -188,6 +198,7 @@ async def run(
     `stage` is the stage that it serves; by default the stage named like its role.
     """
     worker = f"{role}-{secrets.token_hex(4)}"
+    _name_process(worker)
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
     try:
         _check_model(config, model)

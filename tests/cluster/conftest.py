@@ -113,3 +113,12 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def name_of_process(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def parent_of(pid: int) -> int:
+    # The second field after the name, which is in parentheses.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -22,7 +22,7 @@ from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_status
 from tests import preloaded
-from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, request_text
+from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, name_of_process, request_text
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
 
 LONG = {"ignore_eos": True, "max_tokens": 900, "temperature": 0.0}
@@ -324,3 +324,9 @@ async def test_every_role_is_restarted_under_load_and_nothing_fails(
         return any(beat.worker != old.worker for beat in await living(client, role))
 
     await until(replaced, 30, f"no new {role}")
+
+
+async def test_processes_are_named_after_their_workers(cluster: Cluster, client: Bus) -> None:
+    for role in ("coordinator", "renderer", "engine", "gateway"):
+        (beat,) = await living(client, role)
+        assert name_of_process(beat.pid) == beat.worker[:15]

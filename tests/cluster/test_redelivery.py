@@ -21,6 +21,7 @@ from tests.cluster.conftest import (
     IMAGE_HOST,
     Cluster,
     answer,
+    parent_of,
     request_text,
     start_cluster,
     stop_cluster,
@@ -220,3 +221,27 @@ async def _wait_until_in_hand(url: str, role: str) -> None:
         pytest.fail(f"no {role} took the request")
     finally:
         await nc.close()
+
+
+async def test_a_killed_preloader_costs_no_request(tmp_path: Path) -> None:
+    """Its workers drain, and are replaced by processes of their own."""
+    cluster = start_cluster(tmp_path)
+    bus = await Bus.connect(cluster.url, "test")
+    first = await cluster.pid(bus, "engine")
+    preloader = parent_of(first)
+    assert preloader != cluster.process.pid
+    request = request_text("What can you do?", temperature=0.0, ignore_eos=True, max_tokens=300)
+    records: list[LogRecord] = []
+    async for record in ask(bus, request, new_request_id()):
+        records.append(record)
+        if len(records) == 1:
+            os.kill(preloader, signal.SIGKILL)
+    assert_gapless(records)
+    assert isinstance(records[-1], Finish)
+    assert tokens_of(records) == tokens_of(await answer(bus, request))
+    second = await cluster.pid(bus, "engine")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    assert tokens_of(records) == tokens_of(await answer(bus, request))
+    await bus.close()
+    assert stop_cluster(cluster) == 0
