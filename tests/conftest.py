@@ -1,10 +1,11 @@
 """Fixtures and hooks for all tests: a broker per session, rules about errors, skips and order."""
 
+import gc
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import hypothesis
 import pytest
@@ -48,6 +49,21 @@ MAY_SKIP = "TESTS_MAY_SKIP"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FIRST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a failure without collecting garbage meanwhile.
+
+    A report parses the source of the test. When a collection runs a finalizer that parses too, as
+    the warning of a lost task does, CPython 3.11 raises SystemError, and pytest ends the whole run
+    with an internal error (https://github.com/python/cpython/issues/106905).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
