@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --quiet
 TORCH := 2.13.0
-JOBS ?= 2
+JOBS ?= 3
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
@@ -41,7 +41,7 @@ test: .venv/installed  ## style, types, import contracts, tests, coverage of the
 quiet-check quiet-coverage: quiet-%: .venv/installed
 	@log=$$(mktemp); nice -n 10 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
-# A process a core: tests that start clusters time out when more of them run at once. A file stays
+# Three processes for two cores, because tests wait for a third of their time. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
 tests: .venv/installed
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \

@@ -14,12 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from rich.console import Console
+
 from workers import __main__ as pagemill
-from workers.cli import preloader
+from workers.cli import preloader, terminal
 from workers.cli.preloader import MAX_MESSAGE_BYTES, Exited, Start, Started
 
 ROOT = Path(__file__).parent.parent
@@ -75,11 +77,13 @@ class _Forks:
         self.codes: dict[int, int] = {}
 
     def start(
-        self, arguments: list[str], cwd: Path, env: Mapping[str, str], stderr: IO[bytes]
+        self, arguments: list[str], cwd: Path, env: Mapping[str, str], outputs: list[IO[bytes]]
     ) -> ForkedCommand:
         start = Start(arguments, dict(env), str(cwd))
         with self._lock:
-            socket.send_fds(self._channel, [preloader.encode(start)], [stderr.fileno()])
+            socket.send_fds(
+                self._channel, [preloader.encode(start)], [file.fileno() for file in outputs]
+            )
             while not isinstance(event := self._receive(), Started):
                 self.codes[event.pid] = event.code
             self.codes.pop(event.pid, None)
@@ -111,28 +115,46 @@ _running: _Forks | None = None
 
 
 def start(
-    arguments: list[str],
+    arguments: Sequence[str],
     *,
     cwd: Path = ROOT,
     env: Mapping[str, str] = os.environ,
     stderr: IO[bytes],
+    stdout: IO[bytes] | None = None,
 ) -> ForkedCommand:
     """Start `pagemill` with these arguments."""
     global _running
     if _running is None:
         _running = _Forks()
         atexit.register(_running.close)
-    return _running.start(arguments, cwd, env, stderr)
+    outputs = [stderr] if stdout is None else [stderr, stdout]
+    return _running.start(list(arguments), cwd, env, outputs)
 
 
-def run(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """Run `pagemill` with these arguments in `folder`; return the exit code and stderr."""
-    with tempfile.TemporaryFile() as stderr:
-        code = start(arguments, cwd=folder, stderr=stderr).wait(120)
-        stderr.seek(0)
-        return code, stderr.read().decode()
+def run(
+    *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ, limit_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `pagemill` with these arguments to its end, and return what it has printed."""
+    with tempfile.TemporaryFile() as stderr, tempfile.TemporaryFile() as stdout:
+        command = start(arguments, cwd=cwd, env=env, stderr=stderr, stdout=stdout)
+        try:
+            code = command.wait(limit_s)
+        finally:
+            command.kill()
+        printed = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            printed.append(file.read().decode())
+        return subprocess.CompletedProcess(arguments, code, *printed)
+
+
+def _main() -> None:
+    # A console reads its width from the environment when it is made.
+    for console in (terminal.out, terminal.errors):
+        vars(console).update(vars(Console(stderr=console.stderr)))
+    pagemill.main()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, pagemill.main)
+    preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, _main)

@@ -25,6 +25,8 @@ KEEPS = re.compile(
 )
 NOT_OF_REQUESTS = [
     "shared/codec/envelope.py",  # decoders, by type
+    # Why a grammar cannot be compiled, which follows from the grammar alone.
+    "workers/engine/sampling/grammar.py",
     # Where segments begin, by their lengths alone.
     *("shared/vision/layers.py", "shared/vision/layers.py"),
     # This machine and its library.

@@ -19,22 +19,15 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
-from tests.cluster.conftest import PAGEMILL, ROOT
+from tests import preloaded
+from tests.cluster.conftest import ROOT
 from workers.cli import settings
 from workers.cli.ask import print_error
 from workers.roles import all_roles
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PAGEMILL, *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return preloaded.run(*arguments, cwd=cwd, env=os.environ | env)
 
 
 def test_version_and_help(tmp_path: Path) -> None:

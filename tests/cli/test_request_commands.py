@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,29 +21,17 @@ from shared.protocol.records import OutputSummary, StageSpan, Usage
 from shared.protocol.requests import GenerateRequest, Message
 from shared.state import request_registry
 from shared.state.token_log import LogWriter, end_request
+from tests import preloaded
 from tests.cluster.conftest import PAGEMILL, ROOT
 
 
-async def run(broker: EmbeddedServer, *arguments: str, limit_s: float = 60) -> tuple[int, str, str]:
+async def run(broker: EmbeddedServer, *arguments: str) -> tuple[int, str, str]:
     """Run a command; return its exit code, its output and its errors."""
-    process = await asyncio.create_subprocess_exec(
-        *PAGEMILL,
-        *arguments,
-        "--nats",
-        broker.url,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "400"},
-    )
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), limit_s)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert b"Traceback" not in err
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    env = os.environ | {"COLUMNS": "400"}
+    command = partial(preloaded.run, *arguments, "--nats", broker.url, env=env)
+    done = await asyncio.to_thread(command)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -118,7 +107,7 @@ async def test_a_misspelt_variable_is_named(broker: EmbeddedServer, tmp_path: Pa
 async def test_a_request_that_was_never_asked_for_is_not_known(
     broker: EmbeddedServer, coordinator: None, command: str, request_id: str
 ) -> None:
-    code, out, err = await run(broker, command, request_id, limit_s=20)
+    code, out, err = await run(broker, command, request_id)
     assert code == 1
     assert "it has never been asked for" in out + err
     if command != "where":

@@ -118,7 +118,7 @@ def test_up_gives_up_on_an_adapter_that_cannot_be_served(tuned: Tuned, tmp_path:
     write_adapter(tmp_path / "adapters" / "tuned", model, ["q_proj"], 4, 8, 1, use_dora=True)
     config = tmp_path / "pagemill.yaml"
     config.write_text(WITH_ADAPTER + "\nnats: {port: 0}\ngateway: {port: 0}")
-    code, log = preloaded.run(["up", "--config", str(config)], tmp_path)
-    assert code == 78
-    assert "models.adapters.tuned" in log
-    assert "use_dora" in log
+    done = preloaded.run("up", "--config", str(config), cwd=tmp_path)
+    assert done.returncode == 78
+    assert "models.adapters.tuned" in done.stderr
+    assert "use_dora" in done.stderr

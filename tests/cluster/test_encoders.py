@@ -267,10 +267,10 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
     text = f"embeddings: {{storage: directory, path: {tmp_path / 'file'}}}\n"
     config.write_text(WITH_ENCODERS + text)
     command = ["worker", "encoder", "--config", str(config), "--nats", broker.url]
-    code, log = preloaded.run(command, tmp_path)
-    assert code == EXIT_CONFIG
-    assert "embeddings.path" in log
-    assert "Traceback" not in log
+    done = preloaded.run(*command, cwd=tmp_path)
+    assert done.returncode == EXIT_CONFIG
+    assert "embeddings.path" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 async def test_engines_with_towers_share_what_they_make(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ async def test_a_log_is_replayed_from_any_index(client: Bus) -> None:
 
 async def test_a_zombie_is_fenced_off_and_lets_go(cluster: Cluster, client: Bus) -> None:
     request_id = new_request_id()
-    request = request_text("What can you do?", **LONG)
+    request = request_text("What can you do?", n=4, **LONG)
     undisturbed = await answer(client, request)
     async with second_engine(cluster, client):
         records: list[LogRecord] = []
@@ -194,8 +194,7 @@ async def test_a_zombie_is_fenced_off_and_lets_go(cluster: Cluster, client: Bus)
                 os.kill(zombie.pid, signal.SIGSTOP)
         assert zombie is not None
         os.kill(zombie.pid, signal.SIGCONT)
-        # Within a second, and a heartbeat later it is known.
-        await until(lambda: engine_is_idle(client), 2.2, "the zombie still holds the request")
+        await until(lambda: engine_is_idle(client), 30, "the zombie still holds the request")
     assert_gapless(records)
     assert isinstance(records[-1], Finish)
     assert len(attempts_of(records)) == 2
@@ -296,15 +295,8 @@ async def test_dead_letters_from_the_command_line(cluster: Cluster, client: Bus)
 
 
 def run(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*PAGEMILL, *arguments, "--nats", cluster.url]
-    return subprocess.run(
-        command,
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    env = os.environ | {"COLUMNS": "200"}
+    return preloaded.run(*arguments, "--nats", cluster.url, env=env)
 
 
 @pytest.mark.parametrize("role", ["coordinator", "renderer", "engine"])

@@ -26,7 +26,8 @@ from shared.protocol import subjects
 from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest
 from shared.state.token_log import decode_record
-from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer, living, request_text
+from tests import preloaded
+from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
 from workers.cli.ask import build_request
@@ -329,13 +330,13 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_ask_streams_to_the_terminal(cluster: Cluster) -> None:
     question = "What color is this image? Answer in one word."
-    done = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", str(RED), question)
+    done = preloaded.run("ask", "--nats", cluster.url, "--image", str(RED), question)
     assert done.returncode == 0, done.stderr
     assert "red" in done.stdout.lower()
 
 
 def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
-    done = run(*PAGEMILL, "ask", "--nats", cluster.url, "--json", "What can you do?")
+    done = preloaded.run("ask", "--nats", cluster.url, "--json", "What can you do?")
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["index"] for record in records] == list(range(len(records)))
     assert records[-1]["type"] == "finish"
@@ -343,33 +344,33 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
 
 def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:
     asked = ("--nats", cluster.url, "--image", str(RED), "What is it?")
-    done = run(*PAGEMILL, "render", "--json", *asked)
+    done = preloaded.run("render", "--json", *asked)
     assert done.returncode == 0, done.stderr
     rendered = json.loads(done.stdout)
     (item,) = rendered["items"]
     ids = rendered["prompt_token_ids"]
     assert len(set(ids[item["offset"] : item["offset"] + item["length"]])) == 1
     assert item["fields"]["pixel_patches"]["dtype"] == "uint8"
-    plain = run(*PAGEMILL, "render", *asked)
+    plain = preloaded.run("render", *asked)
     assert f"{len(ids)} tokens" in plain.stdout
     assert item["mm_hash"] in plain.stdout
     text = ("--nats", cluster.url, "What is it?")
-    counted = json.loads(run(*PAGEMILL, "tokenize", "--json", *text).stdout)
+    counted = json.loads(preloaded.run("tokenize", "--json", *text).stdout)
     assert counted["count"] == len(counted["token_ids"]) > 0
     assert counted["max_model_len"] == 1024
-    assert f"{counted['count']} tokens" in run(*PAGEMILL, "tokenize", *text).stdout
-    refused = run(*PAGEMILL, "render", "--nats", cluster.url, "What is <|image_pad|>?")
+    assert f"{counted['count']} tokens" in preloaded.run("tokenize", *text).stdout
+    refused = preloaded.run("render", "--nats", cluster.url, "What is <|image_pad|>?")
     assert refused.returncode == 1
     assert "invalid_request" in refused.stderr
 
 
 def test_ask_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
-    missing = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", "no-such.png", "What?")
+    missing = preloaded.run("ask", "--nats", cluster.url, "--image", "no-such.png", "What?")
     assert missing.returncode == 1
     assert "no-such.png" in missing.stderr
     text = tmp_path / "notes.txt"
     text.write_text("not a picture")
-    refused = run(*PAGEMILL, "ask", "--nats", cluster.url, "--image", str(text), "What?")
+    refused = preloaded.run("ask", "--nats", cluster.url, "--image", str(text), "What?")
     assert refused.returncode == 1
     assert "invalid_media" in refused.stderr
 

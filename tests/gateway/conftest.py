@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -16,15 +17,18 @@ import yaml
 
 from shared.bus.bus import Bus
 from tests import preloaded
-from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
 
 # Streams with event ids.
 WITH_IDS = {"accept": "text/event-stream"}
 
 
+Process = preloaded.ForkedCommand | subprocess.Popen[bytes]
+
+
 @dataclass
 class Gateway:
-    process: preloaded.ForkedCommand
+    process: Process
     url: str
     log: Path
 
@@ -47,15 +51,24 @@ def start_gateway(cluster: Cluster, folder: Path, port: int = 0, **section: obje
     return start_gateway_at(cluster.url, tree, folder)
 
 
-def start_gateway_at(url: str, tree: dict[str, Any], folder: Path) -> Gateway:
-    """Start a gateway at any broker, with a configuration of its own."""
+def start_gateway_at(
+    url: str, tree: dict[str, Any], folder: Path, *, forked: bool = True
+) -> Gateway:
+    """Start a gateway at any broker, with a configuration of its own.
+
+    A gateway that is not forked from the preloader has no modules but its own.
+    """
     config, log = folder / "gateway.yaml", folder / "gateway.log"
     config.write_text(yaml.safe_dump(tree))
     command = ["worker", "gateway", "--config", str(config), "--nats", url]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as stderr:
-        process = preloaded.start(command, cwd=folder, env=env, stderr=stderr)
+        process: Process = (
+            preloaded.start(command, cwd=folder, env=env, stderr=stderr)
+            if forked
+            else subprocess.Popen([*PAGEMILL, *command], cwd=folder, env=env, stderr=stderr)
+        )
     deadline = time.monotonic() + 30
     while (found := _listening(log, start)) is None:
         assert process.poll() is None, log.read_text()

@@ -25,12 +25,14 @@ from shared.bus.embedded_server import end_with_parent
 
 MAX_MESSAGE_BYTES = 1 << 17
 
-# The supervisor forwards the first three; the last one ends the process that has set a handler.
+# stderr, and stdout if there is a second descriptor.
+_OUTPUTS = (2, 1)
+# A supervisor forwards them to workers.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """A request to fork a process; the descriptor of its stderr travels with it."""
+    """A request to fork a process; descriptors of its stderr and stdout travel with it."""
 
     arguments: list[str]
     env: dict[str, str] | None = None
@@ -84,7 +86,7 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
                 pid, status = os.waitpid(children.pop(descriptor), 0)
                 _send(channel, Exited(pid, os.waitstatus_to_exitcode(status)))
                 continue
-            message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 1)
+            message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, len(_OUTPUTS))
             if not message:
                 return
             pid = _fork(_decode_start(message), descriptors, [channel.fileno(), *children])
@@ -98,7 +100,7 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
 
 
 def _fork(start: Start, descriptors: list[int], foreign: list[int]) -> int:
-    """Fork a process with a stderr of its own, and without the preloader's descriptors `foreign`.
+    """Fork a process with outputs of its own, and without the preloader's descriptors `foreign`.
 
     Returns 0 in the forked process.
     """
@@ -133,9 +135,9 @@ def _become_worker(start: Start, descriptors: list[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    for stderr in descriptors:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+    for descriptor, output in zip(descriptors, _OUTPUTS, strict=False):
+        os.dup2(descriptor, output)
+        os.close(descriptor)
     if start.env is not None:
         os.environ.clear()
         os.environ.update(start.env)

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from tests.gateway.conftest import Gateway, Start
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import Gateway, Start, start_gateway_at
 from tests.gateway.http.test_auth import raw
 from tests.gateway.openai.test_chat import question
 
@@ -242,11 +244,15 @@ async def test_many_silent_clients_do_not_block_others(another: Start) -> None:
         writer.close()
 
 
-def test_the_gateway_loads_no_model_library(gateway: Gateway) -> None:
+def test_the_gateway_loads_no_model_library(cluster: Cluster, tmp_path: Path) -> None:
     """Neither torch nor transformers nor PIL is mapped into the process."""
-    status = Path(f"/proc/{gateway.process.pid}/maps").read_text()
+    tree = yaml.safe_load(cluster.config.read_text()) | {"gateway": {"port": 0}}
+    gateway = start_gateway_at(cluster.url, tree, tmp_path, forked=False)
+    maps = Path(f"/proc/{gateway.process.pid}/maps").read_text()
+    gateway.stop()
+    assert "/msgspec/" in maps
     for library in ("torch", "transformers", "PIL"):
-        assert f"/{library}/" not in status
+        assert f"/{library}/" not in maps
 
 
 async def certificate(folder: Path) -> ssl.SSLContext:

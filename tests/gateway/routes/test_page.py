@@ -201,7 +201,7 @@ async def test_it_continues_when_the_engine_is_killed(
     wait_for_text(page)
     os.kill(engine, signal.SIGKILL)
     assert ended(page).startswith("Done")
-    page.wait("document.querySelector('#stages').innerText.includes('attempt 2')")
+    page.wait("document.querySelector('#stages').innerText.match(/attempt [2-9]/)")
     assert page.text("#tokens") == "900 tokens"
     assert page.text("#resumed") == "never"
 

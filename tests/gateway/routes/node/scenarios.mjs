@@ -132,10 +132,7 @@ const scenarios = {
       create({ messages: [{ role: "user", content: broken }], stream: true }),
       OpenAI.UnprocessableEntityError,
     );
-    await assert.rejects(
-      client.embeddings.create({ model: "demo", input: "x" }),
-      OpenAI.NotFoundError,
-    );
+    await assert.rejects(client.moderations.create({ input: "x" }), OpenAI.NotFoundError);
   },
 
   async retries() {
