@@ -1,4 +1,4 @@
-"""`make screenshots`: the web page with a real conversation, as docs/page.png and docs/page-phone.png.
+"""`make screenshots`: the web page with real answers, as docs/page.png and docs/page-phone.png.
 
 Needs Debian's packages chromium and chromium-driver.
 """

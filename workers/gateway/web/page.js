@@ -4,6 +4,7 @@ import { Images } from "./images.js";
 import { LIMITS } from "./pipeline.js";
 import { Run, explain } from "./run.js";
 import { Follower } from "./scrolling.js";
+import { hasEnded } from "./stages.js";
 import * as store from "./store.js";
 import { refusal } from "./stream.js";
 import { Turn, newTurn, showLines } from "./turn.js";
@@ -79,8 +80,16 @@ function saver(turn) {
 
 /** Show the conversation that this tab had before it was loaded again, and continue its last answer. */
 function restore() {
-  store.load().forEach(({ turn, urls }) => show(turn, urls));
+  for (const { turn, urls } of store.load()) finishTimeline(show(turn, urls));
   resume();
+}
+
+/** An answer may be complete before its request is seen in the last stage. */
+function finishTimeline(turn) {
+  if (turn.busy || turn.kept.id === null || hasEnded(turn.kept.request?.state)) return;
+  const run = new Run(turn, headers(), saver(turn).now);
+  run.over = true;
+  run.watch(0);
 }
 
 function resume() {

@@ -112,8 +112,7 @@ export class Turn {
   }
 
   remark(text) {
-    this.note.textContent = text;
-    this.note.hidden = false;
+    add(this.notes, "p", "hint").textContent = text;
   }
 
   set busy(isBusy) {
@@ -150,8 +149,7 @@ export class Turn {
     this.error = add(answer, "div", "error");
     this.error.role = "alert";
     this.error.hidden = true;
-    this.note = add(answer, "p", "hint");
-    this.note.hidden = true;
+    this.notes = add(answer, "div", "notes");
     return answer;
   }
 
