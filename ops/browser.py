@@ -99,8 +99,12 @@ class Browser:
 
     def console_errors(self) -> list[str]:
         """Return errors of scripts and of the content security policy since the last call."""
+        return self.console("SEVERE")
+
+    def console(self, *levels: str) -> list[str]:
+        """Return the console's messages of these levels since the last call."""
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
-        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+        return [entry["message"] for entry in entries if entry["level"] in levels]
 
     def labels(self, selector: str) -> dict[str, str]:
         """Return the accessible name of each matching element, by its HTML."""

@@ -1,4 +1,4 @@
-"""`make screenshots`: the web page with a real answer, as docs/page.png and docs/page-phone.png.
+"""`make screenshots`: the web page with real answers, as docs/page.png and docs/page-phone.png.
 
 Needs Debian's packages chromium and chromium-driver.
 """
@@ -15,7 +15,7 @@ from ops.serving import serving
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Each has a file name, a width, a height and a colour scheme.
-SCREENS = [("page.png", 1200, 850, "light"), ("page-phone.png", 390, 844, "dark")]
+SCREENS = [("page.png", 1280, 720, "light"), ("page-phone.png", 390, 844, "dark")]
 
 
 async def main() -> None:
@@ -29,19 +29,20 @@ def take_screenshots(url: str, folder: Path) -> None:
             browser.emulate_screen(width, height, scheme)
             browser.open(url)
             browser.wait("!document.querySelector('#send').disabled")
-            ask(browser)
-            ask(browser)  # The second answer shows no time for loading.
+            browser.run("document.querySelector('#new').click()")
+            ask(browser, "What can you do?")
+            ask(browser, "Describe the image.", "yellow_star.jpg")
             (DOCS / file).write_bytes(browser.screenshot())
 
 
-def ask(browser: Browser) -> None:
-    browser.run("document.querySelector('#images button')?.click()")
-    browser.type("#file", str(IMAGES / "yellow_star.jpg"))
-    browser.wait("document.querySelectorAll('#images li').length === 1")
-    browser.run("document.querySelector('#question').value = ''")
-    browser.type("#question", "Describe the image." + ENTER)
+def ask(browser: Browser, question: str, image: str = "") -> None:
+    if image:
+        browser.type("#file", str(IMAGES / image))
+        browser.wait("document.querySelectorAll('#images li').length === 1")
+    browser.type("#question", question + ENTER)
     browser.wait("document.querySelector('#send').disabled === false")
-    browser.wait("document.querySelector('#stages li:last-child').dataset.state === 'done'")
+    last_stage = ".turn:last-child .stages li:last-child"
+    browser.wait(f"document.querySelector('{last_stage}').dataset.state === 'done'")
     browser.run("document.activeElement.blur()")
 
 

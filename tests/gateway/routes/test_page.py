@@ -1,92 +1,35 @@
 """The web page in a real browser, against a whole Pagemill and its demo model."""
 
+import base64
 import hashlib
 import os
 import re
 import signal
-from collections.abc import Iterator
 
 import pytest
 
-from ops.browser import ENTER, ESCAPE, MISSING, TAB, Browser, browsing
+from ops.browser import ENTER, ESCAPE, TAB, Browser
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
 from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, Start, free_port, start_gateway
-
-pytestmark = [
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(180),
-]
-
-# Seconds of text: its end comes long after its beginning is shown.
-LONG = '{"ignore_eos": true, "max_tokens": 900, "temperature": 0}'
-STAGES = (
-    "[...document.querySelectorAll('#stages li:not([hidden])')].map((row) => row.dataset.state)"
+from tests.gateway.routes.conftest import (
+    CONTRAST,
+    ERRORS,
+    LAST,
+    LAST_ERROR,
+    LONG,
+    STAGES,
+    TIMES,
+    answer_of,
+    ask,
+    ended,
+    needs_browser,
+    visit,
+    wait_for_text,
 )
-TIMES = (
-    "[...document.querySelectorAll('#stages li:not([hidden]) .stage-head')].map((e) => e.innerText)"
-)
-# The lowest contrast of any text with its background, as WCAG defines it.
-CONTRAST = """
-const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
-const light = (rgb) => rgb.slice(0, 3)
-  .map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-const behind = (element) => {
-  const rgba = numbers(getComputedStyle(element).backgroundColor);
-  return rgba[3] === 0 ? behind(element.parentElement) : rgba;
-};
-const shown = (element) => element.checkVisibility() && !element.matches(":disabled, option");
-const texts = [...document.querySelectorAll("body *")].filter((element) => shown(element)
-  && [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
-return texts.map((element) => {
-  const [a, b] = [light(numbers(getComputedStyle(element).color)), light(behind(element))];
-  return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.outerHTML];
-}).sort((a, b) => a[0] - b[0])[0];
-"""
 
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(window: Browser, gateway: Gateway) -> Iterator[Browser]:
-    """A page that was just loaded, with the form enabled."""
-    visit(window, gateway.url)
-    yield window
-    # The browser also reports a server that refuses a request or does not answer.
-    told = [line for line in window.console_errors() if "Failed to load resource" not in line]
-    assert told == []
-
-
-def visit(window: Browser, url: str) -> None:
-    window.emulate_screen(1200, 900, "light")
-    window.open(f"{url}/")
-    window.wait("!document.querySelector('#send').disabled")
-
-
-def ask(page: Browser, question: str, parameters: str = "{}") -> None:
-    page.run("document.querySelector('#settings').open = true")
-    page.run("document.querySelector('#more').value = arguments[0]", parameters)
-    page.type("#question", question + ENTER)
-
-
-def ended(page: Browser) -> str:
-    """Return the status line of a complete answer."""
-    page.wait("document.querySelector('#send').disabled === false", timeout_s=90)
-    return page.text("#status")
-
-
-def answer_of(page: Browser) -> str:
-    return str(page.run("return document.querySelector('#answer').textContent"))
-
-
-def wait_for_text(page: Browser) -> None:
-    page.wait("document.querySelector('#answer').textContent.length > 20")
+pytestmark = needs_browser
 
 
 def test_a_question_about_an_image(page: Browser) -> None:
@@ -99,9 +42,9 @@ def test_a_question_about_an_image(page: Browser) -> None:
     times = page.run(f"return {TIMES}")
     assert [text.split()[0] for text in times] == ["Coordinator", "Renderer", "Engine"]
     assert all(re.search(r"\d m?s$", text) for text in times)
-    for fact in ("#first", "#tokens", "#prompt", "#request"):
-        assert re.search(r"\d", page.text(fact)), fact
-    assert page.text("#resumed") == "never"
+    for fact in (".first", ".tokens", ".prompt", ".request"):
+        assert re.search(r"\d", page.text(f"{LAST} {fact}")), fact
+    assert page.text(f"{LAST} .resumed") == "never"
 
 
 def test_an_encoder_is_shown_as_a_stage(
@@ -135,11 +78,10 @@ def test_images_are_dropped_and_removed(page: Browser) -> None:
         const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
         const files = new DataTransfer();
         files.items.add(new File([bytes], "a.png", { type: "image/png" }));
-        files.items.add(new File(["no picture"], "b.txt", { type: "text/plain" }));
         document.querySelector(".drop-label").dispatchEvent(
           new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }));
         """,
-        "iVBORw0KGgo=",
+        base64.b64encode((IMAGES / "red.png").read_bytes()).decode(),
     )
     page.wait("document.querySelectorAll('#images li').length === 1")
     page.click("#images button")
@@ -152,12 +94,12 @@ def test_tokens_and_stages_are_shown_during_a_request(page: Browser) -> None:
     wait_for_text(page)
     page.wait(f"{STAGES}.join() === 'done,done,active'")
     lengths = [len(answer_of(page))]
-    while page.run("return document.querySelector('#answer').ariaBusy") == "true":
+    while page.run("return document.querySelector('.turn:last-child .text').ariaBusy") == "true":
         lengths.append(len(answer_of(page)))
     assert len(set(lengths)) > 3
     assert lengths == sorted(lengths)
-    assert page.text("#tokens") == "900 tokens"
-    assert float(page.text("#rate")) > 0
+    assert page.text(f"{LAST} .tokens") == "900 tokens"
+    assert float(page.text(f"{LAST} .rate")) > 0
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])
@@ -170,8 +112,8 @@ def test_cancel(page: Browser, way: str) -> None:
         page.press(ESCAPE)
     assert ended(page) == "Cancelled"
     script = "return fetch('v1/requests/' + arguments[0]).then((answer) => answer.json())"
-    assert page.run(script, page.text("#request"))["state"] == "cancelled"
-    assert page.run("return document.querySelector('#error').hidden")
+    assert page.run(script, page.text(f"{LAST} .request"))["state"] == "cancelled"
+    assert page.run("return document.querySelector('.turn .error').hidden")
 
 
 def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) -> None:
@@ -181,15 +123,18 @@ def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) 
     ask(window, "What can you do?", LONG)
     assert ended(window).startswith("Done")
     undisturbed = answer_of(window)
-    ask(window, "", LONG)
+    window.click("#new")
+    ask(window, "What can you do?", LONG)
     wait_for_text(window)
     gateway.stop(signal.SIGKILL)
-    window.wait("document.querySelector('#status').innerText.startsWith('Connection lost')")
+    window.wait(
+        "document.querySelector('.turn:last-child .status').innerText.startsWith('Connection lost')"
+    )
     assert undisturbed.startswith(answer_of(window))
     another(port)
     assert ended(window).startswith("Done")
     assert answer_of(window) == undisturbed
-    assert re.match(r"after record \d+", window.text("#resumed"))
+    assert re.match(r"after record \d+", window.text(f"{LAST} .resumed"))
     window.console_errors()
 
 
@@ -201,9 +146,9 @@ async def test_it_continues_when_the_engine_is_killed(
     wait_for_text(page)
     os.kill(engine, signal.SIGKILL)
     assert ended(page).startswith("Done")
-    page.wait("document.querySelector('#stages').innerText.match(/attempt [2-9]/)")
-    assert page.text("#tokens") == "900 tokens"
-    assert page.text("#resumed") == "never"
+    page.wait("/attempt [2-9]/.test(document.querySelector('.turn:last-child .stages').innerText)")
+    assert page.text(f"{LAST} .tokens") == "900 tokens"
+    assert page.text(f"{LAST} .resumed") == "never"
 
 
 @pytest.mark.parametrize(
@@ -219,17 +164,19 @@ async def test_it_continues_when_the_engine_is_killed(
 )  # fmt: skip
 def test_errors_are_shown_as_text(page: Browser, parameters: str, told: str) -> None:
     ask(page, "What can you do?", parameters)
-    page.wait("!document.querySelector('#error').hidden")
-    assert told in page.text("#error")
-    assert "[object" not in page.text("#error")
+    errors = page.wait(f"{ERRORS}.join('\\n')")
+    assert told in errors
+    assert "[object" not in errors
+    # The question is back in its field, to be sent again.
+    page.wait("document.querySelector('#question').value")
     ask(page, "", "{}")
     assert ended(page).startswith("Done")
-    assert page.run("return document.querySelector('#error').hidden")
+    assert page.run(f"return {LAST_ERROR}.hidden && document.querySelector('#notice').hidden")
 
 
 def test_an_empty_question_is_not_sent(page: Browser) -> None:
     page.click("#send")
-    assert page.text("#error") == "Write a question first."
+    assert page.text("#notice") == "Write a question first."
     assert page.run("return document.activeElement.id") == "question"
 
 
@@ -243,8 +190,10 @@ def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -
     window.wait("!document.querySelector('#send').disabled")
     window.type("#question", "Hello!" + ENTER)
     assert ended(window).startswith("Done")
-    kept = "[document.cookie, {...localStorage}, {...sessionStorage}, location.href]"
-    assert window.run(f"return JSON.stringify({kept})") == f'["",{{}},{{}},"{url}"]'
+    assert window.run("return [document.cookie, {...localStorage}, location.href]") == ["", {}, url]
+    kept = window.run("return {...sessionStorage}")
+    assert list(kept) == ["pagemill.turn.0"]
+    assert "pm-secret" not in kept["pagemill.turn.0"]
     window.open(url)
     window.wait(needs_key)
     assert window.run("return document.querySelector('#key').value") == ""
@@ -253,22 +202,37 @@ def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -
 
 def test_every_control_is_reached_by_keyboard(page: Browser) -> None:
     page.type("#file", str(IMAGES / "red.png"))
+    page.wait("document.querySelectorAll('#images li').length === 1")
+    ask(page, "Hello!")
+    assert ended(page).startswith("Done")
+    page.type("#file", str(IMAGES / "red.png"))
+    page.wait("document.querySelectorAll('#images li').length === 1")
     page.run("document.querySelector('#settings').open = true; document.activeElement.blur()")
+    # The browser begins where the last focus was.
+    page.run("const e = document.querySelector('.skip'); e.focus(); e.blur()")
     reached = []
-    for _ in range(16):
+    for _ in range(18):
         page.press(TAB)
         reached.append(
             page.run("const e = document.activeElement; return e.ariaLabel || e.id || e.innerText")
         )
-    order = ["Skip to the question", "OpenAPI", "file", "Remove red.png", "question", "model"]
-    order += ["send", "Key and parameters", "key", "max-tokens", "temperature", "more", "answer"]
-    assert [name for name in reached if name in order][: len(order)] == order
+    order = ["OpenAPI", "new", "Questions and answers", "Timeline", "Copy id", "Remove red.png"]
+    order += ["question", "file", "model", "send", "Key and parameters", "key", "max-tokens"]
+    order += ["temperature", "more"]
+    names = [re.sub(r"^Timeline .*", "Timeline", name) for name in reached]
+    assert [name for name in names if name in order][: len(order)] == order, reached
 
 
 def test_every_control_has_a_name_for_a_screen_reader(page: Browser) -> None:
     page.type("#file", str(IMAGES / "red.png"))
+    page.wait("document.querySelectorAll('#images li').length === 1")
+    ask(page, "What color is this image?")
+    assert ended(page).startswith("Done")
+    page.type("#file", str(IMAGES / "red.png"))
+    page.wait("document.querySelectorAll('#images li').length === 1")
     page.run("document.querySelector('#settings').open = true")
-    names = page.labels("button, input, select, textarea, summary, a, [tabindex], ol, ul")
+    shown = "button, input, select, textarea, summary, a, [tabindex], ol, ul, form, article"
+    names = page.labels(f"{shown}, section".replace(", ", ":not([hidden]), ") + ":not([hidden])")
     assert len(names) > 12
     assert all(names.values()), names
     assert "Remove red.png" in names.values()
@@ -280,7 +244,9 @@ def test_it_fits_every_width_and_is_readable(page: Browser, width: int, scheme: 
     page.emulate_screen(width, 800, scheme)
     page.type("#file", str(IMAGES / "red.png"))
     ask(page, "What can you do?", '{"tempreature": 1}')
-    page.wait("!document.querySelector('#error').hidden")
+    page.wait(f"{ERRORS}.length")
+    page.run("document.querySelector('.turn details').open = true")
+    page.run("document.querySelector('#settings').open = true")
     assert page.run("return document.documentElement.scrollWidth") <= width
     contrast, element = page.run(CONTRAST)
     assert contrast >= 4.5, element

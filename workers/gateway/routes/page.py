@@ -43,8 +43,10 @@ def routes(context: AppContext) -> list[Route]:
         return []
     folder = files("workers.gateway").joinpath("web")
     found = ((file.name, file.read_bytes()) for file in sorted(folder.iterdir(), key=str))
-    stages = f"export const STAGES = {json.dumps(_stages(context.config))};\n".encode()
-    return [_route(context, name, content) for name, content in [*found, ("pipeline.js", stages)]]
+    about = {"STAGES": _stages(context.config), "LIMITS": _limits(context.config)}
+    lines = (f"export const {name} = {json.dumps(value)};\n" for name, value in about.items())
+    pipeline = ("pipeline.js", "".join(lines).encode())
+    return [_route(context, name, content) for name, content in [*found, pipeline]]
 
 
 def _stages(config: Config) -> list[tuple[str, str, str]]:
@@ -56,6 +58,16 @@ def _stages(config: Config) -> list[tuple[str, str, str]]:
         (name, role.title if name == role.name else f"{role.title}: {name}", role.does)
         for name, role in roles.items()
     ]
+
+
+def _limits(config: Config) -> dict[str, int]:
+    """Limits that the page tells before it sends anything."""
+    return {
+        "maxImageBytes": config.renderer.max_image_bytes,
+        "maxImagePixels": config.renderer.max_image_pixels,
+        "maxImageSide": config.renderer.max_image_side,
+        "maxBodyBytes": config.gateway.max_body_mib * 2**20,
+    }
 
 
 def _route(context: AppContext, name: str, content: bytes) -> Route:

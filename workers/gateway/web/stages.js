@@ -1,6 +1,6 @@
 import { STAGES } from "./pipeline.js";
 
-// The stages of a request, as GET /v1/requests/{id} reports them: a list with times.
+// The stages of a request, as GET /v1/requests/{id} reports them: a list with workers and times.
 
 const ENDED = new Set(["finished", "failed", "cancelled"]);
 
@@ -15,14 +15,15 @@ export function duration(ms) {
 /** Draws the stages into an ordered list. `show(null)` draws them without a request. */
 export class Stages {
   constructor(list) {
-    this.rows = STAGES.map(([name, title, note]) => {
+    this.rows = STAGES.map(([name, title, does]) => {
       const row = list.appendChild(document.createElement("li"));
+      row.title = does;
       const head = add(row, "div", "stage-head");
       add(head, "span").textContent = title;
-      const time = add(head, "span");
-      const text = add(row, "p", "stage-note");
+      const worker = add(head, "span", "worker");
+      const time = add(head, "span", "time");
       const bar = add(add(row, "div", "track"), "i");
-      return { name, note, row, time, text, bar };
+      return { name, row, time, worker, bar };
     });
     this.show(null);
   }
@@ -45,7 +46,9 @@ export class Stages {
       row.row.hidden = row.name === "encoder" && entry === undefined;
       row.row.dataset.state = state;
       row.time.textContent = time;
-      row.text.textContent = row.note + (entry?.attempt > 1 ? `, attempt ${entry.attempt}` : "");
+      row.worker.textContent = entry === undefined ? "" : entry.worker;
+      if (entry?.attempt > 1) row.worker.textContent = `attempt ${entry.attempt}, ${entry.worker}`;
+      row.worker.title = row.worker.textContent;
       row.bar.hidden = entry === undefined;
       if (entry === undefined) return;
       row.bar.style.left = `${(100 * (entry.began_ms - began)) / whole}%`;

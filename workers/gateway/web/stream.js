@@ -19,30 +19,29 @@ export class Refused extends Error {
 }
 
 /**
- * Post `body` and yield the answer's chunks, each once and in order.
+ * Post `body` and yield the answer's events, each once and in order: their chunk and their id.
  *
- * A broken connection is opened again after the last event that was read. `listener` has the methods
+ * A `body` of null reads a request that was posted before, after its event `last`. A broken connection is opened again after the last event that was read. `listener` has the methods
  * accepted(id), lost(error) and resumed(last event's id or null). Throws Refused, or the reason with
  * which `signal` was aborted.
  */
-export async function* ask(name, body, headers, signal, listener) {
-  let id = null;
-  let last = null;
-  let lostAt = null;
+export async function* ask(name, body, headers, signal, listener, last = null) {
+  let id = body === null ? name : null;
+  let lostAt = body === null ? performance.now() : null;
   let pauseMs = FIRST_PAUSE_MS;
   for (;;) {
     let error;
     try {
       const response = await open(name, body, headers, signal, id, last);
-      id ??= response.headers.get("X-Request-Id") ?? name;
+      id = response.headers.get("X-Request-Id") ?? id ?? name;
       listener.accepted(id);
       if (lostAt !== null) listener.resumed(last);
       lostAt = null;
       for await (const event of events(response.body)) {
         if (event.data === "[DONE]") return;
         pauseMs = FIRST_PAUSE_MS;
-        yield JSON.parse(event.data);
         last = event.id ?? last;
+        yield { chunk: JSON.parse(event.data), last };
       }
       error = new Error("The connection has ended before the answer.");
     } catch (thrown) {

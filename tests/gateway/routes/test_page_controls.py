@@ -1,0 +1,208 @@
+"""The controls of the web page: images, keyboard, contrast, and text that never becomes markup."""
+
+import base64
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ops.browser import ENTER, TAB, Browser
+from ops.demo import IMAGES
+from tests.cluster.conftest import Cluster
+from tests.gateway.conftest import start_gateway_at
+from tests.gateway.routes.conftest import CONTRAST, LAST, ask, ended, needs_browser, visit
+
+pytestmark = needs_browser
+
+SHIFT = "\ue008"
+DRAG = """
+const [type, selector, name, kind, content, related] = arguments;
+const data = new DataTransfer();
+const bytes = Uint8Array.from(atob(content), (char) => char.charCodeAt(0));
+if (name) data.items.add(new File([bytes], name, { type: kind }));
+else data.setData("text/plain", "words");
+const event = new DragEvent(type, {
+  dataTransfer: data, bubbles: true, cancelable: true,
+  relatedTarget: related && document.querySelector(related),
+});
+document.querySelector(selector).dispatchEvent(event);
+const style = getComputedStyle(document.querySelector("#drop"));
+return [style.borderTopStyle, style.backgroundColor, style.boxShadow];
+"""
+NUM_IMAGES = "document.querySelectorAll('#images li').length"
+# Contrast of the hints inside of empty fields, which `CONTRAST` does not see.
+PLACEHOLDERS = CONTRAST.replace(
+    "const texts = ",
+    'const shade = (e) => getComputedStyle(e, "::placeholder");\n'
+    'return [...document.querySelectorAll("[placeholder]")].filter(shown).map((element) => {\n'
+    "  const [a, b] = [light(numbers(shade(element).color)), light(behind(element))];\n"
+    "  return shade(element).opacity * (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);\n"
+    "});\nconst texts = ",
+)
+# Writes a text whole and in single characters; returns the markup that both become.
+WRITE = """
+return import("/page/text.js").then(({ TextWriter }) => arguments[0].map((text) => {
+  const shown = [[text], [...text]].map((pieces) => {
+    const box = document.createElement("div");
+    const writer = new TextWriter(box);
+    pieces.forEach((piece) => writer.write(piece));
+    writer.finish();
+    box.normalize();
+    return [...box.children].map((block) => [block.tagName, block.textContent]);
+  });
+  if (JSON.stringify(shown[0]) !== JSON.stringify(shown[1])) throw new Error(JSON.stringify(shown));
+  return shown[0];
+}));
+"""
+
+
+def drag(page: Browser, what: str, to: str, file: str = "", content: bytes = b"") -> list[str]:
+    """Dispatch one event of a drag; return the look of the drop area."""
+    data = base64.b64encode(content).decode()
+    look: list[str] = page.run(DRAG, what, to, file, "image/png", data, None)
+    return look
+
+
+def test_the_drop_area_is_highlighted_while_files_are_dragged(page: Browser) -> None:
+    calm = drag(page, "dragover", "main")
+    highlit = drag(page, "dragover", "main", "red.png")
+    assert highlit != calm
+    assert "none" not in highlit
+    # From one element to another inside of the page.
+    assert page.run(DRAG, "dragleave", "main", "red.png", "", "", "form") == highlit
+    assert drag(page, "dragleave", "main", "red.png") == calm
+    drag(page, "dragover", "#form", "red.png")
+    assert drag(page, "drop", "main", "red.png", (IMAGES / "red.png").read_bytes()) == calm
+    page.wait(f"{NUM_IMAGES} === 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("notes.png", b"no image at all", "notes.png is not a PNG, JPEG or WebP image."),
+        ("page.png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "page.png is not a PNG"),
+        ("moving.png", b"GIF89a" + bytes(60), "moving.png is not a PNG"),
+        ("cut.png", (IMAGES / "red.png").read_bytes()[:60], "cut.png is damaged"),
+        ("empty.png", b"", "empty.png is not a PNG"),
+    ],
+)
+def test_a_file_that_is_no_image_is_refused_at_once(
+    page: Browser, name: str, content: bytes, told: str
+) -> None:
+    drag(page, "drop", "#question", name, content)
+    page.wait("!document.querySelector('#notice').hidden")
+    assert page.text("#notice").startswith(told)
+    assert page.run(f"return {NUM_IMAGES}") == 0
+    # The bytes decide, not the name.
+    drag(page, "drop", "#question", "odd.txt", (IMAGES / "red.png").read_bytes())
+    page.wait(f"{NUM_IMAGES} === 1")
+    assert page.run("return document.querySelector('#notice').hidden")
+
+
+def test_images_over_a_limit_are_refused_with_the_limit(
+    window: Browser, cluster: Cluster, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(cluster.config.read_text())
+    tree["gateway"] = {"port": 0}
+    tree["renderer"] = {"max_image_bytes": 4000, "max_image_pixels": 100}
+    gateway = start_gateway_at(cluster.url, tree, tmp_path)
+    try:
+        visit(window, gateway.url)
+        big, small = IMAGES / "five_hearts.png", IMAGES / "red.png"
+        window.type("#file", f"{big}\n{small}")
+        window.wait("document.querySelectorAll('#notice p').length === 2")
+        first, second = window.text("#notice").split("\n\n")
+        assert first == "five_hearts.png has 7,941 bytes, over the limit of 4,000 bytes."
+        assert second.startswith("red.png has ")
+        assert "over the limit of 100 pixels" in second
+        assert window.run(f"return {NUM_IMAGES}") == 0
+        assert window.console_errors() == []
+    finally:
+        gateway.stop()
+
+
+def test_shift_and_enter_start_a_line_and_enter_sends(page: Browser) -> None:
+    page.type("#question", f"one{SHIFT}{ENTER}{SHIFT}two")
+    assert page.run("return document.querySelector('#question').value") == "one\ntwo"
+    assert page.run("return document.querySelectorAll('.turn').length") == 0
+    page.type("#question", ENTER)
+    assert ended(page)
+    assert page.text(f"{LAST} .question") == "one\ntwo"
+    assert page.run("return document.querySelector('#question').value") == ""
+
+
+def test_the_focus_is_visible(page: Browser) -> None:
+    look = """
+    const focused = document.activeElement;
+    const places = { question: "#drop", file: ".drop-label" };
+    const style = getComputedStyle(document.querySelector(places[focused.id] ?? ":focus"));
+    return [style.outlineStyle, style.boxShadow];
+    """
+    page.run("const e = document.querySelector('.skip'); e.focus(); e.blur()")
+    names = ["OpenAPI", "log", "question", "file", "model", "send", "Key and parameters"]
+    for name in names:
+        page.press(TAB)
+        focused = "const e = document.activeElement; return e.id || e.innerText"
+        assert page.run(focused) == name
+        assert set(page.run(look)) != {"none"}, name
+
+
+def test_the_request_id_is_copied(page: Browser) -> None:
+    allowed = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    page.cdp("Browser.grantPermissions", permissions=allowed)
+    ask(page, "What can you do?")
+    assert ended(page).startswith("Done")
+    page.click(f"{LAST} .copy")
+    page.wait(f"document.querySelector('{LAST} .copy').innerText === 'Copied'")
+    copied = page.run("return navigator.clipboard.readText()")
+    assert copied == page.text(f"{LAST} .request")
+
+
+def test_each_stage_tells_its_worker(page: Browser) -> None:
+    ask(page, "What can you do?")
+    assert ended(page).startswith("Done")
+    page.wait(f"document.querySelector('{LAST} .stages li:last-child').dataset.state === 'done'")
+    shown = f"[...document.querySelectorAll('{LAST} .stages li:not([hidden]) .worker')]"
+    workers = page.run(f"return {shown}.map((e) => e.innerText)")
+    assert [name.partition("-")[0] for name in workers] == ["coordinator", "renderer", "engine"]
+
+
+def test_an_answer_never_becomes_markup(page: Browser) -> None:
+    shown = page.run(
+        WRITE,
+        [
+            "<img src=x onerror=alert(1)>\nof one <b>paragraph</b>\n\nand another",
+            "Look:\n```html\n<script>no()</script>\n\n  end\n```\nafter",
+            "```not`a fence\n``\n```\nstill open",
+            "",
+        ],
+    )
+    assert shown == [
+        [["P", "<img src=x onerror=alert(1)>\nof one <b>paragraph</b>"], ["P", "and another"]],
+        [["P", "Look:"], ["PRE", "<script>no()</script>\n\n  end"], ["P", "after"]],
+        [["P", "```not`a fence\n``"], ["PRE", "still open"]],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_a_conversation_is_readable(page: Browser, width: int, height: int, scheme: str) -> None:
+    page.emulate_screen(width, height, scheme)
+    page.type("#file", str(IMAGES / "red.png"))
+    page.wait(f"{NUM_IMAGES} === 1")
+    ask(page, "What color is this image?")
+    assert ended(page).startswith("Done")
+    page.run("document.querySelector('.turn details').open = true")
+    page.run("document.querySelector('#settings').open = true")
+    drag(page, "drop", "#question", "notes.png", b"no image")
+    page.wait("!document.querySelector('#notice').hidden")
+    for _ in range(2):
+        contrast, element = page.run(CONTRAST)
+        assert contrast >= 4.5, element
+        assert min(page.run(PLACEHOLDERS)) >= 4.5
+        drag(page, "dragover", "main", "red.png")
+    background = page.run("return getComputedStyle(document.body).backgroundColor")
+    channels = [int(text) for text in background[4:-1].split(",")]
+    assert (max(channels) < 64) == (scheme == "dark")
+    assert page.run("return document.documentElement.scrollWidth") <= width

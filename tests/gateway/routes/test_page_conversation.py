@@ -1,0 +1,245 @@
+"""The conversation on the web page: its turns, its storage, its place on the screen."""
+
+import hashlib
+
+import pytest
+
+from ops.browser import TAB, Browser
+from ops.demo import IMAGES
+from tests.gateway.conftest import Gateway, Start
+from tests.gateway.routes.conftest import (
+    ERRORS,
+    LAST,
+    LONG,
+    answer_of,
+    ask,
+    ended,
+    needs_browser,
+    visit,
+    wait_for_text,
+)
+
+pytestmark = needs_browser
+
+QUESTIONS = "[...document.querySelectorAll('.turn .question')].map((p) => p.innerText)"
+ANSWERS = "[...document.querySelectorAll('.turn .text')].map((box) => box.innerText)"
+READY = "!document.querySelector('#send').disabled"
+LAST_STAGE_DONE = f"document.querySelector('{LAST} .stages li:last-child').dataset.state === 'done'"
+# Records the bodies that the page posts.
+RECORD = """
+window.posted = [];
+const send = window.fetch;
+window.fetch = (url, options) => {
+  if (options?.method === "POST") window.posted.push(JSON.parse(options.body));
+  return send(url, options);
+};
+"""
+# Measures after each change of the text, when the page itself has reacted to it.
+MEASURE = """
+window.measured = [];
+new ResizeObserver(() => {
+  const log = document.querySelector("#log").getBoundingClientRect();
+  const box = document.querySelector(arguments[0]);
+  const walker = document.createTreeWalker(box, NodeFilter.SHOW_TEXT);
+  let last = null;
+  while (walker.nextNode()) last = walker.currentNode;
+  if (last === null) return;
+  const range = new Range();
+  range.selectNodeContents(last);
+  const text = [...range.getClientRects()].at(-1);
+  window.measured.push({
+    text: text.bottom, top: log.top, bottom: log.bottom, height: text.bottom - log.top,
+    composer: document.querySelector("#form").getBoundingClientRect().bottom,
+    wide: document.documentElement.scrollWidth, tall: document.documentElement.scrollHeight,
+  });
+}).observe(document.querySelector("#turns"));
+"""
+
+
+def choose(page: Browser, file: str) -> None:
+    page.type("#file", str(IMAGES / file))
+    page.wait("document.querySelectorAll('#images li').length === 1")
+
+
+def reload(page: Browser, gateway: Gateway) -> None:
+    page.open(f"{gateway.url}/")
+    page.wait("document.querySelector('.turn')")
+
+
+def roles(body: dict[str, list[dict[str, str]]]) -> list[str]:
+    return [message["role"] for message in body["messages"]]
+
+
+def test_turns_stay_and_are_sent_with_the_next_question(page: Browser) -> None:
+    page.run(RECORD)
+    choose(page, "red.png")
+    ask(page, "What color is this image?")
+    assert ended(page).startswith("Done")
+    ask(page, "What can you do?")
+    assert ended(page).startswith("Done")
+    assert page.run(f"return {QUESTIONS}") == ["What color is this image?", "What can you do?"]
+    answers = page.run(f"return {ANSWERS}")
+    assert len(answers) == 2
+    assert all(answers)
+    assert page.run("return document.querySelector('.turn img').naturalWidth") > 0
+    first, second = page.run("return window.posted")
+    assert roles(first) == ["user"]
+    assert roles(second) == ["user", "assistant", "user"]
+    assert second["messages"][0] == first["messages"][0]
+    assert second["messages"][1]["content"] == answers[0]
+    assert page.run("return document.querySelectorAll('.timeline[open]').length") == 2
+
+
+def test_a_question_that_failed_is_not_sent_again_with_the_next(page: Browser) -> None:
+    page.run(RECORD)
+    ask(page, "What can you do?", '{"tempreature": 1}')
+    page.wait(f"{ERRORS}.length")
+    page.wait("document.querySelector('#question').value === 'What can you do?'")
+    ask(page, "")
+    assert ended(page).startswith("Done")
+    assert roles(page.run("return window.posted.at(-1)")) == ["user"]
+    assert "no answer" in page.text(".turn .notes")
+
+
+def test_a_new_conversation_forgets_the_turns(page: Browser) -> None:
+    page.run(RECORD)
+    ask(page, "What can you do?", LONG)
+    wait_for_text(page)
+    name = page.text(f"{LAST} .request")
+    page.click("#new")
+    assert page.run(f"return {QUESTIONS}") == []
+    assert page.run("return {...sessionStorage}") == {}
+    page.wait(READY)
+    ask(page, "Hello!")
+    assert ended(page).startswith("Done")
+    assert roles(page.run("return window.posted.at(-1)")) == ["user"]
+    state = (
+        "fetch('v1/requests/' + arguments[0]).then((got) => got.json()).then((got) => got.state)"
+    )
+    assert page.run(f"return {state}", name) == "cancelled"
+
+
+def test_a_reload_keeps_the_conversation(page: Browser, gateway: Gateway) -> None:
+    choose(page, "red.png")
+    ask(page, "What color is this image?")
+    status = ended(page)
+    page.wait(LAST_STAGE_DONE)
+    parts = "document.querySelectorAll('.turn .answer, .turn .timeline')"
+    seen = f"[...{parts}].map((part) => part.innerText)"
+    before = page.run(f"return {seen}")
+    page.wait("JSON.parse(sessionStorage['pagemill.turn.0']).request?.state === 'finished'")
+    reload(page, gateway)
+    assert page.text(f"{LAST} .status") == status
+    assert page.run(f"return {seen}") == before
+    page.wait("document.querySelector('.turn img').naturalWidth > 0")
+    page.run(RECORD)
+    page.wait(READY)
+    ask(page, "What can you do?")
+    assert ended(page).startswith("Done")
+    (body,) = page.run("return window.posted")
+    assert roles(body) == ["user", "assistant", "user"]
+    assert body["messages"][0]["content"][0]["type"] == "image_url"
+
+
+def test_a_reload_continues_an_unfinished_answer(page: Browser, gateway: Gateway) -> None:
+    ask(page, "What can you do?", LONG)
+    assert ended(page).startswith("Done")
+    undisturbed = answer_of(page)
+    page.click("#new")
+    ask(page, "What can you do?", LONG)
+    wait_for_text(page)
+    reload(page, gateway)
+    page.wait(f"document.querySelector('{LAST} .resumed').innerText.startsWith('after record')")
+    page.wait(READY, timeout_s=90)
+    assert page.text(f"{LAST} .status").startswith("Done")
+    assert answer_of(page) == undisturbed
+    assert page.text(f"{LAST} .tokens") == "900 tokens"
+
+
+def test_a_reload_asks_for_the_key_and_then_continues(window: Browser, another: Start) -> None:
+    key = {"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}
+    gateway = another(api_keys=[key])
+    window.open(f"{gateway.url}/")
+    needs_key = "document.querySelector('#model').innerText === 'needs a key'"
+    window.wait(needs_key)
+    window.type("#key", "pm-secret" + TAB)
+    window.wait(READY)
+    ask(window, "What can you do?", LONG)
+    wait_for_text(window)
+    reload(window, gateway)
+    window.wait(f"document.querySelector('{LAST} .status').innerText.includes('API key')")
+    window.wait(needs_key)
+    window.type("#key", "pm-secret" + TAB)
+    window.wait(f"document.querySelector('{LAST} .status').innerText.startsWith('Done')")
+    assert window.text(f"{LAST} .tokens") == "900 tokens"
+    window.console_errors()
+
+
+def test_images_that_a_reload_will_forget_are_told(page: Browser, gateway: Gateway) -> None:
+    page.run(
+        """
+        let size = 2 ** 23;
+        for (let text = ""; size >= 1; size /= 2) {
+          try { sessionStorage.setItem("other", text + "x".repeat(size)); } catch { continue; }
+          text = sessionStorage.getItem("other");
+        }
+        sessionStorage.setItem("other", sessionStorage.getItem("other").slice(8000));
+        """
+    )
+    choose(page, "yellow_star.jpg")
+    ask(page, "Describe the image.")
+    assert ended(page).startswith("Done")
+    assert "too large to be kept over a reload" in page.text(f"{LAST} .notes")
+    reload(page, gateway)
+    assert "A reload has forgotten the images" in page.text(f"{LAST} .notes")
+    assert page.text(f"{LAST} .thumbs") == "yellow_star.jpg"
+    page.run("sessionStorage.removeItem('other')")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_the_newest_text_is_in_view(page: Browser, width: int, height: int) -> None:
+    page.emulate_screen(width, height, "light")
+    ask(page, "What can you do?", LONG)
+    wait_for_text(page)
+    page.run(MEASURE, f"{LAST} .text")
+    assert ended(page).startswith("Done")
+    measured = page.run("return window.measured")
+    assert len(measured) > 5
+    for seen in measured:
+        assert seen["top"] < seen["text"] <= seen["bottom"] <= height, seen
+        assert seen["composer"] <= height, seen
+        assert seen["wide"] <= width, seen
+        assert seen["tall"] <= height, seen
+    hidden = "const log = document.querySelector('#log'); return log.scrollWidth - log.clientWidth"
+    assert page.run(hidden) == 0
+    assert page.run("return document.querySelector('#log').scrollTop") > 0
+
+
+def test_a_reader_who_scrolls_up_stays_there(page: Browser) -> None:
+    page.emulate_screen(390, 844, "light")
+    log = "document.querySelector('#log')"
+    ask(page, "What can you do?", LONG)
+    page.wait(f"{log}.scrollTop > 200")
+    assert page.run("return document.querySelector('#to-end').hidden")
+    page.run(f"{log}.scrollTop = 10")
+    page.wait("!document.querySelector('#to-end').hidden")
+    height = page.run(f"return {log}.scrollHeight")
+    page.wait(f"{log}.scrollHeight > arguments[0]", height)
+    assert page.run(f"return {log}.scrollTop") == 10
+    page.click("#to-end")
+    page.wait(f"{log}.scrollHeight - {log}.scrollTop - {log}.clientHeight < 2")
+    assert ended(page).startswith("Done")
+    page.wait(f"{log}.scrollHeight - {log}.scrollTop - {log}.clientHeight < 2")
+    assert page.run("return document.querySelector('#to-end').hidden")
+
+
+def test_the_console_stays_empty(window: Browser, gateway: Gateway) -> None:
+    visit(window, gateway.url)
+    for question in ("What color is this image?", "What can you do?"):
+        choose(window, "red.png")
+        ask(window, question)
+        assert ended(window).startswith("Done")
+        window.wait(LAST_STAGE_DONE)
+    reload(window, gateway)
+    window.wait(READY)
+    assert window.console("SEVERE", "WARNING") == []

@@ -1,0 +1,155 @@
+// One request: reads its answer into a turn and follows it through the stages.
+
+import { duration, hasEnded } from "./stages.js";
+import { Refused, ask } from "./stream.js";
+
+const POLL_MS = 150;
+const MAX_POLL_MS = 2000;
+// A request that is looked for before it has arrived is an error in the browser's console. This is
+// the time of its arrival at 4 MB/s.
+const UPLOAD_BYTES_PER_MS = 4000;
+// A shorter time is too inexact for a rate of tokens per second.
+const MIN_RATE_MS = 200;
+
+export class Run {
+  /** `changed` is called after each change of the turn. */
+  constructor(turn, headers, changed) {
+    this.turn = turn;
+    this.kept = turn.kept;
+    this.headers = headers;
+    this.changed = changed;
+    this.abort = new AbortController();
+    this.first = null;
+    this.counted = null; // tokens that arrived with the first event
+    this.cancelled = false;
+    this.over = false;
+  }
+
+  /** Read the answer to its end. A `body` of null continues a request that was posted before. */
+  async read(body) {
+    const { id, name, last } = this.kept;
+    const listener = {
+      accepted: (given) => this.accepted(given),
+      lost: () => this.turn.say("Connection lost. Reconnecting"),
+      resumed: (after) => this.resumed(after),
+    };
+    try {
+      const events = ask(id ?? name, body, this.headers, this.abort.signal, listener, last);
+      this.watch(body === null ? 0 : POLL_MS + body.length / UPLOAD_BYTES_PER_MS);
+      for await (const event of events) {
+        if (event.chunk.error) throw new Refused(200, event.chunk.error);
+        this.kept.last = event.last;
+        this.take(event.chunk);
+        this.changed();
+      }
+      this.turn.end("done", `Done in ${duration(Date.now() - this.kept.beganMs)}`);
+    } catch (error) {
+      this.stop(error, body === null);
+    }
+    this.over = true;
+    this.changed();
+  }
+
+  stop(error) {
+    if (this.cancelled) return this.turn.end("cancelled", "Cancelled");
+    // After a reload the page has no key any more. The request goes on without it.
+    if (error.status === 401 && this.kept.id !== null) return this.turn.say("Enter the API key to continue");
+    this.turn.fail(explain(error));
+    this.turn.end("failed", "Failed");
+  }
+
+  accepted(id) {
+    if (this.kept.id === null && !this.cancelled) this.turn.say("Accepted");
+    this.turn.accepted(id);
+    this.changed();
+  }
+
+  resumed(after) {
+    const where = after === null ? "from the beginning" : `after record ${after}`;
+    this.kept.resumes += 1;
+    this.turn.fact("resumed", this.kept.resumes === 1 ? where : `${this.kept.resumes} times, last ${where}`);
+    this.turn.say(`Resumed ${where}`);
+  }
+
+  take(chunk) {
+    const now = performance.now();
+    for (const choice of chunk.choices ?? []) {
+      if (!choice.delta?.content) continue;
+      if (this.first === null) {
+        this.first = now;
+        if (!("first" in this.kept.facts)) this.turn.fact("first", duration(Date.now() - this.kept.beganMs));
+        if (!this.cancelled) this.turn.say("Answering");
+      }
+      this.turn.write(choice.index, choice.delta.content);
+    }
+    if (chunk.usage) this.count(chunk.usage, now);
+  }
+
+  count(usage, now) {
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    this.turn.fact("tokens", tokens(usage.completion_tokens));
+    if (usage.prompt_tokens) {
+      this.turn.fact("prompt", tokens(usage.prompt_tokens) + (cached ? `, ${cached} cached` : ""));
+    }
+    this.counted ??= usage.completion_tokens;
+    const more = usage.completion_tokens - this.counted;
+    const tookMs = now - this.first;
+    if (more > 0 && tookMs > MIN_RATE_MS) this.turn.fact("rate", ((1000 * more) / tookMs).toFixed(1));
+  }
+
+  /** Follow the request through the stages, until it has ended. */
+  async watch(pauseMs) {
+    await sleep(pauseMs);
+    for (let pause = POLL_MS; !this.abort.signal.aborted; ) {
+      const request = await this.fetchState();
+      if (request !== null) {
+        this.turn.showStages(request);
+        this.changed();
+      }
+      if (request === null ? this.over : hasEnded(request.state)) return;
+      pause = request === null ? Math.min(2 * pause, MAX_POLL_MS) : POLL_MS;
+      await sleep(pause);
+    }
+  }
+
+  /** Return the state of the request, or null when the server does not answer: the stream waits for it. */
+  async fetchState() {
+    try {
+      const response = await fetch(this.address, { headers: this.headers });
+      return response.ok ? await response.json() : null;
+    } catch {
+      return null;
+    }
+  }
+
+  get address() {
+    return `v1/requests/${encodeURIComponent(this.kept.id ?? this.kept.name)}`;
+  }
+
+  /** Cancel the request. Its stream then ends with an error that says so. */
+  async cancel() {
+    this.cancelled = true;
+    this.turn.say("Cancelling");
+    const options = { method: "DELETE", headers: this.headers, keepalive: true };
+    const done = await fetch(this.address, options).catch(() => null);
+    // A server that does not know the request, or does not answer, will not end the stream.
+    if (!done?.ok) this.abort.abort(new Error("cancelled"));
+  }
+}
+
+/** Return an error as lines of text. */
+export function explain(error) {
+  const unreachable = error instanceof TypeError;
+  const details = [
+    error.field && `field ${error.field}`,
+    error.code && `code ${error.code}`,
+    error.status >= 400 && `status ${error.status}`,
+    unreachable && "It may be restarting; ask again in a moment.",
+  ].filter(Boolean);
+  const hint = error.code === "context_length_exceeded" && "A new conversation has room again.";
+  const text = unreachable ? "The server cannot be reached." : error.message;
+  return [text, details.join(", "), hint].filter(Boolean);
+}
+
+const tokens = (count) => `${count} ${count === 1 ? "token" : "tokens"}`;
+const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));

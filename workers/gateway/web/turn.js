@@ -1,0 +1,221 @@
+// One turn of the conversation: what was asked, its answer, and the way of its request.
+
+import { Stages, duration } from "./stages.js";
+import { TextWriter } from "./text.js";
+
+const FACTS = [
+  ["first", "First token"],
+  ["rate", "Tokens per second"],
+  ["tokens", "Answer"],
+  ["prompt", "Prompt"],
+  ["resumed", "Resumed"],
+];
+const COPIED_MS = 2000;
+// The timeline has no place beside the answer there.
+const NARROW = matchMedia("(max-width: 56rem)");
+
+/** Return the part of a turn that is stored: plain values. */
+export function newTurn(question, images) {
+  return {
+    question,
+    images: images.map(({ name, size }) => ({ name, size })),
+    state: "running", // or done, failed, cancelled
+    name: `page-${crypto.getRandomValues(new BigUint64Array(1))[0].toString(16).padStart(16, "0")}`,
+    id: null,
+    last: null, // the id of the last event whose text is in `texts`
+    texts: [],
+    status: "Sending",
+    error: [],
+    facts: { resumed: "never" },
+    request: null,
+    beganMs: Date.now(),
+    resumes: 0,
+  };
+}
+
+/** Shows a turn. `urls` are those of its images, or null where a reload has forgotten them. */
+export class Turn {
+  constructor(number, kept, urls) {
+    this.number = number;
+    this.kept = kept;
+    this.urls = urls;
+    this.writers = [];
+    this.element = newElement("article", "turn");
+    this.element.ariaLabel = `Question ${number + 1}`;
+    this.element.append(this.askedPart(), this.answerPart(), this.timelinePart());
+    kept.texts.forEach((text, index) => this.writerOf(index).write(text));
+    this.busy = kept.state === "running";
+    this.say(kept.status);
+    Object.entries(kept.facts).forEach(([name, text]) => this.fact(name, text));
+    if (kept.id !== null) this.accepted(kept.id);
+    if (kept.request !== null) this.showStages(kept.request);
+    if (kept.error.length) this.fail(kept.error);
+    if (urls === null) this.remark("A reload has forgotten the images of this question. They are no longer sent.");
+    if (!this.busy) this.end(kept.state, kept.status);
+  }
+
+  /** Return the messages that later requests are sent with. A turn without an answer has none. */
+  get messages() {
+    const text = this.kept.texts[0] ?? "";
+    if (this.busy || text.trim() === "") return [];
+    return [{ role: "user", content: this.content }, { role: "assistant", content: text }];
+  }
+
+  get content() {
+    const images = (this.urls ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+    return images.length ? [...images, { type: "text", text: this.kept.question }] : this.kept.question;
+  }
+
+  // -- changes that a request makes ------------------------------------------------------------
+
+  accepted(id) {
+    this.kept.id = id;
+    this.request.textContent = id;
+    this.copy.hidden = false;
+  }
+
+  write(index, text) {
+    while (this.kept.texts.length <= index) this.kept.texts.push("");
+    this.kept.texts[index] += text;
+    this.writerOf(index).write(text);
+  }
+
+  fact(name, text) {
+    this.kept.facts[name] = text;
+    this.facts[name].textContent = text;
+  }
+
+  say(text) {
+    this.kept.status = text;
+    this.status.textContent = text;
+  }
+
+  showStages(request) {
+    const { state, stage, path, now_ms } = request;
+    this.kept.request = { state, stage, path, now_ms };
+    this.stages.show(this.kept.request);
+    const last = path.at(-1);
+    if (last) this.whole.textContent = duration((last.ended_ms ?? now_ms) - path[0].began_ms);
+  }
+
+  fail(lines) {
+    this.kept.error = lines;
+    showLines(this.error, lines);
+  }
+
+  end(state, status) {
+    this.kept.state = state;
+    this.busy = false;
+    this.say(status);
+    this.writers.forEach((writer) => writer.finish());
+    if (this.messages.length === 0) this.remark("This question has no answer, and later ones are sent without it.");
+  }
+
+  remark(text) {
+    add(this.notes, "p", "hint").textContent = text;
+  }
+
+  set busy(isBusy) {
+    this.text.ariaBusy = String(isBusy);
+  }
+
+  get busy() {
+    return this.text.ariaBusy === "true";
+  }
+
+  // -- elements --------------------------------------------------------------------------------
+
+  askedPart() {
+    const asked = newElement("div", "asked");
+    const list = newElement("ul", "thumbs");
+    list.ariaLabel = "Images of the question";
+    this.kept.images.forEach(({ name }, at) => {
+      const item = add(list, "li");
+      if (this.urls === null) item.textContent = name;
+      else Object.assign(add(item, "img"), { src: this.urls[at], alt: name, title: name });
+    });
+    if (this.kept.images.length) asked.append(list);
+    add(asked, "p", "question").textContent = this.kept.question;
+    return asked;
+  }
+
+  answerPart() {
+    const answer = newElement("section", "answer");
+    answer.ariaLabel = "Answer";
+    this.status = add(answer, "p", "status");
+    this.status.role = "status";
+    this.text = add(answer, "div", "text");
+    this.text.ariaLive = "polite";
+    this.error = add(answer, "div", "error");
+    this.error.role = "alert";
+    this.error.hidden = true;
+    this.notes = add(answer, "div", "notes");
+    return answer;
+  }
+
+  timelinePart() {
+    const timeline = newElement("details", "timeline");
+    timeline.open = !NARROW.matches;
+    const summary = add(timeline, "summary");
+    summary.append("Timeline ");
+    this.whole = add(summary, "span", "whole");
+    const list = add(timeline, "ol", "stages");
+    list.ariaLabel = "Stages of the request";
+    this.stages = new Stages(list);
+    const facts = add(timeline, "dl", "facts");
+    this.facts = {};
+    for (const [name, title] of FACTS) {
+      const row = add(facts, "div");
+      add(row, "dt").textContent = title;
+      this.facts[name] = add(row, "dd", name);
+      this.facts[name].textContent = "–";
+    }
+    const row = add(timeline, "p", "request-row");
+    this.request = add(row, "code", "request");
+    this.request.textContent = "–";
+    this.copy = add(row, "button", "quiet small copy");
+    Object.assign(this.copy, { type: "button", textContent: "Copy id", hidden: true });
+    this.copy.addEventListener("click", () => this.copyId());
+    return timeline;
+  }
+
+  async copyId() {
+    try {
+      await navigator.clipboard.writeText(this.kept.id);
+      this.copy.textContent = "Copied";
+    } catch {
+      // Browsers refuse the clipboard to a page without TLS that is not of this machine.
+      getSelection().selectAllChildren(this.request);
+      this.copy.textContent = "Selected";
+    }
+    setTimeout(() => (this.copy.textContent = "Copy id"), COPIED_MS);
+  }
+
+  /** Each choice of an answer is shown by itself. */
+  writerOf(index) {
+    while (this.writers.length <= index) this.writers.push(new TextWriter(add(this.text, "div", "choice")));
+    return this.writers[index];
+  }
+}
+
+/** Show lines as the paragraphs of a box, or hide it if there are none. */
+export function showLines(box, lines) {
+  box.replaceChildren(
+    ...lines.map((line) => {
+      const p = document.createElement("p");
+      p.textContent = line;
+      return p;
+    }),
+  );
+  box.hidden = lines.length === 0;
+}
+
+function newElement(tag, name = "") {
+  const element = document.createElement(tag);
+  element.className = name;
+  return element;
+}
+
+function add(parent, tag, name = "") {
+  return parent.appendChild(newElement(tag, name));
+}
