@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.bus.bus import Bus
 from shared.client import follow
 from shared.protocol import subjects
 from shared.protocol.requests import GenerateRequest, Message, decode_request
+from shared.protocol.sampling import SamplingParams
 from shared.state import request_status
 from tests.cluster.conftest import PAGEMILL, ROOT, Cluster, answer
 from tests.cluster.streams import text_of
@@ -83,8 +85,12 @@ class Terminal:
         """Press Ctrl-D and return the exit code."""
         await self.until("> $")
         self.type("\x04")
+        return await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> int:
+        os.set_blocking(self._fd, True)
         while self._read():
-            await asyncio.sleep(0.02)
+            pass
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
@@ -108,12 +114,6 @@ async def terminal(cluster: Cluster, tmp_path: Path, opened: list[Terminal]) -> 
     opened.append(Terminal(cluster, tmp_path))
     await opened[-1].until("> $")
     return opened[-1]
-
-
-async def published(bus: Bus, listener: object) -> GenerateRequest:
-    message = await listener.next(30)  # type: ignore[attr-defined]
-    assert message is not None
-    return decode_request(message.data)
 
 
 async def messages_of(bus: Bus, terminal: Terminal, line: str) -> tuple[list[Message], str]:
@@ -217,10 +217,6 @@ async def test_a_killed_chat_resumes_its_answer(
 
 
 async def answer_with(bus: Bus, request: GenerateRequest, **sampling: object) -> str:
-    import msgspec
-
-    from shared.protocol.sampling import SamplingParams
-
     params = msgspec.convert(sampling, SamplingParams)
     return text_of(await answer(bus, msgspec.structs.replace(request, sampling_params=params)))
 
