@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from shared.errors import InvalidRequest
 from shared.protocol.encoding import UNDECODABLE
+from shared.protocol.multimodal import IMAGE
 from shared.protocol.requests import (
     ContentPart,
     GenerateRequest,
@@ -146,4 +147,4 @@ def describe(entry: Entry) -> str:
 
 
 def _short(url: str) -> str:
-    return "image" if url.startswith("data:") else f"image {url}"
+    return IMAGE if url.startswith("data:") else f"{IMAGE} {url}"

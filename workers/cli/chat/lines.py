@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.errors import InvalidRequest
+from shared.protocol.multimodal import IMAGE
 
 HELP = {
     "help": "show the commands",
-    "image": "PATH or URL: attach an image to the next message; @PATH in a message does the same",
+    IMAGE: "PATH or URL: attach an image to the next message; @PATH in a message does the same",
     "system": "[TEXT]: set the system message; without a text, remove it",
     "model": "[NAME]: show or set the model",
     "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
@@ -23,7 +24,7 @@ HELP = {
     "requests": "show the request ids of this conversation",
     "quit": "leave; so does Ctrl-D",
 }
-NEED_ARGUMENT = {"image", "save", "load"}
+NEED_ARGUMENT = {IMAGE, "save", "load"}
 
 _IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))')
 

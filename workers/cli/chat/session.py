@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from shared import client
 from shared.errors import InvalidMedia, InvalidRequest, NotFound, PagemillError, Unavailable
+from shared.protocol import multimodal
 from shared.protocol.records import Failure
 from workers.cli.ask import EXIT_INTERRUPTED, data_url
 from workers.cli.chat import state_file
@@ -84,7 +85,7 @@ class Session:
         if isinstance(parsed, Command):
             return self._run_command(parsed)
         if parsed is not None:
-            images = [data_url(Path(path)) for path in parsed.images]
+            images = [_read_image(path) for path in parsed.images]
             self._leave_unfinished()
             self.conversation.say(parsed.text, images)
             self._ask()
@@ -100,8 +101,10 @@ class Session:
                 self._retry()
             case "save" | "load":
                 self._use_file(command)
-            case "system" | "model" | "params" | "image" | "undo":
+            case "system" | "model" | "params" | "undo":
                 self._change(command)
+            case multimodal.IMAGE:
+                self._attach(command.argument)
             case _:
                 self._show(command)
         return True
@@ -129,13 +132,15 @@ class Session:
                 conversation.set_params(parse_params(argument))
                 said = [f"{name}={value}" for name, value in conversation.params.items()]
                 _note(" ".join(said) or "as configured for the model")
-            case "image":
-                conversation.images.append(_read_image(argument))
-                _note(f"{len(conversation.images)} for the next message")
             case "undo":
                 self._leave_unfinished()
                 if not conversation.undo():
                     raise NotFound("there is no message to remove", field="command")
+
+    def _attach(self, path: str) -> None:
+        images = self.conversation.images
+        images.append(_read_image(path))
+        _note(f"{len(images)} for the next message")
 
     def _use_file(self, command: Command) -> None:
         path = Path(command.argument).expanduser()
@@ -244,5 +249,5 @@ def _read_image(argument: str) -> str:
         return argument
     path = Path(argument.strip("\"'")).expanduser()
     if not path.is_file():
-        raise InvalidMedia(f"{path} is no file", field="image")
+        raise InvalidMedia(f"{path} is no file", field=multimodal.IMAGE)
     return data_url(path)
