@@ -21,7 +21,7 @@ from shared.state.request_status import State
 from shared.state.token_log import decode_record, last_record
 
 # Messages that are read from the end of each stream.
-WINDOW = 4096
+WINDOW = 2048
 # Requests that are listed at most. Their models, and last records, are looked up one by one.
 MAX_REQUESTS = 500
 LOOKUPS_AT_ONCE = 16

@@ -171,20 +171,24 @@ async def test_errors_are_one_line_and_the_conversation_goes_on(terminal: Termin
 
 
 async def test_ctrl_c_ends_an_answer_and_not_the_conversation(
-    terminal: Terminal, client: Bus
+    terminal: Terminal, client: Bus, tmp_path: Path
 ) -> None:
     await terminal.until("$")
     terminal.type("\x03")
     await terminal.until("Ctrl-D or /quit leaves")
     await terminal.say(LONG, "> $")
     terminal.type("What can you do?\n")
+    at = len(terminal.written)
     await terminal.until(r"What can you do\?\s*\n[^\n]{8}")
     terminal.type("\x03")
     end = await terminal.until(rf"({REQUEST_ID.pattern}) · [^\n]* · interrupted\n")
+    saved = tmp_path / "saved.json"
+    await terminal.say(f"/save {saved}", "2 messages")
+    assert json.loads(saved.read_text())[1]["content"] in terminal.written[at:].replace("^C", "")
     records = [record async for record in follow(client, end[1])]
     assert (await request_status.find(client, end[1])).error_code == "cancelled"
     await terminal.say("/history", r"assistant: [^\n]+ \(interrupted\)")
-    assert text_of(records)
+    assert text_of(records).startswith(json.loads(saved.read_text())[1]["content"])
     await terminal.say("/params max_tokens=3", "max_tokens=3")
     assert (await terminal.ask("What can you do?"))[0]
 

@@ -187,8 +187,11 @@ class Session:
         try:
             self._connection.read_answer(self.conversation, self._answer, _write, is_new=is_new)
         except KeyboardInterrupt:
-            self.conversation.end(self._answer.text, is_interrupted=True)
-            self._connection.cancel(request_id)
+            try:
+                # Nothing more is printed after this, so that the history has all that was.
+                self._connection.cancel(request_id)
+            finally:
+                self.conversation.end(self._answer.text, is_interrupted=True)
         except Unavailable:
             _note(f"\n{request_id} is unfinished: /resume continues it")
             raise
