@@ -48,6 +48,8 @@ ALLOWED = {
     "workers.renderer.processing.processor": {".read_text"},
     "workers.cli.settings": {".read_text"},
     "workers.cli.ask": {".read_bytes"},
+    "workers.cli.chat.session": {".read_bytes"},
+    "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.local_cluster": {".open"},
     "workers.cli.log_file": {".open", "os.open"},

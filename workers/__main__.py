@@ -4,7 +4,17 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from workers.cli.commands import configure, dead, logs, observe, preview, requests, serve
+from workers.cli.commands import (
+    chat,
+    configure,
+    dead,
+    listing,
+    logs,
+    observe,
+    preview,
+    requests,
+    serve,
+)
 from workers.cli.terminal import run_app
 
 app = App(
@@ -16,11 +26,13 @@ for command in (
     serve.up,
     serve.worker,
     requests.ask,
+    chat.chat,
     preview.render,
     preview.tokenize,
     requests.follow,
     requests.cancel,
     requests.where,
+    listing.requests,
     logs.logs,
     observe.top,
     observe.metrics,

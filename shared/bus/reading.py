@@ -141,6 +141,14 @@ class StreamReader(BusPart):
         state = (await _answered(self._js.stream_info(stream), f"stream {stream}")).state
         return state.first_seq, state.last_seq
 
+    async def subjects_of(self, stream: str, subject: str) -> list[str]:
+        """Return the subjects of a stream's messages that match `subject`, which has wildcards.
+
+        The server returns at most 100,000 of them.
+        """
+        info = self._js.stream_info(stream, subjects_filter=subject)
+        return sorted((await _answered(info, f"stream {stream}")).state.subjects or {})
+
     async def queue_depth(self, stream: str, durable: str) -> QueueDepth:
         """Return the depth of a consumer's queue. Raises NotFound without such a consumer."""
         try:

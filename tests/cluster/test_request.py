@@ -333,6 +333,7 @@ def test_ask_streams_to_the_terminal(cluster: Cluster) -> None:
     done = preloaded.run("ask", "--nats", cluster.url, "--image", str(RED), question)
     assert done.returncode == 0, done.stderr
     assert "red" in done.stdout.lower()
+    assert re.fullmatch(r"request req-[0-9a-f]{16}\n", done.stderr)
 
 
 def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
@@ -340,6 +341,7 @@ def test_ask_prints_records_for_scripts(cluster: Cluster) -> None:
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["index"] for record in records] == list(range(len(records)))
     assert records[-1]["type"] == "finish"
+    assert re.fullmatch(r"request req-[0-9a-f]{16}\n", done.stderr)
 
 
 def test_render_and_tokenize_print_what_an_engine_would_be_given(cluster: Cluster) -> None:

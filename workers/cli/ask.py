@@ -17,7 +17,7 @@ from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, Token
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.validation import invalid_request
-from workers.cli.terminal import errors, print_json
+from workers.cli.terminal import errors, harmless, print_json
 
 EXIT_INTERRUPTED = 130
 
@@ -87,7 +87,8 @@ def data_url(path: Path) -> str:
 def _print_text(record: LogRecord) -> None:
     match record:
         case TokenChunk():
-            sys.stdout.write("".join(choice.text for choice in record.choices))
+            text = "".join(choice.text for choice in record.choices)
+            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
         case Finish():
             sys.stdout.write("\n")
         case Failure():

@@ -20,6 +20,8 @@ from shared.protocol.encoding import to_json
 # A user waits at the terminal, so a server that is down is reported after a short time.
 CONNECT_TIMEOUT_S = 2.0
 
+_HARMLESS = {n: "\ufffd" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
+
 out = Console()
 errors = Console(stderr=True)
 
@@ -52,6 +54,14 @@ def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
     sys.stdout.write(to_json(value).decode() + "\n")
     sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """Return a model's text without control characters other than newline and tab.
+
+    With others a text could move the cursor, clear the screen or write to the clipboard.
+    """
+    return text.translate(_HARMLESS)
 
 
 def print_line(text: str) -> None:

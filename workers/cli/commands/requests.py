@@ -70,6 +70,8 @@ async def ask(
     request = build_request(model, question, image or [], sampling, timeout_s, adapter)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
+        # The records do not have it, and it is needed to follow, find or cancel the request.
+        errors.print(f"[dim]request {request_id}[/]", highlight=False, soft_wrap=True)
         try:
             return await print_records(client.ask(bus, request, request_id), as_json=json)
         except asyncio.CancelledError:

@@ -205,5 +205,6 @@ async def find_request(context: AppContext, request: Request, caller: Caller) ->
     for request_id in ids:
         record = await request_registry.find(context.bus, request_id)
         if record is not None and record.tenant == caller.tenant:
+            request.scope["request_id"] = request_id, True
             return ActiveRequest(context, request_id, record, request.scope["endpoint_path"])
     raise NotFound("there is no such request, or it has been removed", field="id")

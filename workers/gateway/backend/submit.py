@@ -43,19 +43,18 @@ async def submit(
     kind: Any,
     plan: SubmitPlan,
     *,
-    known_as: tuple[str, bool] | None = None,
     refuse: ErrorResponder = error_response,
 ) -> Response:
     """Publish a request and answer it from its logs. A client that names an earlier request gets
     the answer of that one.
 
-    `known_as` is the result of `read_request_id`. `refuse` makes the responses for errors.
+    `refuse` makes the responses for errors.
     """
     if context.shutting_down.is_set():
         raise Unavailable("the gateway is being stopped")
     model = plan.requests[0].model
     context.check_model(model)
-    request_id, is_named = known_as or read_request_id(request, kind, caller.tenant)
+    request_id, is_named = read_request_id(request, kind, caller.tenant)
     record = _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)

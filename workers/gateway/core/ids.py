@@ -28,8 +28,16 @@ def named_request_id(kind: str, tenant: str, name: str) -> str:
 def read_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
     """Return the request's id, and whether the client has chosen it.
 
-    The same name from the same tenant means the same request. Raises InvalidRequest.
+    The same name from the same tenant means the same request. Raises InvalidRequest. Every response
+    that follows a call has the id in its header, also one that refuses the request.
     """
+    known: tuple[str, bool] | None = request.scope.get("request_id")
+    if known is None:
+        known = request.scope["request_id"] = _find_request_id(request, kind, tenant)
+    return known
+
+
+def _find_request_id(request: Request, kind: str, tenant: str) -> tuple[str, bool]:
     name = request.headers.get("idempotency-key") or request.headers.get("x-request-id")
     if name is None:
         return f"{PREFIXES[kind]}-{secrets.token_hex(16)}", False

@@ -1,10 +1,13 @@
 """ASGI middleware: header limits, security headers, CORS, request metrics, catch-all error handler.
 
+Each response to a request for an answer, and each error, has a header with a request id.
+
 It is written against ASGI itself, because every chunk of a streamed response passes through it.
 CORS is part of it rather than a middleware of its own, so that error responses carry the CORS
 headers too and preflight requests are subject to the same limits and metrics as all others.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ DEFAULTS: Headers = [
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
 ]
+REQUEST_ID = b"x-request-id"
 _VARY = (b"vary", b"origin")
 _CORS: Headers = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
@@ -130,6 +134,8 @@ class _ResponseSender:
             own = list(message["headers"])
             names = {name for name, _ in own}
             added = [header for header in DEFAULTS if header[0] not in names]
+            if REQUEST_ID not in names:
+                added += self._request_id(message["status"])
             message = {**message, "headers": [*own, *added, *SECURITY, *self.cors]}
         else:
             self.num_bytes += len(message.get("body", b""))
@@ -137,6 +143,13 @@ class _ResponseSender:
                 # A client may send its next request before this coroutine runs again.
                 self.release_slot()
         await self.forward(message)
+
+    def _request_id(self, status: int) -> Headers:
+        """Return the header with the id of the request. An error without a request has one, too."""
+        known: tuple[str, bool] | None = self.scope.get("request_id")
+        if known is not None:
+            return [(REQUEST_ID, known[0].encode())]
+        return [(REQUEST_ID, f"none-{secrets.token_hex(16)}".encode())] if status >= 400 else []
 
     def release_slot(self) -> None:
         """Stop counting the request for its key's limits. A second call has no effect."""

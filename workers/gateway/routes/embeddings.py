@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
+from workers.gateway.core.ids import read_request_id
 from workers.gateway.http.auth import Caller
 from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
 from workers.gateway.route_table import ANSWER_ERRORS, ID_PARAMETERS, RouteTable
@@ -21,6 +22,7 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=ID_PARAMETERS, 
     body=EmbeddingRequest,
 )
 async def embed(context: AppContext, request: Request, caller: Caller) -> Response:
+    read_request_id(request, "embedding", caller.tenant)
     asked = await context.bodies.decode(request, EmbeddingRequest)
     context.check_model(asked.model)
     return await submit(context, request, caller, "embedding", plan_embedding(asked))

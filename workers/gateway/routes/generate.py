@@ -63,6 +63,7 @@ class AbortBody(Struct, frozen=True, forbid_unknown_fields=True):
     counted=True,
 )
 async def generate(context: AppContext, request: Request, caller: Caller) -> Response:
+    request_id, _ = read_request_id(request, KIND, caller.tenant)
     parsed = parse(await read_body(context, request))
     model = resolve_model(context, parsed.body.model)
     if parsed.body.content_parts:
@@ -78,7 +79,6 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
     )
     header = request.headers.get("x-request-id")
     name = header or body.request_id or secrets.token_hex(16)
-    request_id, is_named = read_request_id(request, KIND, caller.tenant)
     if header is None:
         await _record_alias(context, name, request_id, model, caller.tenant)
     options = msgspec.to_builtins(shape_of(parsed, PREFIX + name))
@@ -88,7 +88,6 @@ async def generate(context: AppContext, request: Request, caller: Caller) -> Res
         caller,
         KIND,
         SubmitPlan([asked], parsed.sampling, options, stream=bool(body.stream)),
-        known_as=(request_id, is_named),
         refuse=refusal,
     )
 

@@ -14,6 +14,7 @@ from shared.protocol.requests import GenerateRequest
 from workers.gateway.app import AppContext
 from workers.gateway.backend.submit import submit
 from workers.gateway.core.field_names import translated_errors
+from workers.gateway.core.ids import read_request_id
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.errors import unwrap_reply
@@ -36,6 +37,7 @@ ROUTES = RouteTable("Answers", refuses=ANSWER_ERRORS, parameters=STREAM_PARAMETE
     chunk=ChatChunk,
 )
 async def chat(context: AppContext, request: Request, caller: Caller) -> Response:
+    read_request_id(request, "chat", caller.tenant)
     asked = await context.bodies.decode(request, ChatRequest, UNSUPPORTED)
     context.check_model(asked.model)
     card = await context.model_card(asked.model) if asked.tools else None
@@ -54,6 +56,7 @@ async def chat(context: AppContext, request: Request, caller: Caller) -> Respons
     chunk=Completion,
 )
 async def completion(context: AppContext, request: Request, caller: Caller) -> Response:
+    read_request_id(request, "completion", caller.tenant)
     asked = await context.bodies.decode(request, CompletionRequest, UNSUPPORTED)
     context.check_model(asked.model)
     plan = plan_completion(asked)

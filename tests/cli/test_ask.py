@@ -1,0 +1,33 @@
+"""Answers in the terminal."""
+
+import io
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk, Usage
+from workers.cli.ask import print_records
+
+TEXT = "a\x1b]52;c;x\x07\tb\n"
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+async def records() -> AsyncIterator[LogRecord]:
+    yield TokenChunk(0, 1, [ChoiceDelta(0, 0, [1], TEXT)])
+    yield Finish(1, 1, Usage(1, 1), 0, [])
+
+
+@pytest.mark.parametrize(
+    ("out", "shown"),
+    [(FakeTerminal(), "a\ufffd]52;c;x\ufffd\tb\n\n"), (io.StringIO(), f"{TEXT}\n")],
+)
+async def test_a_text_does_not_steer_the_terminal_and_a_pipe_has_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, out: io.StringIO, shown: str
+) -> None:
+    monkeypatch.setattr("sys.stdout", out)
+    assert await print_records(records(), as_json=False) == 0
+    assert out.getvalue() == shown

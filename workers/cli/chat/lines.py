@@ -1,0 +1,94 @@
+"""Lines of input: messages, commands, and images that a message names. Pure."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shared.errors import InvalidRequest
+from shared.protocol.multimodal import IMAGE
+
+HELP = {
+    "help": "show the commands",
+    IMAGE: "PATH or URL: attach an image to the next message; @PATH in a message does the same",
+    "system": "[TEXT]: set the system message; without a text, remove it",
+    "model": "[NAME]: show or set the model",
+    "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
+    "retry": "ask the last message again",
+    "undo": "remove the last message and its answer",
+    "resume": "continue an answer that broke off",
+    "history": "show the conversation",
+    "save": "FILE: write the messages as JSON, in OpenAI's format",
+    "load": "FILE: read messages from such a file",
+    "requests": "show the request ids of this conversation",
+    "quit": "leave; so does Ctrl-D",
+}
+NEED_ARGUMENT = {IMAGE, "save", "load"}
+
+_IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))')
+
+
+class Command(NamedTuple):
+    name: str
+    argument: str
+
+
+class Said(NamedTuple):
+    """A message, and the paths of its images."""
+
+    text: str
+    images: list[str]
+
+
+def parse(line: str, is_image: Callable[[str], bool]) -> Command | Said | None:
+    """Return what a line says; None for an empty one. Raises InvalidRequest.
+
+    A message that begins with a slash is written with two. `@PATH` names an image if `is_image`
+    says so, and stays a part of the text if not.
+    """
+    text = line.strip()
+    if not text:
+        return None
+    if text.startswith("/") and not text.startswith("//"):
+        name, _, argument = text[1:].partition(" ")
+        if name not in HELP:
+            raise InvalidRequest(f"there is no command /{name}; /help shows them", field="command")
+        if name in NEED_ARGUMENT and not argument.strip():
+            raise InvalidRequest(f"/{name} {HELP[name]}", field="command")
+        return Command(name, argument.strip())
+    text = text.removeprefix("/") if text.startswith("//") else text
+    images: list[str] = []
+
+    def take(found: re.Match[str]) -> str:
+        path = found[1] or found[2]
+        if not is_image(path):
+            return found[0]
+        images.append(path)
+        return ""
+
+    rest = _IMAGE.sub(take, text)
+    return Said(" ".join(rest.split()) if images else text, images)
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """Return the parameters in `name=value name=value`; None for an empty value.
+
+    A value is JSON, or else a string. Raises InvalidRequest.
+    """
+    params: dict[str, Any] = {}
+    for pair in text.split():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InvalidRequest(f"{pair}: parameters are written NAME=VALUE", field="params")
+        params[name] = _parse_value(value)
+    return params
+
+
+def _parse_value(text: str) -> Any:
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return text

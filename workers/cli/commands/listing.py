@@ -1,0 +1,122 @@
+"""The command `pagemill requests`."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from shared.state.request_list import ListedRequest, Listing, RequestLister
+from shared.state.request_status import State
+from workers.cli.commands.requests import where
+from workers.cli.options import ConfigFile, NatsUrl, find_url
+from workers.cli.terminal import (
+    call_on_signals,
+    connected,
+    errors,
+    harmless,
+    print_json,
+    print_line,
+)
+
+FOLLOW_S = 1.0
+HEADER = f"{'age':>8}  {'state':<18} {'tokens':>11}  {'end':<18} {'model':<16} request"
+
+IsWanted = Callable[[ListedRequest], bool]
+
+
+async def requests(
+    request_id: str | None = None,
+    /,
+    *,
+    state: State | None = None,
+    model: str | None = None,
+    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 50,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
+    json: bool = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """List the latest requests, or print the status of one.
+
+    Parameters
+    ----------
+    request_id
+        Print what `pagemill where` prints of this request.
+    state
+        List only requests in this state.
+    model
+        List only requests for this model, as far as their models are known.
+    limit
+        Maximum number of requests.
+    follow
+        Then print each request that is new or has changed, until Ctrl-C.
+    json
+        Print one JSON object a line.
+    """
+    if request_id is not None:
+        return await where(request_id, json=json, config=config, nats=nats)
+
+    def is_wanted(row: ListedRequest) -> bool:
+        return state in (None, row.state) and model in (None, row.model)
+
+    async with connected(find_url(config, nats), "requests") as bus:
+        lister = RequestLister(bus)
+        listing = await lister.update()
+        rows = [row for row in listing.requests if is_wanted(row)]
+        shown = rows[:limit]
+        if shown and not json:
+            print_line(HEADER)
+        # The newest stands last, where new ones follow.
+        for row in reversed(shown):
+            print_json(row) if json else print_line(_line(row))
+        if note := _note(listing, len(rows), limit):
+            errors.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
+        if follow:
+            following = asyncio.create_task(_follow(lister, listing, is_wanted, as_json=json))
+            call_on_signals(following.cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+    return 0
+
+
+async def _follow(
+    lister: RequestLister, listing: Listing, is_wanted: IsWanted, *, as_json: bool
+) -> None:
+    """Print requests whenever their state, stage or end has changed."""
+    before = {row.request_id: _what_changes(row) for row in listing.requests}
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        now = (await lister.update()).requests
+        for row in reversed(now):
+            if before.get(row.request_id) != _what_changes(row) and is_wanted(row):
+                print_json(row) if as_json else print_line(_line(row))
+        before = {row.request_id: _what_changes(row) for row in now}
+
+
+def _what_changes(row: ListedRequest) -> tuple[object, ...]:
+    return row.state, row.stage, row.end
+
+
+def _line(row: ListedRequest) -> str:
+    age = "-" if row.age_s is None else f"{row.age_s:.0f} s"
+    tokens = f"{_or_dash(row.prompt_tokens)}+{_or_dash(row.completion_tokens)}"
+    state = row.state if row.stage is None else f"{row.state} {row.stage}"
+    model, end = harmless(_or_dash(row.model)), _or_dash(row.end)
+    return f"{age:>8}  {state:<18} {tokens:>11}  {end:<18} {model:<16} {row.request_id}"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _note(listing: Listing, num_rows: int, limit: int) -> str:
+    """Return what the list leaves out."""
+    notes = [f"{num_rows - limit} more: --limit shows them"] if num_rows > limit else []
+    if listing.is_cut:
+        notes.append("older requests were not looked at: `pagemill where ID` finds them")
+    if not num_rows:
+        notes.insert(0, "no requests")
+    return "; ".join(notes)
