@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from cyclopts import App
 
-from workers.cli.commands import configure, dead, logs, observe, preview, requests, serve
+from workers.cli.commands import configure, dead, logs, models, observe, preview, requests, serve
 from workers.cli.terminal import run_app
 
 app = App(
@@ -15,6 +15,8 @@ app = App(
 for command in (
     serve.up,
     serve.worker,
+    models.pull,
+    models.models,
     requests.ask,
     preview.render,
     preview.tokenize,
