@@ -14,6 +14,7 @@ from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
 from workers.cli.terminal import connected, errors, print_json, print_line
+from workers.roles import all_roles
 
 EXIT_INTERRUPTED = 130
 COLUMNS = ("name", "family", "size", "state")
@@ -82,13 +83,14 @@ async def models(
 
 
 async def _read_served(url: str) -> set[str]:
-    """Return the names of the models that engines serve; none without a broker."""
+    """Return the models that have a worker of their own; none without a broker."""
+    roles = {role.name for role in all_roles() if role.one_model}
     try:
         async with connected(url, "models") as bus:
             return {
                 name
                 for beat in await bus.read_heartbeats()
-                if beat.role == "engine"
+                if beat.role in roles
                 for name in beat.models
             }
     except PagemillError:
