@@ -1,5 +1,6 @@
 """`pagemill pull` and `pagemill models` with a hub over HTTP."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.errors import DiskFull
 from tests.cli.hub_server import COMMIT, Faults, Hub
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli.models.download import check_disk
+from workers.cli.models.hub import RemoteFile, translated
 
 DEMO = ROOT / "ops" / "demo_model"
 NAME = "org/demo"
@@ -194,6 +198,37 @@ def test_errors_say_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_a_hub_cannot_name_files_elsewhere(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(etag="../../../../outside")
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 1
+    assert "no checksum" in done.stderr
+    assert list(tmp_path.rglob("outside*")) == []
+
+
+def test_a_full_disk_is_found_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RemoteFile(WEIGHTS, 900_000_000, 64 * "0")
+    target = tmp_path / WEIGHTS
+    usage = shutil.disk_usage(tmp_path)._replace(free=800_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskFull, match=r"needs 900000000 bytes.* has 800000000 free"):
+        check_disk(tmp_path, [file], {file: target})
+    with (tmp_path / f"{WEIGHTS}.incomplete").open("wb") as partial:
+        partial.truncate(300_000_000)
+    check_disk(tmp_path, [file], {file: target})
+    with pytest.raises(DiskFull, match="continues"), translated(NAME, None, tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
+    done = run(hub, tmp_path, "up", "org/whisper", "--pull")
+    assert done.returncode == 78
+    assert f"{WEIGHTS}: 5.3 MB" in done.stderr
+    assert "org/whisper is refused: uses cross attention" in done.stderr
+
+
 def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
     done = run(None, tmp_path, "pull", NAME)
     assert done.returncode == 1
@@ -202,7 +237,7 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_slow_transfer_is_never_silent(hub: Hub, tmp_path: Path) -> None:
-    hub.faults = Faults(chunk_pause_s=0.12)
+    hub.faults = Faults(chunk_pause_s=0.065)
     done = run(hub, tmp_path, "pull", NAME)
     assert done.returncode == 0
     assert f"{WEIGHTS}: 5.3 MB\n" in done.stderr

@@ -26,6 +26,8 @@ from workers.cli.models.hub import RemoteFile, RemoteModel, translated
 
 PARTIAL = ".incomplete"
 PARTIAL_CONTENT = 206
+# Statuses below 500 after which another attempt may succeed.
+TRY_LATER = (408, 429)
 # Pauses after answers such as 503, and after connections that break.
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 # What a file system needs for itself.
@@ -170,7 +172,9 @@ def _transfer(url: str, out: IO[bytes], done: int, progress: Progress) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    return isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+    if not isinstance(error, HfHubHTTPError):
+        return False
+    return error.response.status_code < 500 and error.response.status_code not in TRY_LATER
 
 
 def _reason_of(error: Exception) -> str:

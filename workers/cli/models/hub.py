@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -47,6 +48,8 @@ SMALL_FILES = frozenset(
         "vocab.txt",
     }
 )
+# They become names of files.
+DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 REQUIRED = ("config.json", "tokenizer.json")
 
 
@@ -97,6 +100,9 @@ def find_model(name: str, revision: str | None) -> RemoteModel:
             " Hugging Face format with safetensors are served",
             field="name",
         )
+    for digest in (info.sha, *(file.digest for file in files)):
+        if not DIGEST.fullmatch(digest):
+            raise Unavailable(f"{constants.ENDPOINT} tells no checksum of a file of {name}")
     # Small files first: they fail at once where the weights would.
     return RemoteModel(name, revision, info.sha, sorted(files, key=lambda file: file.size))
 
@@ -138,6 +144,9 @@ def _translate(
                 f"{name} has no revision {revision!r}: give a branch, a tag or a commit",
                 field="revision",
             )
+        # The library's word for a hub that does not answer while it links the files.
+        case LocalEntryNotFoundError():
+            return Unavailable(f"{where} does not answer any more; run the command again")
         case EntryNotFoundError():
             return NotFound(f"{where} lists a file of {name} that it does not have", field="name")
         case HFValidationError():
@@ -152,13 +161,17 @@ def _translate(
                 " the proxy and HF_ENDPOINT, then run the command again: it continues where it"
                 " stopped"
             )
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return DiskFull(
-                f"the disk of {target} is full: free some space and run the command again, it"
-                " continues where it stopped"
-            )
         case _:
-            return Unavailable(f"{name} cannot be stored in {target}: {error}")
+            return _translate_disk(error, name, target)
+
+
+def _translate_disk(error: Exception, name: str, target: Path | None) -> PagemillError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk of {target} is full: free some space and run the command again, it"
+            " continues where it stopped"
+        )
+    return Unavailable(f"{name} cannot be stored in {target}: {error}")
 
 
 def _translate_status(status: int, name: str) -> PagemillError:
