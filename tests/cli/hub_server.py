@@ -1,5 +1,6 @@
 """A hub over HTTP for tests: the endpoints that the hub's client uses, and their faults."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -160,6 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
             if faults.num_breaks > 0 and faults.break_after is not None:
                 faults.num_breaks -= 1
                 content, self.close_connection = content[: faults.break_after], True
-        for first in range(0, len(content), 1 << 16):
-            self.wfile.write(content[first : first + (1 << 16)])
-            time.sleep(faults.chunk_pause_s)
+        # A client that is killed reads no more.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for first in range(0, len(content), 1 << 16):
+                self.wfile.write(content[first : first + (1 << 16)])
+                time.sleep(faults.chunk_pause_s)
