@@ -29,7 +29,10 @@ PagemillError               internal_error; server; not retryable
 │   └── WorkerFailure       a worker failed on this request
 ├── LogTruncated            server; a token log has lost its beginning and cannot be resumed
 ├── Poisoned                server; workers died with this request in flight; not retryable
-├── NotFound                client; there is no such request or dead letter
+├── NotFound                client; there is no such request, dead letter or model on a hub
+├── AccessDenied            client; a hub gives this model only to those who may have it
+├── DiskFull                server; a download does not fit onto the disk
+├── CorruptDownload         server; a file is not the one that the hub has promised; retryable
 ├── Fenced                  server; another writer has appended to this token log
 └── ConfigError             server; a configuration value is invalid; names file, key and type
 """
@@ -172,6 +175,20 @@ class Poisoned(PagemillError):
 class NotFound(PagemillError):
     code = "not_found"
     fault = "client"
+
+
+class AccessDenied(PagemillError):
+    code = "access_denied"
+    fault = "client"
+
+
+class DiskFull(PagemillError):
+    code = "disk_full"
+
+
+class CorruptDownload(PagemillError):
+    code = "corrupt_download"
+    retryable = True
 
 
 class Fenced(PagemillError):

@@ -18,6 +18,7 @@ CODE |= {"yaml.unsafe_load", "yaml.Loader", "yaml.UnsafeLoader", "multiprocessin
 CODE |= {"eval", "exec", "compile", "__import__", "importlib.import_module"}
 # They ask other people's servers, or read a file by a name.
 NETWORK = {"requests", "httpx", "aiohttp", "urllib3", "http.client", "urllib.request", "ftplib"}
+NETWORK |= {"huggingface_hub", "httpx2"}
 NETWORK |= {"httpcore", "httpcore2", "websockets", "smtplib", "telnetlib"}
 SOCKETS = {"socket.create_connection", "socket.socket", "socket.getaddrinfo", "socket.socketpair"}
 SOCKETS |= {"asyncio.open_connection", "prometheus_client.start_http_server"}
@@ -47,6 +48,12 @@ ALLOWED = {
     "shared.models.families.llava": {".read_bytes"},
     "workers.renderer.processing.processor": {".read_text"},
     "workers.cli.settings": {".read_text"},
+    # What the operator pulls, from the hub of HF_ENDPOINT; no other module downloads.
+    "workers.cli.models.hub": {"huggingface_hub", "httpx2"},
+    "workers.cli.models.download": {"huggingface_hub", "httpx2", "os.open", ".open"},
+    # Its cache is read; nothing is asked of the hub.
+    "workers.cli.models.local": {"huggingface_hub", ".read_bytes", ".open"},
+    "workers.cli.models.memory": {".read_text"},  # of /proc and /sys
     "workers.cli.ask": {".read_bytes"},
     "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.chat.state_file": {".read_bytes"},

@@ -10,6 +10,7 @@ from workers.cli.commands import (
     dead,
     listing,
     logs,
+    models,
     observe,
     preview,
     requests,
@@ -25,6 +26,8 @@ app = App(
 for command in (
     serve.up,
     serve.worker,
+    models.pull,
+    models.models,
     requests.ask,
     chat.chat,
     preview.render,

@@ -36,6 +36,8 @@ def test_version_and_help(tmp_path: Path) -> None:
     commands = (
         "up",
         "worker",
+        "pull",
+        "models",
         "ask",
         "render",
         "tokenize",

@@ -5,31 +5,65 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import uvloop
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
 from workers.cli import settings
+from workers.cli.commands.models import pull_model
 from workers.cli.local_cluster import LocalCluster
+from workers.cli.models.generated import Wishes, find_models, write_config
+from workers.cli.models.local import find_local, missing_files
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.preloader import Preloader, fork_preloader
-from workers.cli.terminal import print_refusal, run_app
+from workers.cli.terminal import errors, print_refusal, run_app
 from workers.cli.up import run_until_stopped
 from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
 
-def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
+
+def up(
+    *models: str,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+    pull: bool = False,
+    dtype: Annotated[DType | None, Parameter(help=DTYPE_HELP)] = None,
+    max_model_len: Annotated[int | None, Parameter(validator=Number(gt=0))] = None,
+) -> int:
     """Run all roles on this machine, with an embedded nats-server unless one is configured.
 
     Ctrl-C drains: workers finish or requeue the requests in flight before they end. A second Ctrl-C
     makes them requeue at once. The workers' log is appended to a file, see `pagemill logs`. The
     exit code is 78 for a configuration that will never work.
+
+    Parameters
+    ----------
+    models
+        Serve these models without a configuration file: names in the hub's cache, or folders. The
+        KV cache and the context are chosen from the memory that is available.
+    pull
+        Download those models that are not in the cache.
+    max_model_len
+        Limit on prompt and answer together, in tokens, of these models.
     """
     try:
+        wishes = Wishes(dtype, max_model_len)
+        if models:
+            config = _generate(models, config, wishes, pull)
+        elif pull or wishes != Wishes():
+            raise ConfigError(
+                "--pull, --dtype and --max-model-len belong to models that are named on the command"
+                " line",
+                field="models",
+            )
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
         settings.check_paths(loaded)
@@ -42,6 +76,22 @@ def up(*, config: ConfigFile = None, nats: NatsUrl = None) -> int:
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
+
+
+def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pull: bool) -> Path:
+    """Write the configuration of these models, and return its file. Raises PagemillError."""
+    if config is not None:
+        raise ConfigError(
+            f"models and --config exclude each other: add the models to {config}", field="config"
+        )
+    if may_pull:
+        for name in models:
+            if (model := find_local(name)) is None or missing_files(model.folder):
+                pull_model(name)
+    file, lines = write_config(find_models(models), wishes)
+    for line in lines:
+        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+    return file
 
 
 def _preload(config: Config, specs: Sequence[WorkerSpec]) -> Preloader | None:

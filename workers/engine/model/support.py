@@ -4,15 +4,20 @@ This module alone decides it. A family is served when a test compares its tokens
 transformers; a config may still ask for features that the engine does not have.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
 from shared.errors import ConfigError
 from shared.models import registry
-from workers.engine.model.step_plan import Window
+
+if TYPE_CHECKING:
+    # `pagemill models` runs these checks in a process without torch.
+    from workers.engine.model.step_plan import Window
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 

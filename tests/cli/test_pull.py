@@ -1,0 +1,297 @@
+"""`pagemill pull` and `pagemill models` with a hub over HTTP."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.errors import DiskFull
+from tests.cli.hub_server import COMMIT, Faults, Hub
+from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli.models.download import check_disk
+from workers.cli.models.hub import RemoteFile, translated
+
+DEMO = ROOT / "ops" / "demo_model"
+NAME = "org/demo"
+# The demo model with what must never be downloaded.
+FILES = {file.name: file.read_bytes() for file in DEMO.iterdir()} | {
+    "modeling_demo.py": b"raise SystemExit('code of a model was run')",
+    "pytorch_model.bin": b"pickled",
+    "onnx/model.safetensors": b"another format",
+    "consolidated.safetensors": b"the same weights again",
+}
+SERVED = set(FILES) - {
+    "modeling_demo.py",
+    "pytorch_model.bin",
+    "onnx/model.safetensors",
+    "consolidated.safetensors",
+    "README.md",
+}
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    unsupported = {**FILES, "config.json": b'{"model_type": "whisper"}'}
+    with Hub({NAME: FILES, "org/whisper": unsupported, "org/pickled": {"a.bin": b"x"}}) as server:
+        yield server
+
+
+def environment(hub: Hub | None, folder: Path, **more: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    endpoint = "http://127.0.0.1:9" if hub is None else hub.url
+    own = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
+    return inherited | own | {"COLUMNS": "300"} | more
+
+
+def run(
+    hub: Hub | None, folder: Path, *arguments: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PAGEMILL, *arguments],
+        cwd=folder,
+        env=environment(hub, folder, **more),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def snapshot(folder: Path) -> Path:
+    return folder / "hf" / "hub" / "models--org--demo" / "snapshots" / COMMIT
+
+
+def partials(folder: Path) -> list[Path]:
+    return list((folder / "hf").rglob("*.incomplete"))
+
+
+def test_only_what_serving_needs_is_downloaded_into_the_cache(hub: Hub, tmp_path: Path) -> None:
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert str(snapshot(tmp_path)) in done.stdout
+    assert {file.name for file in snapshot(tmp_path).iterdir()} == SERVED
+    for name in SERVED:
+        assert (snapshot(tmp_path) / name).read_bytes() == FILES[name]
+    assert {path for _, path, _ in hub.requests} == SERVED
+    assert partials(tmp_path) == []
+    # What is there is not downloaded again.
+    hub.requests.clear()
+    assert run(hub, tmp_path, "pull", NAME).returncode == 0
+    assert [path for method, path, _ in hub.requests if method == "GET"] == []
+
+
+def test_a_folder_gets_plain_files(hub: Hub, tmp_path: Path) -> None:
+    assert run(hub, tmp_path, "pull", NAME, "--dir", "here").returncode == 0
+    assert {file.name for file in (tmp_path / "here").iterdir()} == SERVED
+    # A file of another revision is replaced.
+    (tmp_path / "here" / "generation_config.json").write_bytes(
+        bytes(len(FILES["generation_config.json"]))
+    )
+    hub.requests.clear()
+    assert run(hub, tmp_path, "pull", NAME, "--dir", "here").returncode == 0
+    assert {path for _, path, _ in hub.requests} == {"generation_config.json"}
+
+
+def test_a_transfer_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(break_after=1_000_000, num_breaks=2)
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 0, done.stderr
+    ranges = hub.downloads(WEIGHTS)
+    assert ranges == [None, "bytes=1000000-", "bytes=2000000-"]
+    assert (snapshot(tmp_path) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_next_pull_continues_one_that_was_ended(
+    hub: Hub, tmp_path: Path, number: signal.Signals
+) -> None:
+    hub.faults = Faults(chunk_pause_s=0.1)
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [*PAGEMILL, "pull", NAME],
+            cwd=tmp_path,
+            env=environment(hub, tmp_path),
+            stdout=said,
+            stderr=said,
+        )
+    deadline = time.monotonic() + 60
+    digest = hashlib.sha256(FILES[WEIGHTS]).hexdigest()
+    while not any(p.name.startswith(digest) and p.stat().st_size for p in partials(tmp_path)):
+        assert process.poll() is None, (tmp_path / "said").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(30)
+    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert not (snapshot(tmp_path) / WEIGHTS).exists()
+    (partial,) = (p for p in partials(tmp_path) if p.name.startswith(digest))
+    received = partial.stat().st_size
+    assert 0 < received < len(FILES[WEIGHTS])
+    hub.faults = Faults()
+    hub.requests.clear()
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert hub.downloads(WEIGHTS) == [f"bytes={received}-"]
+    assert (snapshot(tmp_path) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
+
+
+@pytest.mark.parametrize("target", [[], ["--dir", "here"]])
+def test_a_corrupt_file_is_refused_and_not_served(
+    hub: Hub, tmp_path: Path, target: list[str]
+) -> None:
+    hub.faults = Faults(corrupt=True)
+    done = run(hub, tmp_path, "pull", NAME, *target)
+    assert done.returncode == 1
+    assert "corrupt_download" in done.stderr
+    assert WEIGHTS in done.stderr
+    assert list(tmp_path.rglob(WEIGHTS)) == []
+    assert partials(tmp_path) == []
+    assert run(hub, tmp_path, "up", NAME).returncode == 78
+    hub.faults = Faults()
+    assert run(hub, tmp_path, "pull", NAME, *target).returncode == 0
+
+
+def test_server_errors_are_tried_again(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(num_server_errors=2)
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 0, done.stderr
+    assert "status 503; trying again in 1 s" in done.stderr
+
+
+def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(gated=True, token="hf_right")
+    for token in ({}, {"HF_TOKEN": "hf_wrong"}):
+        done = run(hub, tmp_path, "pull", NAME, **token)
+        assert done.returncode == 1
+        assert "access_denied" in done.stderr
+        assert "HF_TOKEN" in done.stderr
+        assert "hf_wrong" not in done.stderr
+    assert run(hub, tmp_path, "pull", NAME, HF_TOKEN="hf_right").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["org/nothing"], "not_found", "has no model org/nothing"),
+        ([NAME, "--revision", "v9"], "not_found", "no revision 'v9'"),
+        (["a b//c"], "not_found", "is not a name such as org/name"),
+        (["org/pickled"], "invalid_configuration", "no model*.safetensors"),
+    ],
+)
+def test_errors_say_what_to_do(
+    hub: Hub, tmp_path: Path, arguments: list[str], code: str, said: str
+) -> None:
+    done = run(hub, tmp_path, "pull", *arguments)
+    assert done.returncode == 1
+    assert code in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_hub_cannot_name_files_elsewhere(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(etag="../../../../outside")
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 1
+    assert "no checksum" in done.stderr
+    assert list(tmp_path.rglob("outside*")) == []
+
+
+def test_a_full_disk_is_found_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RemoteFile(WEIGHTS, 900_000_000, 64 * "0")
+    target = tmp_path / WEIGHTS
+    usage = shutil.disk_usage(tmp_path)._replace(free=800_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskFull, match=r"needs 900000000 bytes.* has 800000000 free"):
+        check_disk(tmp_path, [file], {file: target})
+    with (tmp_path / f"{WEIGHTS}.incomplete").open("wb") as partial:
+        partial.truncate(300_000_000)
+    check_disk(tmp_path, [file], {file: target})
+    with pytest.raises(DiskFull, match="continues"), translated(NAME, None, tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
+    done = run(hub, tmp_path, "up", "org/whisper", "--pull")
+    assert done.returncode == 78
+    assert f"{WEIGHTS}: 5.3 MB" in done.stderr
+    assert "org/whisper is refused: uses cross attention" in done.stderr
+
+
+def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
+    done = run(None, tmp_path, "pull", NAME)
+    assert done.returncode == 1
+    assert "unavailable" in done.stderr
+    assert "HF_ENDPOINT" in done.stderr
+
+
+def test_a_slow_transfer_is_never_silent(hub: Hub, tmp_path: Path) -> None:
+    hub.faults = Faults(chunk_pause_s=0.065)
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 0
+    assert f"{WEIGHTS}: 5.3 MB\n" in done.stderr
+    assert " of 5.3 MB, " in done.stderr
+
+
+def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: Path) -> None:
+    assert run(hub, tmp_path, "pull", NAME).returncode == 0
+    assert run(hub, tmp_path, "pull", "org/whisper").returncode == 0
+    shown = run(hub, tmp_path, "models").stdout
+    assert "org/demo     Qwen2-VL  5.3 MB  here\n" in shown
+    rows = {
+        row["name"]: row
+        for row in map(json.loads, run(hub, tmp_path, "models", "--json").stdout.splitlines())
+    }
+    assert rows.keys() == {"demo", NAME, "org/whisper"}
+    assert rows["demo"]["state"] == "configured"
+    size = sum(len(FILES[name]) for name in SERVED)
+    here = {"name": NAME, "family": "Qwen2-VL", "size_bytes": size, "state": "here"}
+    assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
+    assert rows["org/whisper"]["state"] == "refused"
+    assert "cross attention" in rows["org/whisper"]["reason"]
+    (snapshot(tmp_path) / "tokenizer.json").unlink()
+    assert "refused: it lacks tokenizer.json" in run(hub, tmp_path, "models").stdout
+
+
+def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:
+    for arguments, said in (
+        ([NAME], f"run `pagemill pull {NAME}`"),
+        (["./nothing"], "no config.json"),
+        ([str(DEMO), "--config", "x.yaml"], "exclude each other"),
+        (["--max-model-len", "9"], "named on the command line"),
+    ):
+        done = run(hub, tmp_path, "up", *arguments)
+        assert done.returncode == 78, done.stderr
+        assert said in done.stderr
+    assert hub.requests == []
+    folder = tmp_path / "whisper"
+    shutil.copytree(DEMO, folder)
+    (folder / "config.json").write_bytes(b'{"model_type": "whisper"}')
+    done = run(hub, tmp_path, "up", str(folder))
+    assert done.returncode == 78
+    assert "cross attention" in done.stderr
+
+
+def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:
+    config = json.loads(FILES["config.json"])
+    config |= {"model_type": "demo_own", "auto_map": {"AutoConfig": "modeling_demo.DemoConfig"}}
+    folder = tmp_path / "own"
+    shutil.copytree(DEMO, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    mark = tmp_path / "was_run"
+    (folder / "modeling_demo.py").write_text(f"open({str(mark)!r}, 'w')\nDemoConfig = object\n")
+    done = run(hub, tmp_path, "up", str(folder))
+    assert done.returncode == 78
+    assert "own is refused" in done.stderr
+    assert not mark.exists()

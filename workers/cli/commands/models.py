@@ -1,0 +1,147 @@
+"""Commands about models: `pagemill pull` and `pagemill models`."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.filesize import decimal
+
+from shared.errors import PagemillError
+from workers.cli import settings
+from workers.cli.models import local, reports
+from workers.cli.models.pull_display import PullDisplay
+from workers.cli.options import ConfigFile, NatsUrl
+from workers.cli.terminal import connected, errors, print_json, print_line
+from workers.roles import all_roles
+
+EXIT_INTERRUPTED = 130
+COLUMNS = ("name", "family", "size", "state")
+
+
+def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) -> int:
+    """Download what serving needs of a model from the hub; run it again to continue a download.
+
+    The hub is that of HF_ENDPOINT, and HF_TOKEN is the token for gated models. Only configuration,
+    tokenizer and safetensors are downloaded, and each file's checksum is compared with the hub's.
+
+    Parameters
+    ----------
+    name
+        Name of the model on the hub, such as Qwen/Qwen2-VL-2B-Instruct.
+    revision
+        Branch, tag or commit; by default the main branch.
+    dir
+        Folder for the files; by default the hub's cache, which other programs share.
+    """
+    try:
+        folder = pull_model(name, revision, dir)
+    except KeyboardInterrupt:
+        errors.print("interrupted; the same command continues the download")
+        return EXIT_INTERRUPTED
+    print_line(f"{name} is in {folder}; `pagemill up {dir or name}` serves it")
+    return 0
+
+
+def pull_model(name: str, revision: str | None = None, folder: Path | None = None) -> Path:
+    """Download a model and show the progress on stderr. Raises PagemillError."""
+    # The hub's client takes a quarter of a second to import, which no other command needs.
+    from workers.cli.models.download import download
+    from workers.cli.models.hub import find_model
+
+    with PullDisplay(errors, live=errors.is_terminal) as display:
+        model = find_model(name, revision)
+        display.say(f"{name}: {len(model.files)} files, {decimal(model.size)}")
+        return download(model, folder, display)
+
+
+async def models(
+    *,
+    json: Annotated[bool, Parameter(help="Print a JSON object a line.")] = False,
+    config: ConfigFile = None,
+    nats: NatsUrl = None,
+) -> int:
+    """List the models that are configured or in the hub's cache, and which of them are served.
+
+    Without a broker, none is served, and that is no error.
+    """
+    file = settings.find_config_file(config)
+    loaded = settings.load_config(file)
+    configured = [local.LocalModel(name, Path(model.path)) for name, model in loaded.models.items()]
+    served = await _read_served(nats or settings.nats_url(loaded))
+    cached = [model for model in local.list_cached() if model.name not in loaded.models]
+    rows = await asyncio.to_thread(_describe, configured, cached, served)
+    known = {row["name"] for row in rows}
+    rows += [{"name": name, "state": "served"} for name in sorted(served - known)]
+    if json:
+        for row in rows:
+            print_json(row)
+        return 0
+    _print_table(rows)
+    return 0
+
+
+async def _read_served(url: str) -> set[str]:
+    """Return the models that have a worker of their own; none without a broker."""
+    roles = {role.name for role in all_roles() if role.one_model}
+    try:
+        async with connected(url, "models") as bus:
+            return {
+                name
+                for beat in await bus.read_heartbeats()
+                if beat.role in roles
+                for name in beat.models
+            }
+    except PagemillError:
+        return set()
+
+
+def _describe(
+    configured: Sequence[local.LocalModel], cached: Sequence[local.LocalModel], served: set[str]
+) -> list[dict[str, object]]:
+    found = [*configured, *cached]
+    here = [model for model in found if (model.folder / "config.json").is_file()]
+    by_folder = dict(
+        zip(
+            [model.folder for model in here],
+            reports.check_folders([model.folder for model in here]),
+            strict=True,
+        )
+    )
+    rows: list[dict[str, object]] = []
+    for model in found:
+        report = by_folder.get(model.folder)
+        missing = local.missing_files(model.folder)
+        reason = f"it lacks {', '.join(missing[:3])}" if missing else None
+        if report is not None and report.reason is not None:
+            reason = report.reason
+        state = "configured" if model in configured else "here"
+        row: dict[str, object] = {
+            "name": model.name,
+            "family": None if report is None else report.family,
+            "size_bytes": local.size_on_disk(model.folder),
+            "state": "refused" if reason else "served" if model.name in served else state,
+            "path": str(model.folder),
+        }
+        rows.append(row if reason is None else row | {"reason": reason})
+    return rows
+
+
+def _print_table(rows: Sequence[dict[str, object]]) -> None:
+    lines = [COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS) - 1)]
+    for *cells, state in lines:
+        shown = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+        print_line("  ".join([*shown, state]))
+
+
+def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
+    size = row.get("size_bytes")
+    reason = row.get("reason")
+    return (
+        str(row["name"]),
+        str(row.get("family") or "-"),
+        decimal(size) if isinstance(size, int) else "-",
+        f"{row['state']}: {reason}" if reason else str(row["state"]),
+    )

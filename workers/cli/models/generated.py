@@ -1,0 +1,116 @@
+"""Configuration of `pagemill up` with names of models: written to a file that all workers read."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared.config import Config
+from shared.config_parsing import parse_config
+from shared.errors import ConfigError
+from workers.cli.models.local import LocalModel, count_parameters, find_local, missing_files
+from workers.cli.models.memory import ModelNeeds, Plan, available_bytes, make_plan
+from workers.cli.models.reports import Report, check_folders
+
+FILE = "pagemill-up.yaml"
+HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line sets for every model."""
+
+    dtype: str | None = None
+    max_model_len: int | None = None
+
+
+def find_models(given: Sequence[str]) -> list[LocalModel]:
+    """Return the models of these names and folders. Raises ConfigError for one that is not here."""
+    models = []
+    for name in given:
+        model = find_local(name)
+        if model is None:
+            raise ConfigError(
+                f"{name} is not here: run `pagemill pull {name}`, or `pagemill up --pull {name}`",
+                field="models",
+            )
+        if missing := missing_files(model.folder):
+            raise ConfigError(
+                f"{model.name} is incomplete, it lacks {', '.join(missing[:3])}: run"
+                f" `pagemill pull {model.name}`",
+                field="models",
+            )
+        models.append(model)
+    names = [model.name for model in models]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two models of the name {', '.join(sorted(twice))}", field="models")
+    return models
+
+
+def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, list[str]]:
+    """Write the configuration of `models`; return its file and what was chosen, for people.
+
+    Raises ConfigError for a model that is not served, and where the memory does not suffice.
+    """
+    base = _parse({model.name: {"path": str(model.folder)} for model in models})
+    reports = check_folders([model.folder for model in models])
+    for model, report in zip(models, reports, strict=True):
+        if report.reason is not None:
+            raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
+    tree, lines = _choose(models, reports, wishes, base)
+    file = Path(base.nats.store_dir).absolute() / FILE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(HEADER + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error}", field="nats.store_dir") from error
+    return file, [*lines, f"settings are in {file}; PAGEMILL_… variables and options override them"]
+
+
+def _choose(
+    models: Sequence[LocalModel], reports: Sequence[Report], wishes: Wishes, base: Config
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration, and a line about each model."""
+    entries: dict[str, dict[str, Any]] = {
+        # Unlike its path, the name of a model is the same on other machines.
+        model.name: {"path": str(model.folder), "hash_model_id": model.name}
+        for model in models
+    }
+    if base.engine.device != "cpu":
+        wanted = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
+        for entry, report in zip(entries.values(), reports, strict=True):
+            chosen = {"dtype": report.dtype, **{k: v for k, v in wanted.items() if v is not None}}
+            entry.update({name: value for name, value in chosen.items() if value is not None})
+        return {"models": entries}, [f"engines compute on {base.engine.device}"]
+    plan = _plan(models, reports, wishes, base)
+    for share in plan.shares:
+        entries[share.name] |= {"dtype": share.dtype, "max_model_len": share.max_model_len}
+    engine = {"kv_cache_mib": plan.kv_cache_mib}
+    return {"models": entries, "engine": engine}, plan.lines()
+
+
+def _plan(
+    models: Sequence[LocalModel], reports: Sequence[Report], wishes: Wishes, base: Config
+) -> Plan:
+    needs = [
+        ModelNeeds(
+            model.name,
+            count_parameters(model.folder),
+            report.kv_values_per_token,
+            report.max_position_embeddings,
+            report.dtype,
+            wishes.dtype,
+            wishes.max_model_len,
+        )
+        for model, report in zip(models, reports, strict=True)
+    ]
+    is_set = "PAGEMILL_ENGINE__KV_CACHE_MIB" in os.environ
+    return make_plan(needs, available_bytes(), base.engine.kv_cache_mib if is_set else None)
+
+
+def _parse(models: dict[str, dict[str, Any]]) -> Config:
+    """Return the configuration of these models with the settings of the environment."""
+    return parse_config(yaml.safe_dump({"models": models}), os.environ, "command line")

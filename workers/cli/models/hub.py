@@ -1,0 +1,187 @@
+"""A model on a hub: the files that serving needs, and the errors of asking for them.
+
+The hub's address and the token are those of the library: `HF_ENDPOINT`, and `HF_TOKEN` or that of
+`hf auth login`.
+"""
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+
+from shared.errors import AccessDenied, ConfigError, DiskFull, NotFound, PagemillError, Unavailable
+
+# Names without a folder: nothing else of a repository is ever written.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+SMALL_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors.index.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "video_preprocessor_config.json",
+        "vocab.json",
+        "vocab.txt",
+    }
+)
+# They become names of files.
+DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+REQUIRED = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    name: str
+    size: int
+    digest: str
+    """SHA-256 of a large file, or the id that git gives to a small one, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    name: str
+    revision: str | None
+    commit: str
+    files: list[RemoteFile]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def is_needed(name: str) -> bool:
+    """Return whether serving needs a file of this name."""
+    return name in SMALL_FILES or WEIGHTS.fullmatch(name) is not None
+
+
+def find_model(name: str, revision: str | None) -> RemoteModel:
+    """Ask the hub for the files of a model. Raises PagemillError."""
+    with translated(name, revision):
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    files = [
+        RemoteFile(
+            sibling.rfilename,
+            sibling.size or 0,
+            sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id or "",
+        )
+        for sibling in info.siblings or []
+        if is_needed(sibling.rfilename)
+    ]
+    names = {file.name for file in files}
+    missing = [required for required in REQUIRED if required not in names]
+    missing += [] if any(map(WEIGHTS.fullmatch, names)) else ["model*.safetensors"]
+    if missing or info.sha is None:
+        raise ConfigError(
+            f"{name} has no {' and no '.join(missing)} on {constants.ENDPOINT}: only models in"
+            " Hugging Face format with safetensors are served",
+            field="name",
+        )
+    for digest in (info.sha, *(file.digest for file in files)):
+        if not DIGEST.fullmatch(digest):
+            raise Unavailable(f"{constants.ENDPOINT} tells no checksum of a file of {name}")
+    # Small files first: they fail at once where the weights would.
+    return RemoteModel(name, revision, info.sha, sorted(files, key=lambda file: file.size))
+
+
+@contextlib.contextmanager
+def translated(name: str, revision: str | None, target: Path | None = None) -> Iterator[None]:
+    """Raise the errors of the library and of the disk as PagemillError, with what to do."""
+    try:
+        yield
+    except (
+        HfHubHTTPError,
+        httpx2.HTTPError,
+        HFValidationError,
+        RevisionResolutionError,
+        OSError,
+    ) as error:
+        raise _translate(error, name, revision, target) from error
+
+
+def _translate(
+    error: Exception, name: str, revision: str | None, target: Path | None
+) -> PagemillError:
+    where = constants.ENDPOINT
+    match error:
+        case GatedRepoError():
+            return AccessDenied(
+                f"{name} is gated: accept its conditions at {where}/{name}, then set HF_TOKEN to a"
+                " token of that account, or run `hf auth login`",
+                field="name",
+            )
+        case RepositoryNotFoundError():
+            return NotFound(
+                f"{where} has no model {name}, or it is private: check the name, or set HF_TOKEN to"
+                " a token that may read it",
+                field="name",
+            )
+        case RevisionNotFoundError():
+            return NotFound(
+                f"{name} has no revision {revision!r}: give a branch, a tag or a commit",
+                field="revision",
+            )
+        # The library's word for a hub that does not answer while it links the files.
+        case LocalEntryNotFoundError():
+            return Unavailable(f"{where} does not answer any more; run the command again")
+        case EntryNotFoundError():
+            return NotFound(f"{where} lists a file of {name} that it does not have", field="name")
+        case HFValidationError():
+            return NotFound(f"{name!r} is not a name such as org/name", field="name")
+        case HfHubHTTPError():
+            return _translate_status(error.response.status_code, name)
+        case OfflineModeIsEnabled():
+            return Unavailable("HF_HUB_OFFLINE is set: unset it to download")
+        case httpx2.HTTPError() | RevisionResolutionError():
+            return Unavailable(
+                f"{where} cannot be reached ({type(error).__name__}: {error}); check the network,"
+                " the proxy and HF_ENDPOINT, then run the command again: it continues where it"
+                " stopped"
+            )
+        case _:
+            return _translate_disk(error, name, target)
+
+
+def _translate_disk(error: Exception, name: str, target: Path | None) -> PagemillError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk of {target} is full: free some space and run the command again, it"
+            " continues where it stopped"
+        )
+    return Unavailable(f"{name} cannot be stored in {target}: {error}")
+
+
+def _translate_status(status: int, name: str) -> PagemillError:
+    if status in (401, 403):
+        return AccessDenied(
+            f"{constants.ENDPOINT} refuses {name} with status {status}: set HF_TOKEN to a token"
+            " that may read it, or run `hf auth login`",
+            field="name",
+        )
+    return Unavailable(
+        f"{constants.ENDPOINT} answers with status {status}; run the command again later, it"
+        " continues where it stopped"
+    )

@@ -1,0 +1,106 @@
+"""Models on this machine: folders in Hugging Face format, and those of the hub's cache."""
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import ConfigError
+
+# safetensors has the same limit.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    name: str
+    folder: Path
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    shape: list[int] = []
+
+
+class WeightIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def list_cached() -> list[LocalModel]:
+    """Return the models of the hub's cache, each with the commit that is served."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, ValueError):
+        return []
+    models = []
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        revisions = sorted(
+            repo.revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified)
+        )
+        if repo.repo_type == "model" and revisions:
+            models.append(LocalModel(repo.repo_id, revisions[-1].snapshot_path))
+    return models
+
+
+def find_local(given: str) -> LocalModel | None:
+    """Return the model of a folder or of the hub's cache; None for one that is not here.
+
+    A folder is served under its own name. Raises ConfigError for a path that is no model.
+    """
+    if given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file():
+        folder = Path(given).expanduser().absolute()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{given} is not a Hugging Face model folder (no config.json)", field="models"
+            )
+        return LocalModel(folder.resolve().name, folder)
+    return next((model for model in list_cached() if model.name == given), None)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return what a folder lacks of the files that serving needs."""
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            weight_map = msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map
+        except msgspec.MsgspecError:
+            return [*missing, "a readable model.safetensors.index.json"]
+        missing += sorted(
+            shard for shard in set(weight_map.values()) if not (folder / shard).is_file()
+        )
+    elif not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    return missing
+
+
+def size_on_disk(folder: Path) -> int:
+    """Return the bytes of the files of a folder, where links lead."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def count_parameters(folder: Path) -> int:
+    """Return how many numbers the weights of a folder are. Raises ConfigError."""
+    return sum(
+        math.prod(tensor.shape)
+        for file in sorted(folder.glob("*.safetensors"))
+        for tensor in _read_header(file)
+    )
+
+
+def _read_header(file: Path) -> Iterator[Tensor]:
+    try:
+        with file.open("rb") as weights:
+            (header_len,) = struct.unpack("<Q", weights.read(8))
+            if header_len > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {header_len} bytes")
+            header = msgspec.json.decode(weights.read(header_len), type=dict[str, msgspec.Raw])
+        for name, raw in header.items():
+            if name != "__metadata__":
+                yield msgspec.json.decode(raw, type=Tensor)
+    except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}", field="models") from error

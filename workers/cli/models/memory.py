@@ -1,0 +1,152 @@
+"""Memory of this machine, and how much of it the KV cache and the context of models may take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from shared.errors import ConfigError
+
+# The other roles, the modules of torch, and the activations of a step.
+RESERVE_BYTES = 1536 * 2**20
+# Kernels round the sizes of heads and blocks up.
+KV_MARGIN = 1.25
+MIN_MODEL_LEN = 512
+# One cache holds so many sequences of the longest kind, where there is memory for them.
+NUM_LONG_SEQUENCES = 16
+STEP_TOKENS = 256
+MIN_KV_CACHE_MIB = 64
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """The size of a model; `dtype` is None for one that the plan chooses."""
+
+    name: str
+    num_parameters: int
+    kv_values_per_token: int
+    longest: int
+    saved_dtype: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+
+    def weights_bytes(self, dtype: str) -> int:
+        return self.num_parameters * ITEM_BYTES[dtype]
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Bytes of the KV cache for one token."""
+        return int(self.kv_values_per_token * ITEM_BYTES[dtype] * KV_MARGIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one model gets."""
+
+    name: str
+    dtype: str
+    max_model_len: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    shares: list[Share]
+    kv_cache_mib: int
+    available: int
+
+    def lines(self) -> list[str]:
+        return [
+            f"{share.name}: weights {decimal(share.weights_bytes)} as {share.dtype},"
+            f" max_model_len {share.max_model_len}, KV cache {self.kv_cache_mib} MiB,"
+            f" of {decimal(self.available)} of free memory"
+            for share in self.shares
+        ]
+
+
+def make_plan(
+    models: Sequence[ModelNeeds], available: int, kv_cache_mib: int | None = None
+) -> Plan:
+    """Divide the memory among models. Raises ConfigError where the weights do not fit.
+
+    A model that was saved in bfloat16 stays so. Others are served in float32, which is exact, or in
+    bfloat16 where that does not fit.
+    """
+    dtypes = [model.dtype or _exact_dtype(model) for model in models]
+    if _rest(models, dtypes, available) <= 0:
+        dtypes = [model.dtype or "bfloat16" for model in models]
+    rest = _rest(models, dtypes, available)
+    weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
+    if rest <= 0:
+        raise ConfigError(
+            f"{', '.join(model.name for model in models)}: the weights take {weights} bytes as"
+            f" {', '.join(dict.fromkeys(dtypes))}, all else {RESERVE_BYTES}, and {available} bytes"
+            " of memory are available",
+            field="models",
+        )
+    # The other half is for caches of images, for prompts in flight, and for what grows elsewhere.
+    budget = kv_cache_mib * 2**20 if kv_cache_mib else rest // 2 // len(models)
+    lengths = [
+        _choose_len(model, model.kv_bytes(dtype), budget)
+        for model, dtype in zip(models, dtypes, strict=True)
+    ]
+    wanted = max(
+        NUM_LONG_SEQUENCES * length * model.kv_bytes(dtype)
+        for model, dtype, length in zip(models, dtypes, lengths, strict=True)
+    )
+    mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, wanted) // 2**20))
+    shares = [
+        Share(model.name, dtype, length, model.weights_bytes(dtype))
+        for model, dtype, length in zip(models, dtypes, lengths, strict=True)
+    ]
+    return Plan(shares, mib, available)
+
+
+def _exact_dtype(model: ModelNeeds) -> str:
+    return "bfloat16" if model.saved_dtype == "bfloat16" else "float32"
+
+
+def _rest(models: Sequence[ModelNeeds], dtypes: Sequence[str], available: int) -> int:
+    weights = sum(model.weights_bytes(dtype) for model, dtype in zip(models, dtypes, strict=True))
+    return available - RESERVE_BYTES - weights
+
+
+def _choose_len(model: ModelNeeds, kv_bytes: int, budget: int) -> int:
+    """Return the longest context that fits. Raises ConfigError with what it would take."""
+    num_tokens = budget // max(1, kv_bytes)
+    if model.max_model_len is not None:
+        if model.max_model_len > num_tokens:
+            raise ConfigError(
+                f"{model.name}: {model.max_model_len} tokens take"
+                f" {model.max_model_len * kv_bytes} bytes of KV cache, and {budget} are there for"
+                " it: lower --max-model-len",
+                field="max_model_len",
+            )
+        return model.max_model_len
+    length = min(model.longest, num_tokens)
+    if length < min(MIN_MODEL_LEN, model.longest):
+        raise ConfigError(
+            f"{model.name}: {budget} bytes are there for the KV cache, and {MIN_MODEL_LEN} tokens"
+            f" take {MIN_MODEL_LEN * kv_bytes}",
+            field="models",
+        )
+    return length if length < STEP_TOKENS else length - length % STEP_TOKENS
+
+
+def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Return the memory that new processes can have, within the limit of a container."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        pairs = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # Cached files, such as those that were just downloaded, make room.
+        cached = sum(int(n) for name, n in pairs if name in ("active_file", "inactive_file"))
+        return min(available, limit - used + cached)
+    except (OSError, ValueError):
+        return available  # There is no limit, or no control group.

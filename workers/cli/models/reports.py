@@ -1,0 +1,48 @@
+"""What the engine says of model folders, from a process that may import transformers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import ConfigError
+
+MODULE = "workers.engine.model.check_folders"
+CHECK_TIMEOUT_S = 120.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The report of `workers.engine.model.check_folders` about one folder."""
+
+    family: str | None
+    reason: str | None
+    dtype: str | None
+    max_position_embeddings: int
+    kv_values_per_token: int
+
+
+def check_folders(folders: Sequence[Path]) -> list[Report]:
+    """Return a report for each folder. Raises ConfigError."""
+    if not folders:
+        return []
+    try:
+        # Without a terminal, transformers cannot ask whether to run the code of a folder.
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, *map(str, folders)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=CHECK_TIMEOUT_S,
+            check=False,
+        )
+        return msgspec.json.decode(done.stdout, type=list[Report])
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the check of the models takes more than {CHECK_TIMEOUT_S:g} s", field="models"
+        ) from error
+    except msgspec.MsgspecError as error:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"the models cannot be checked: {said}", field="models") from error

@@ -1,0 +1,80 @@
+"""Report about model folders, as JSON on stdout: family, reason of a refusal, size of a token.
+
+`python -m workers.engine.model.check_folders FOLDER...` is run by `pagemill models` and `pagemill
+up`, which do not import transformers themselves. It reads config.json alone, and no code of a
+folder.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class FolderReport(msgspec.Struct, frozen=True):
+    family: str | None = None
+    reason: str | None = None
+    """Why the engine refuses the model; None for a model that it serves."""
+    dtype: str | None = None
+    """The type in which the model was saved."""
+    max_position_embeddings: int = 0
+    kv_values_per_token: int = 0
+    """Keys and values of one token, in all layers."""
+
+
+def main(folders: Sequence[str]) -> None:
+    # As in a renderer, with this entry transformers does not load torch.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # transformers asks there whether to run the code of a folder, and nobody answers.
+    with contextlib.redirect_stdout(sys.stderr):
+        reports = [_report(Path(folder)) for folder in folders]
+    sys.stdout.buffer.write(msgspec.json.encode(reports))
+
+
+def _report(folder: Path) -> FolderReport:
+    from transformers import AutoConfig
+
+    from shared.errors import ConfigError
+    from shared.models import registry
+    from workers.engine.model.support import check_supported
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
+        return FolderReport(reason=f"config.json cannot be read: {str(error).splitlines()[0]}")
+    family = registry.find_family(config)
+    name = None if family is None else family.name
+    try:
+        check_supported(config, folder)
+        registry.find_tower(config)
+    except ConfigError as error:
+        reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
+        return FolderReport(name, reason)
+    text = config.get_text_config(decoder=True)
+    return FolderReport(
+        name,
+        dtype=_dtype_of(config) or _dtype_of(text),
+        max_position_embeddings=text.max_position_embeddings,
+        kv_values_per_token=_count_kv_values(text),
+    )
+
+
+def _dtype_of(config: Any) -> str | None:
+    dtype = getattr(config, "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _count_kv_values(text: Any) -> int:
+    num_heads: int = text.num_attention_heads
+    num_kv_heads: int = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
