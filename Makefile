@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --quiet
+UV := $(BIN)/uv
 TORCH := 2.13.0
 JOBS ?= 3
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
@@ -9,12 +10,15 @@ PEERS ?= peers
 
 .PHONY: lock demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
-# Exact versions from requirements.lock, and this package. Bytecode of what is imported comes with
+# Exact versions from requirements.lock, and this package. uv needs a tenth of pip's time, and links
+# what another checkout has downloaded; where it cannot reach the index, pip may. Bytecode of what is imported comes with
 # its first import; of all packages it would cost half a minute here.
 .venv/installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
-	$(PIP) install --no-compile --upgrade "pip>=25.1"
-	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock
+	$(PIP) install --no-compile --upgrade "pip>=25.1" "uv>=0.11"
+	$(UV) pip install --python $(BIN)/python --system-certs --no-deps --require-hashes \
+		--requirement requirements.lock || \
+		$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock
 	$(PIP) install --no-compile torch==$(TORCH)
 	$(PIP) install --no-compile --no-deps --no-build-isolation --editable .
 	sync  # A broker's first writes would otherwise wait for two gigabytes.
@@ -25,7 +29,7 @@ PEERS ?= peers
 lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install uv
-	$(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 \
+	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --quiet > requirements.new
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } keep' requirements.new > requirements.lock
 	rm requirements.new
