@@ -6,6 +6,7 @@ up`, with the whole command line as what it forks; each test process starts one.
 """
 
 import atexit
+import importlib
 import os
 import signal
 import socket
@@ -15,17 +16,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
 from workers import __main__ as pagemill
+from workers import roles
 from workers.cli import preloader, terminal
 from workers.cli.preloader import MAX_MESSAGE_BYTES, Exited, Start, Started
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("workers.engine.main", "workers.encoder.worker", "workers.gateway.worker")
+# Environment variable that names a module whose `register_roles` a command calls first.
+ROLES_OF = "TESTS_ROLES_OF"
+MODULES = [spec.module for spec in roles.all_roles()]
 
 
 class ForkedCommand:
@@ -149,6 +154,8 @@ def run(
 
 
 def _main() -> None:
+    if (module := os.environ.get(ROLES_OF)) is not None:
+        importlib.import_module(module).register_roles()
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))
@@ -157,4 +164,8 @@ def _main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # `up` has workers that use torch forked, and executes the others, which start without torch.
+    # Here every worker is a fork. tests/cli/test_commands.py starts the others without torch.
+    for spec in roles.all_roles():
+        roles._ROLES[spec.name] = replace(spec, uses_torch=True)
     preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, _main)

@@ -3,8 +3,8 @@
     renderer ──▶ engine ~~text~~▶ speak ══word══▶ voice
 
 The engine writes the text. `speak` follows it while it grows, has every word spoken by `voice`, and
-writes the sounds in order to the output `audio`. All stages are real processes, started through
-this file so that they know its roles, and each of them is killed in the middle of its work.
+writes the sounds in order to the output `audio`. All stages are real processes, which import this
+file to know its roles, and each of them is killed in the middle of its work.
 """
 
 import asyncio
@@ -13,8 +13,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -45,6 +43,7 @@ from shared.stage.job import Job
 from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Ended, Outcome, WorkerLoop
 from shared.state import item_results
+from tests import preloaded
 from workers import roles
 from workers.cli import settings
 
@@ -152,9 +151,8 @@ class Voice:
 
 
 def register_roles() -> None:
-    module = "tests.cluster.test_own_pipeline"
     for name in ("speaker", "voice"):
-        roles.register(roles.RoleSpec(name, module, name.title(), "speaks"))
+        roles.register(roles.RoleSpec(name, __name__, name.title(), "speaks"))
 
 
 # -- the test -------------------------------------------------------------------------------------
@@ -165,18 +163,14 @@ class Processes:
 
     def __init__(self, config: Path, url: str, log: Path) -> None:
         self._config, self._url, self._log = config, url, log
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, preloaded.ForkedCommand] = {}
 
     def start(self, role: str) -> None:
         stage = [] if STAGES[role] == role else ["--stage", STAGES[role]]
-        command = [sys.executable, "-m", "tests.cluster.test_own_pipeline", "worker", role, *stage]
+        arguments = ["worker", role, *stage, "--config", str(self._config), "--nats", self._url]
+        env = os.environ | {"OMP_NUM_THREADS": "1", preloaded.ROLES_OF: __name__}
         with self._log.open("ab") as stderr:
-            self._running[role] = subprocess.Popen(
-                [*command, "--config", str(self._config), "--nats", self._url],
-                cwd=ROOT,
-                stderr=stderr,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+            self._running[role] = preloaded.start(arguments, env=env, stderr=stderr)
 
     def kill(self, role: str) -> None:
         """Kill the process of a role, and start another."""
@@ -319,10 +313,3 @@ async def test_without_its_roles_the_pipeline_is_refused(tmp_path: Path) -> None
     config.write_text(CONFIG)
     with pytest.raises(ConfigError, match=r"models\.demo\.stages\.speak\.role: no role 'speaker'"):
         settings.load_config(config)
-
-
-if __name__ == "__main__":
-    from workers.__main__ import main as run_command
-
-    register_roles()
-    run_command()
