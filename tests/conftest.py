@@ -1,12 +1,15 @@
 """Fixtures and hooks for all tests: a broker per session, rules about errors, skips and order."""
 
+import functools
 import gc
 import os
 import re
 import shutil
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 
+import httpcore2
 import hypothesis
 import pytest
 
@@ -21,6 +24,10 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read by torch at its import; workers set it as well.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Clients trust the same certificate authorities, which take 20 ms of processor time to parse.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 # No test measures time, because it would fail on a busy machine.
 hypothesis.settings.register_profile(
