@@ -14,7 +14,7 @@ from shared.telemetry.logs import Level
 from workers.cli import settings
 from workers.cli.log_file import Filter, LogReader, parse, render
 from workers.cli.options import ConfigFile, load
-from workers.cli.terminal import call_on_signals, out
+from workers.cli.terminal import call_on_signals, out, write_text
 
 POLL_S = 0.2
 STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -74,8 +74,10 @@ async def _follow(reader: LogReader, as_json: bool) -> None:
 
 def _print_lines(lines: list[bytes], as_json: bool) -> None:
     for line in lines:
-        if as_json:
-            sys.stdout.write(line.decode(errors="replace").rstrip("\n") + "\n")
+        if as_json and not sys.stdout.isatty():
+            sys.stdout.buffer.write(line.rstrip(b"\n") + b"\n")
+        elif as_json:
+            write_text(line.decode(errors="replace").rstrip("\n") + "\n")
         else:
             event = parse(line) or {}
             style = STYLES.get(str(event.get("level")), "")

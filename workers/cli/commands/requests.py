@@ -14,7 +14,14 @@ from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
-from workers.cli.terminal import connected, errors, format_time, print_json, print_line, print_rows
+from workers.cli.terminal import (
+    connected,
+    format_time,
+    print_json,
+    print_line,
+    print_note,
+    print_rows,
+)
 
 # A request that was published a moment ago is known as soon as a coordinator has read it.
 ARRIVAL_S = 1.0
@@ -66,20 +73,22 @@ async def ask(
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
     url, model = find_url_and_model(config, nats, model)
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling = {name: value for name, value in options.items() if value is not None}
     request = build_request(model, question, image or [], sampling, timeout_s, adapter)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
         # The records do not have it, and it is needed to follow, find or cancel the request.
-        errors.print(f"[dim]request {request_id}[/]", highlight=False, soft_wrap=True)
+        print_note(f"request {request_id}")
+        records = client.ask(bus, request, request_id, sampling=sampling)
         try:
-            return await print_records(client.ask(bus, request, request_id), as_json=json)
+            return await print_records(records, as_json=json)
         except asyncio.CancelledError:
             if not durable:
                 await client.cancel(bus, request_id)
-                errors.print("\ncancelled")
+                print_note("\ncancelled")
             else:
-                errors.print(f"\nthe request continues: pagemill follow {request_id}")
+                print_note(f"\nthe request continues: pagemill follow {request_id}")
             return EXIT_INTERRUPTED
 
 
