@@ -81,7 +81,7 @@ def print_note(text: str) -> None:
 
 
 def print_rows(rows: Mapping[str, object]) -> None:
-    """Print a name and a value a line; values that are None are left out."""
+    """Print a name and a value per line; values that are None are left out."""
     for name, value in rows.items():
         if value is not None:
             print_line(f"{name:<8} {value}")

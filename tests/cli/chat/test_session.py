@@ -115,7 +115,7 @@ def test_a_state_file_that_cannot_be_written_is_told_once(
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "chat.json"
     conversation, code = talk(monkeypatch, state, BreakingConnection(), "Hi", "Hi")
-    assert capsys.readouterr().err.count("--resume will not know this conversation") == 1
+    assert capsys.readouterr().err.count("--resume will not find this conversation") == 1
     assert (len(conversation.entries), code) == (4, 0)
 
 

@@ -17,12 +17,12 @@ HELP = {
     "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
     "retry": "ask the last message again",
     "undo": "remove the last message and its answer",
-    "resume": "continue an answer that broke off",
+    "resume": "continue an answer that was cut off",
     "history": "show the conversation",
     "save": "FILE: write the messages as JSON, in OpenAI's format",
-    "load": "FILE: read messages from such a file",
+    "load": "FILE: replace the messages with those of such a file",
     "requests": "show the request ids of this conversation",
-    "quit": "leave; so does Ctrl-D",
+    "quit": "leave the chat; Ctrl-D does the same",
 }
 NEED_ARGUMENT = {IMAGE, "save", "load"}
 LONG_MESSAGES = (
@@ -49,7 +49,8 @@ class Said(NamedTuple):
 def is_open(text: str) -> bool:
     """Return whether a message goes on in the next line.
 
-    It does after a backslash, though not after two, and until the quotes that it began with.
+    A backslash at its end continues it, two of them do not. A message that begins with quotes goes
+    on until a line ends with them.
     """
     text = text.strip()
     if text.startswith(_QUOTES):

@@ -157,7 +157,9 @@ class Session:
             case "params":
                 conversation.set_params(parse_params(argument))
                 said = [f"{name}={value}" for name, value in conversation.params.items()]
-                print_note(" ".join(said) or "as configured for the model")
+                print_note(
+                    " ".join(said) or "no parameters are set: those configured for the model apply"
+                )
             case "undo":
                 self._leave_unfinished()
                 if not conversation.undo():
@@ -166,7 +168,7 @@ class Session:
     def _attach(self, path: str) -> None:
         images = self.conversation.images
         images.append(_read_image(path))
-        print_note(f"{len(images)} for the next message")
+        print_note(f"images of the next message: {len(images)}")
 
     def _use_file(self, command: Command) -> None:
         path = Path(command.argument).expanduser()
@@ -200,7 +202,7 @@ class Session:
         return True
 
     def _leave_unfinished(self) -> None:
-        """Keep what there is of an answer that broke off."""
+        """End an unfinished answer, and keep the text that was read."""
         if self.conversation.unfinished is not None:
             self.conversation.end(self._answer.text, is_interrupted=True)
 
@@ -219,7 +221,7 @@ class Session:
             finally:
                 self.conversation.end(self._answer.text, is_interrupted=True)
         except Unavailable:
-            print_note(f"\n{request_id} is unfinished: /resume continues it")
+            print_note(f"\nthe answer of {request_id} is unfinished: /resume continues it")
             raise
         except PagemillError:
             self.conversation.end(self._answer.text, is_interrupted=True)
@@ -243,7 +245,7 @@ class Session:
         except OSError as error:
             if not self._state_fails:
                 print_note(
-                    f"{self._state}: {error.strerror}: --resume will not know this conversation"
+                    f"{self._state}: {error.strerror}: --resume will not find this conversation"
                 )
             self._state_fails = True
 
@@ -269,5 +271,5 @@ def _read_image(argument: str) -> str:
         return argument
     path = Path(argument.strip("\"'")).expanduser()
     if not path.is_file():
-        raise InvalidMedia(f"{path} is no file", field=multimodal.IMAGE)
+        raise InvalidMedia(f"{path} is not a file", field=multimodal.IMAGE)
     return data_url(path)

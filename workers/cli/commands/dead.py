@@ -28,7 +28,7 @@ from workers.cli.terminal import (
     print_rows,
 )
 
-app = App(name="dead", help="Inspect and requeue the requests that all attempts failed to answer.")
+app = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
 
 
 @app.command(name="list")

@@ -37,17 +37,17 @@ async def requests(
     Parameters
     ----------
     request_id
-        Print what `pagemill where` prints of this request.
+        Print the status of this request, as `pagemill where` does.
     state
         List only requests in this state.
     model
-        List only requests for this model, as far as their models are known.
+        List only requests that are known to be for this model.
     limit
-        Maximum number of requests.
+        Maximum number of requests in the list.
     follow
-        Then print each request that is new or has changed, until Ctrl-C.
+        After the list, print each request that is new or has changed, until Ctrl-C.
     json
-        Print one JSON object a line.
+        Print one JSON object per line.
     """
     if request_id is not None:
         return await where(request_id, json=json, config=config, nats=nats)
@@ -107,9 +107,9 @@ def _or_dash(value: object) -> str:
 
 def _note(listing: Listing, num_rows: int, limit: int) -> str:
     """Return what the list leaves out."""
-    notes = [f"{num_rows - limit} more: --limit shows them"] if num_rows > limit else []
+    notes = [f"{num_rows - limit} more match: --limit shows them"] if num_rows > limit else []
     if listing.is_cut:
-        notes.append("older requests were not looked at: `pagemill where ID` finds them")
+        notes.append("older requests were not searched: `pagemill where ID` finds them")
     if not num_rows:
         notes.insert(0, "no requests")
     return "; ".join(notes)

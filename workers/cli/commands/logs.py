@@ -31,22 +31,22 @@ async def logs(
     json: bool = False,
     config: ConfigFile = None,
 ) -> int:
-    """Print the log of `pagemill up`: its last lines, and with -f those that come.
+    """Print the log of `pagemill up`: its last lines, and with -f new ones as they are written.
 
     Parameters
     ----------
     follow
-        Go on with new lines until Ctrl-C.
+        Print new lines as they are written, until Ctrl-C.
     lines
         Print at most this many of the last lines that match.
     role
-        Only lines of workers of this role; `up` for those of `pagemill up` itself.
+        Print only lines of workers of this role; `up` selects those of `pagemill up` itself.
     level
-        Only lines of this level or a more severe one.
+        Print only lines of this level or a more severe one.
     worker
-        Only lines of the worker with this id, or with one that begins so.
+        Print only lines of workers whose id begins with this text.
     request
-        Only lines about the request with this id.
+        Print only lines about the request with this id.
     json
         Print the lines as they are in the file.
     """

@@ -56,19 +56,19 @@ async def ask(
     question
         The text of the question.
     adapter
-        One of the model's LoRA adapters; by default none.
+        Name of one of the model's LoRA adapters; by default none.
     max_tokens
         Maximum number of tokens in the answer.
     temperature
-        0 is greedy; by default as configured for the model.
+        Sampling temperature; 0 is greedy. By default as configured for the model.
     seed
-        Makes a sampled answer repeatable.
+        Seed of the sampling, which makes the answer repeatable.
     timeout_s
-        Seconds from acceptance to the end of the answer; by default as configured.
+        Maximum seconds from acceptance to the end of the answer; by default as configured.
     json
-        Print the records of the token log, one JSON object a line.
+        Print the records of the token log, one JSON object per line.
     durable
-        Ctrl-C ends only this command; the request continues.
+        Let the request continue when Ctrl-C ends this command.
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
@@ -111,7 +111,7 @@ async def follow(
     wait_s
         Seconds to wait for a request that is not known yet.
     json
-        Print the records of the token log, one JSON object a line.
+        Print the records of the token log, one JSON object per line.
     """
     async with connected(find_url(config, nats), "follow") as bus:
         try:
@@ -137,14 +137,14 @@ async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl
         if before.state == "unknown":
             if not before.num_unread:
                 raise _unknown(before)
-            # Nothing can be done for it but this, until a coordinator reads the request.
+            # Until a coordinator reads the request, no more can be done than to store this.
             await client.cancel(bus, request_id)
             raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
         await client.cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
     if after.has_ended:
         return _print_end(after)
-    print_line(f"{request_id} is not cancelled yet: a coordinator does it as soon as one runs")
+    print_line(f"{request_id} is not cancelled yet: a coordinator cancels it as soon as one runs")
     return 0
 
 
