@@ -6,14 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.protocol.records import ChoiceDelta, Finish, LogRecord, TokenChunk, Usage
+from tests.cli.fake_terminal import FakeTerminal
 from workers.cli.ask import print_records
 
 TEXT = "a\x1b]52;c;x\x07\tb\n"
-
-
-class FakeTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 async def records() -> AsyncIterator[LogRecord]:

@@ -20,9 +20,11 @@ from shared.errors import InvalidRequest
 from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
+from tests.cli.fake_terminal import FakeTerminal
 from tests.cluster.conftest import ROOT
 from workers.cli import settings
 from workers.cli.ask import print_error
+from workers.cli.commands.logs import logs
 from workers.roles import all_roles
 
 
@@ -235,3 +237,31 @@ def test_what_an_error_quotes_is_no_markup(capsys: pytest.CaptureFixture[str]) -
         "error invalid_request (messages): a control token [/INST]",
         "error invalid_request: no role [bold]",
     ]
+
+
+ODD_LINES = '{"event":"x","key":"\x9b2J"}\n\x1b]52;c;x\x07'.encode() + b"\xff\n"
+
+
+@pytest.fixture
+def odd_log(tmp_path: Path) -> Path:
+    """A configuration whose log holds a name that would steer a terminal, and no UTF-8."""
+    file = tmp_path / "pagemill.log"
+    file.write_bytes(ODD_LINES)
+    config = tmp_path / "pagemill.yaml"
+    config.write_text(f"models: {{any: {{path: any}}}}\nlog_file: {file}\n")
+    return config
+
+
+async def test_json_lines_do_not_steer_the_terminal(
+    odd_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", out := FakeTerminal())
+    assert await logs(json=True, config=odd_log) == 0
+    assert out.getvalue() == '{"event":"x","key":"\ufffd2J"}\n\ufffd]52;c;x\ufffd\ufffd\n'
+
+
+async def test_json_lines_in_a_pipe_are_those_of_the_file(
+    odd_log: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert await logs(json=True, config=odd_log) == 0
+    assert capfdbinary.readouterr().out == ODD_LINES

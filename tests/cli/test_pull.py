@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import DiskFull
+from shared.errors import ConfigError, DiskFull
 from tests.cli.hub_server import COMMIT, Faults, Hub
 from tests.cluster.conftest import PAGEMILL, ROOT
 from workers.cli.models.download import check_disk
 from workers.cli.models.hub import RemoteFile, translated
+from workers.cli.models.local import find_local
 
 DEMO = ROOT / "ops" / "demo_model"
 NAME = "org/demo"
@@ -295,3 +296,8 @@ def test_no_code_of_a_pulled_folder_is_run(hub: Hub, tmp_path: Path) -> None:
     assert done.returncode == 78
     assert "own is refused" in done.stderr
     assert not mark.exists()
+
+
+def test_a_folder_of_an_unknown_user_is_refused() -> None:
+    with pytest.raises(ConfigError, match="~no-such-user/model: the home directory is not known"):
+        find_local("~no-such-user/model")

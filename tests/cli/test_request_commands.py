@@ -242,3 +242,22 @@ async def test_ids_that_no_request_can_have_are_refused(broker: EmbeddedServer, 
     for command in ("follow", "cancel", "where"):
         code, _, err = await run(broker, command, "*")
         assert (code, "invalid_request" in err) == (1, True)
+
+
+async def test_ask_sends_what_is_given_even_if_it_is_a_default(
+    broker: EmbeddedServer, bus: Bus, request_id: str
+) -> None:
+    options = ("--temperature", "1.0", "--request-id", request_id, "--model", request_id)
+    subject = subjects.request(request_id)
+    listener = await bus._nc.subscribe(subject)
+    asking = asyncio.create_task(run(broker, "ask", *options, "hello"))
+    message = await listener.next_msg(60)
+    assert json.loads(message.data)["sampling_params"] == {"temperature": 1.0}
+    await finish(bus, request_id)
+    assert (await asking)[0] == 0
+    await bus.purge(subjects.REQUESTS_STREAM, subject)
+
+
+async def test_a_request_id_that_looks_like_markup_is_refused(broker: EmbeddedServer) -> None:
+    code, _, err = await run(broker, "ask", "--request-id", "[/x]", "hello")
+    assert (code, "invalid_request" in err) == (1, True)

@@ -129,7 +129,7 @@ async def test_the_command_filters_and_limits(broker: EmbeddedServer, filled: Bu
     assert {row["request_id"] for row in rows} == {f"done-{RUN}", f"two-{RUN}-1"}
     _, out, err = await run(broker, "requests", "--model", MODEL, "--limit", "1")
     assert len(out.splitlines()) == 2
-    assert "more: --limit shows them" in err
+    assert "more match: --limit shows them" in err
     code, out, _ = await run(broker, "requests", f"done-{RUN}")
     assert (code, out.split()[:2]) == (0, ["state", "finished"])
     code, _, err = await run(broker, "requests", "--model", "nosuch")

@@ -1,13 +1,28 @@
-"""Signals of commands that run until they are stopped."""
+"""What the commands share: signals, and text that does not steer the terminal."""
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from workers.cli.terminal import call_on_signals
+from shared.errors import UnknownModel
+from shared.protocol.records import error_info
+from tests.cli.fake_terminal import FakeTerminal
+from workers.cli.ask import print_error
+from workers.cli.terminal import (
+    call_on_signals,
+    print_json,
+    print_line,
+    print_note,
+    print_refusal,
+    write_text,
+)
+
+STEERING = "a[b]\x1b]52;c;x\x07\x9b2J\tc"
+HARMLESS = "a[b]\ufffd]52;c;x\ufffd\ufffd2J\tc"
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +55,32 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     call_on_signals(lambda: None)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UnknownModel(STEERING)
+    print_line(STEERING)
+    print_note(STEERING)
+    print_refusal(error)
+    print_error(error_info(error))
+    said = capsys.readouterr()
+    # rich writes a tab as spaces.
+    shown = HARMLESS.expandtabs(8)
+    refused = f"error unknown_model: {HARMLESS}".expandtabs(8)
+    assert said.out.splitlines() == [shown]
+    assert said.err.splitlines() == [shown, refused, refused]
+
+
+def test_texts_are_harmless_on_a_terminal_and_unchanged_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for out, shown in ((FakeTerminal(), HARMLESS), (io.StringIO(), STEERING)):
+        monkeypatch.setattr("sys.stdout", out)
+        write_text(STEERING)
+        assert out.getvalue() == shown
+
+
+def test_json_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", out := FakeTerminal())
+    print_json({"model": "\x9b2J"})
+    assert out.getvalue() == '{"model":"\ufffd2J"}\n'

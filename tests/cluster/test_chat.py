@@ -149,8 +149,15 @@ async def test_a_conversation(terminal: Terminal, client: Bus, tmp_path: Path) -
     assert await terminal.close() == 0
 
 
+async def test_a_message_of_several_lines(terminal: Terminal, client: Bus) -> None:
+    terminal.type("one\\\n")
+    await terminal.until(r"\.\.\. $")
+    messages, _ = await messages_of(client, terminal, "two")
+    assert messages == [Message("user", "one\ntwo")]
+
+
 async def test_images(terminal: Terminal, client: Bus) -> None:
-    await terminal.say(f"/image {RED}", "1 for the next")
+    await terminal.say(f"/image {RED}", "images of the next message: 1")
     messages, said = await messages_of(client, terminal, "What color is this image?")
     assert "red" in said.lower()
     (message,) = messages
@@ -164,7 +171,7 @@ async def test_images(terminal: Terminal, client: Bus) -> None:
 async def test_errors_are_one_line_and_the_conversation_goes_on(terminal: Terminal) -> None:
     await terminal.say("/nosuch", r"error invalid_request: there is no command /nosuch")
     await terminal.say("/params temperature=9", "error invalid_request: temperature: ")
-    await terminal.say(f"/image {ROOT / 'README.md'}", "1 for the next")
+    await terminal.say(f"/image {ROOT / 'README.md'}", "images of the next message: 1")
     await terminal.say("hello", r"\nerror invalid_media: [^\n]+\n")
     said, _ = await terminal.ask("What can you do?")
     assert said

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from shared.protocol.records import ErrorInfo, Failure, Finish, LogRecord, Token
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
 from shared.protocol.sampling import SamplingParams
 from shared.validation import invalid_request
-from workers.cli.terminal import errors, harmless, print_json
+from workers.cli.terminal import errors, harmless, print_json, write_text
 
 EXIT_INTERRUPTED = 130
 
@@ -56,14 +55,16 @@ def build_request(
     timeout_s: float | None = None,
     adapter: str | None = None,
 ) -> GenerateRequest:
-    """Read the images and build the request; a `sampling` value of None means that none was given.
+    """Read the images and build the request.
+
+    Its sampling parameters are checked, but do not tell a given value from an equal default: pass
+    `sampling` to `client.ask` as well.
 
     Raises InvalidMedia for a file that cannot be read, InvalidRequest for a value out of range.
     """
     parts = [ImagePart(ImageURL(data_url(path))) for path in images]
-    given = {name: value for name, value in (sampling or {}).items() if value is not None}
     try:
-        params = msgspec.convert(given, SamplingParams)
+        params = msgspec.convert(sampling or {}, SamplingParams)
     except msgspec.ValidationError as error:
         raise invalid_request(error) from error
     return GenerateRequest(
@@ -87,18 +88,15 @@ def data_url(path: Path) -> str:
 def _print_text(record: LogRecord) -> None:
     match record:
         case TokenChunk():
-            text = "".join(choice.text for choice in record.choices)
-            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+            write_text("".join(choice.text for choice in record.choices))
         case Finish():
-            sys.stdout.write("\n")
+            write_text("\n")
         case Failure():
             print_error(record.error)
-    sys.stdout.flush()
 
 
 def print_error(error: ErrorInfo) -> None:
     """Print an error, escaped: it may quote the client, whose `[/INST]` is not markup."""
     field = f" ({error.field})" if error.field else ""
-    errors.print(
-        f"[red]error[/] {error.code}{escape(f'{field}: {error.message}')}", highlight=False
-    )
+    message = escape(harmless(f"{field}: {error.message}"))
+    errors.print(f"[red]error[/] {error.code}{message}", highlight=False)

@@ -12,7 +12,7 @@ ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=["--config", "-c"],
-        help="Configuration file; by default pagemill.yaml here, else the embedded default.",
+        help="Configuration file; by default ./pagemill.yaml, or else the embedded default.",
     ),
 ]
 NatsUrl = Annotated[
@@ -21,10 +21,12 @@ NatsUrl = Annotated[
 Images = Annotated[
     list[Path] | None,
     Parameter(
-        name=["--image", "-i"], help="An image for the question; may be given several times."
+        name=["--image", "-i"], help="An image for the question; repeat the option for several."
     ),
 ]
-ModelName = Annotated[str | None, Parameter(help="By default the first one configured.")]
+ModelName = Annotated[
+    str | None, Parameter(help="Name of the model; by default the first one that is configured.")
+]
 
 
 def load(config: Path | None) -> Config:

@@ -50,27 +50,38 @@ async def connected(url: str, name: str) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-def print_json(value: Any) -> None:
-    """Print a value as one line of JSON."""
-    sys.stdout.write(to_json(value).decode() + "\n")
-    sys.stdout.flush()
-
-
 def harmless(text: str) -> str:
-    """Return a model's text without control characters other than newline and tab.
+    """Return a text with U+FFFD in place of control characters other than newline and tab.
 
-    With others a text could move the cursor, clear the screen or write to the clipboard.
+    With them a text of a model or a client could move the cursor, clear the screen or write to the
+    clipboard.
     """
     return text.translate(_HARMLESS)
 
 
+def write_text(text: str) -> None:
+    """Write a text to stdout: harmless on a terminal, and unchanged for any other reader."""
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    write_text(to_json(value).decode() + "\n")
+
+
 def print_line(text: str) -> None:
-    """Print a line as it is: it may hold names and texts from clients."""
-    out.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line without markup. It may hold names and texts from clients."""
+    out.print(harmless(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    """Print a dim line on stderr: what a command says beside its output."""
+    errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
 
 
 def print_rows(rows: Mapping[str, object]) -> None:
-    """Print a name and a value a line; values that are None are left out."""
+    """Print a name and a value per line; values that are None are left out."""
     for name, value in rows.items():
         if value is not None:
             print_line(f"{name:<8} {value}")
@@ -82,7 +93,7 @@ def format_time(ms: float) -> str:
 
 def print_refusal(error: PagemillError) -> None:
     """Print why a command has failed."""
-    errors.print(f"[red]error[/] {error.code}: {escape(error.message)}", highlight=False)
+    errors.print(f"[red]error[/] {error.code}: {escape(harmless(error.message))}", highlight=False)
 
 
 def call_on_signals(

@@ -22,7 +22,7 @@ from shared.protocol.records import (
 from shared.protocol.requests import ImagePart, Message
 from workers.cli.chat.answer import Answer
 from workers.cli.chat.conversation import Conversation, describe
-from workers.cli.chat.lines import HELP, Command, Said, parse, parse_params
+from workers.cli.chat.lines import HELP, Command, Said, extend, is_open, parse, parse_params
 from workers.cli.terminal import harmless
 
 URL = "https://example.org/a.png"
@@ -198,10 +198,39 @@ def test_the_line_below_an_answer() -> None:
         ('@"a b.png" and @a.png', Said("and", ["a b.png", "a.png"])),
         ("ask @alice or me@a.png", Said("ask @alice or me@a.png", [])),
         ("keep  two   spaces", Said("keep  two   spaces", [])),
+        ("keep\n  @a.png lines\n  as  typed", Said("keep\n  lines\n  as  typed", ["a.png"])),
+        ("/system be\nbrief", Command("system", "be\nbrief")),
+        ("/undo\n", Command("undo", "")),
+        ('"""\n/etc\n\n  and @a.png\n"""', Said("/etc\n\n  and", ["a.png"])),
+        ('"""one line"""', Said("one line", [])),
+        ('""" """', None),
+        ('say """ once', Said('say """ once', [])),
     ],
 )
 def test_lines(line: str, said: object) -> None:
     assert parse(line, lambda path: path.endswith(".png")) == said
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["one"], "one"),
+        (["one\\", "two\\ ", "three"], "one\ntwo\nthree"),
+        (["one\\", ""], "one\n"),
+        (["C:\\\\"], "C:\\\\"),
+        (['"""one', "", "two\\", 'three"""'], '"""one\n\ntwo\\\nthree"""'),
+        (['"""', '"quoted"', ' """ '], '"""\n"quoted"\n """ '),
+        (['"""one"""'], '"""one"""'),
+        (['one """'], 'one """'),
+    ],
+)
+def test_a_message_of_several_lines(lines: list[str], text: str) -> None:
+    entered = lines[0]
+    for line in lines[1:]:
+        assert is_open(entered)
+        entered = extend(entered, line)
+    assert not is_open(entered)
+    assert entered == text
 
 
 @pytest.mark.parametrize("line", ["/nosuch", "/", "/ help", "/image", "/save  ", "/Help"])
@@ -219,7 +248,7 @@ def test_any_line_is_a_message_a_command_or_refused(line: str) -> None:
         return
     match parsed:
         case None:
-            assert not line.strip()
+            assert not line.strip().strip('"')
         case Command(name, _):
             assert name in HELP
         case Said(text, images):

@@ -13,6 +13,7 @@ from workers.cli.chat import state_file
 from workers.cli.chat.answer import Answer
 from workers.cli.chat.connection import Connection
 from workers.cli.chat.conversation import Conversation
+from workers.cli.chat.lines import LONG_MESSAGES
 from workers.cli.chat.session import Session
 
 LOG: list[LogRecord] = [
@@ -25,7 +26,7 @@ LOG: list[LogRecord] = [
 class BreakingConnection:
     """Raises the given errors, each after one more record; then reads all."""
 
-    def __init__(self, *broken: Exception | type[KeyboardInterrupt]) -> None:
+    def __init__(self, *broken: BaseException | type[KeyboardInterrupt]) -> None:
         self._errors = list(broken)
         self.cancelled: list[str] = []
         self.asked: list[bool] = []
@@ -51,7 +52,8 @@ class BreakingConnection:
 def talk(
     monkeypatch: pytest.MonkeyPatch, state: Path, connection: BreakingConnection, *lines: str
 ) -> tuple[Conversation, int]:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    data = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
     conversation = Conversation("demo")
     session = Session(conversation, cast(Connection, connection), state)
     return conversation, session.run(resume=False)
@@ -113,5 +115,68 @@ def test_a_state_file_that_cannot_be_written_is_told_once(
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "chat.json"
     conversation, code = talk(monkeypatch, state, BreakingConnection(), "Hi", "Hi")
-    assert capsys.readouterr().err.count("--resume will not know this conversation") == 1
+    assert capsys.readouterr().err.count("--resume will not find this conversation") == 1
     assert (len(conversation.entries), code) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [OSError(28, "No space\nleft"), RuntimeError("No space left"), ValueError("No space left")],
+)
+def test_a_turn_that_fails_is_told_in_one_line_and_the_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    broken: Exception,
+) -> None:
+    connection = BreakingConnection(broken)
+    conversation, code = talk(monkeypatch, tmp_path / "chat.json", connection, "Hi", "Again")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert line.startswith(f"error {type(broken).__name__}: ")
+    assert line.endswith("No space left")
+    assert contents(conversation) == ["Hi", "Hello ", "Again", "Hello world"]
+    assert code == 1
+
+
+def test_the_end_of_the_reader_of_the_answers_ends_the_chat(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    connection = BreakingConnection(BrokenPipeError())
+    with pytest.raises(BrokenPipeError):
+        talk(monkeypatch, tmp_path / "chat.json", connection, "Hi", "Again")
+
+
+def test_a_path_that_has_no_meaning_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ("@~no-such-user/a.png what is it?", "/save a\0b", "/history")
+    _, code = talk(monkeypatch, tmp_path / "chat.json", BreakingConnection(), *lines)
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "error RuntimeError",
+        "error ValueError",
+    ]
+    assert code == 1
+
+
+def test_bytes_that_are_no_text_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = tmp_path / "chat.json"
+    conversation, code = talk(monkeypatch, state, BreakingConnection(), "caf\udce9")
+    assert (contents(conversation)[0], code) == ("caf\N{REPLACEMENT CHARACTER}", 0)
+
+
+def test_a_message_may_have_several_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = tmp_path / "chat.json"
+    lines = ("one\\", "two", '"""', "/three", "", 'four"""', "/system be\\", "brief", "five\\")
+    conversation, _ = talk(monkeypatch, state, BreakingConnection(), *lines)
+    assert contents(conversation)[::2] == ["be\nbrief", "Hello world", "Hello world", "Hello world"]
+    said = [message.content for message in conversation.messages() if message.role == "user"]
+    assert said == ["one\ntwo", "/three\n\nfour", "five\\"]
+
+
+def test_the_help_tells_how_to_write_several_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(monkeypatch, tmp_path / "chat.json", BreakingConnection(), "/help")
+    assert LONG_MESSAGES in capsys.readouterr().out.splitlines()

@@ -1,11 +1,12 @@
 """The file from which `pagemill chat --resume` continues."""
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
-from shared.errors import NotFound
+from shared.errors import ConfigError, NotFound
 from workers.cli.chat import state_file
 from workers.cli.chat.conversation import Conversation
 
@@ -56,3 +57,16 @@ def test_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -
     assert state_file.find_path() == tmp_path / "x" / "pagemill" / "chat.json"
     monkeypatch.setenv("XDG_STATE_HOME", given)
     assert state_file.find_path() == tmp_path / ".local" / "state" / "pagemill" / "chat.json"
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_entry(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    with pytest.raises(ConfigError, match="set HOME or XDG_STATE_HOME"):
+        state_file.find_path()

@@ -116,6 +116,43 @@ def test_cancel(page: Browser, way: str) -> None:
     assert page.run("return document.querySelector('.turn .error').hidden")
 
 
+# Holds the answer to the POST back, and has the server not know the request at the first DELETE.
+EARLY_CANCEL = """
+const send = window.fetch;
+let deletes = 0;
+window.fetch = async (url, options) => {
+  if (options?.method === "DELETE" && ++deletes === 1) return new Response("{}", { status: 404 });
+  if (options?.method !== "POST") return send(url, options);
+  window.posted = options.headers["X-Request-Id"];
+  const { signal, ...rest } = options;
+  send(url, rest);
+  return new Promise((_, reject) => {
+    signal.addEventListener("abort", () => reject(signal.reason));
+  });
+};
+"""
+
+
+def test_a_request_that_is_cancelled_before_it_is_known_does_not_run_on(page: Browser) -> None:
+    page.run(EARLY_CANCEL)
+    ask(page, "What can you do?", LONG)
+    page.wait("!document.querySelector('#cancel').hidden")
+    page.click("#cancel")
+    assert ended(page) == "Cancelled"
+    page.run(
+        """
+        const look = async () => {
+          const answer = await fetch("v1/requests/" + window.posted);
+          window.state = answer.ok ? (await answer.json()).state : null;
+          if (!["finished", "failed", "cancelled"].includes(window.state)) setTimeout(look, 100);
+        };
+        look();
+        """
+    )
+    page.wait("['finished', 'failed', 'cancelled'].includes(window.state)", timeout_s=60)
+    assert page.run("return window.state") == "cancelled"
+
+
 def test_it_resumes_when_the_gateway_is_killed(window: Browser, another: Start) -> None:
     port = free_port()
     gateway = another(port)
@@ -183,7 +220,7 @@ def test_an_empty_question_is_not_sent(page: Browser) -> None:
 def test_a_key_is_accepted_and_stored_nowhere(window: Browser, another: Start) -> None:
     key = {"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}
     url = another(api_keys=[key]).url + "/"
-    needs_key = "document.querySelector('#model').innerText === 'needs a key'"
+    needs_key = "document.querySelector('#model').innerText === 'API key required'"
     window.open(url)
     window.wait(needs_key)
     window.type("#key", "pm-secret" + TAB)

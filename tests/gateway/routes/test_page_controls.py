@@ -56,6 +56,19 @@ return import("/page/text.js").then(({ TextWriter }) => arguments[0].map((text) 
 """
 
 
+# Lets the page read the next file only when `window.release()` is called.
+SLOW_READ = """
+const decode = window.createImageBitmap;
+const released = new Promise((resolve) => (window.release = resolve));
+window.createImageBitmap = async (file) => {
+  window.createImageBitmap = decode;
+  await released;
+  return decode(file);
+};
+"""
+NAMES = "[...document.querySelectorAll('#images img + span')].map((e) => e.firstChild.data)"
+
+
 def drag(page: Browser, what: str, to: str, file: str = "", content: bytes = b"") -> list[str]:
     """Dispatch one event of a drag; return the look of the drop area."""
     data = base64.b64encode(content).decode()
@@ -97,6 +110,31 @@ def test_a_file_that_is_no_image_is_refused_at_once(
     drag(page, "drop", "#question", "odd.txt", (IMAGES / "red.png").read_bytes())
     page.wait(f"{NUM_IMAGES} === 1")
     assert page.run("return document.querySelector('#notice').hidden")
+
+
+def test_images_stay_in_the_order_in_which_they_were_chosen(page: Browser) -> None:
+    content = (IMAGES / "red.png").read_bytes()
+    drag(page, "drop", "main", "zero.png", content)
+    page.wait(f"{NUM_IMAGES} === 1")
+    page.run(SLOW_READ)
+    drag(page, "drop", "main", "first.png", content)
+    drag(page, "drop", "main", "second.png", content)
+    page.click("#images button")
+    page.run("window.release()")
+    page.wait(f"{NUM_IMAGES} === 2")
+    assert page.run(f"return {NAMES}") == ["first.png", "second.png"]
+
+
+def test_a_question_waits_for_its_images(page: Browser) -> None:
+    page.run(SLOW_READ)
+    drag(page, "drop", "main", "slow.png", (IMAGES / "red.png").read_bytes())
+    ask(page, "What color is this image?")
+    page.press(ENTER)
+    page.run("window.release()")
+    page.wait("document.querySelectorAll('.turn .thumbs img').length === 1")
+    assert ended(page).startswith("Done")
+    assert page.run("return document.querySelectorAll('.turn').length") == 1
+    assert page.run(f"return {NUM_IMAGES}") == 0
 
 
 def test_images_over_a_limit_are_refused_with_the_limit(

@@ -160,7 +160,7 @@ def test_a_reload_asks_for_the_key_and_then_continues(window: Browser, another: 
     key = {"name": "one", "sha256": hashlib.sha256(b"pm-secret").hexdigest()}
     gateway = another(api_keys=[key])
     window.open(f"{gateway.url}/")
-    needs_key = "document.querySelector('#model').innerText === 'needs a key'"
+    needs_key = "document.querySelector('#model').innerText === 'API key required'"
     window.wait(needs_key)
     window.type("#key", "pm-secret" + TAB)
     window.wait(READY)
@@ -189,7 +189,7 @@ def test_images_that_a_reload_will_forget_are_told(page: Browser, gateway: Gatew
     choose(page, "yellow_star.jpg")
     ask(page, "Describe the image.")
     assert ended(page).startswith("Done")
-    assert "too large to be kept over a reload" in page.text(f"{LAST} .notes")
+    assert "too large to be kept across a reload" in page.text(f"{LAST} .notes")
     reload(page, gateway)
     assert "A reload has forgotten the images" in page.text(f"{LAST} .notes")
     assert page.text(f"{LAST} .thumbs") == "yellow_star.jpg"

@@ -28,7 +28,7 @@ class Answer:
         return new
 
     def summary(self, request_id: str, seconds: float) -> str:
-        """Return what is said of the answer below it."""
+        """Return the line that is printed below the answer."""
         said = [request_id]
         if isinstance(self.final, Finish):
             usage = self.final.usage

@@ -1,7 +1,7 @@
 """The broker's side of a conversation: an event loop in a thread of its own.
 
-The terminal belongs to the main thread, because only there Ctrl-C interrupts a line that is being
-written. The connection needs a loop that runs meanwhile, or the broker would close it.
+The terminal belongs to the main thread, because only there Ctrl-C interrupts a line that the
+user is typing. The connection needs a loop that runs meanwhile, or the broker would close it.
 """
 
 import asyncio
@@ -64,8 +64,9 @@ class Connection:
     ) -> None:
         """Read the answer of the unfinished request to its end. Raises what `client.ask` raises.
 
-        If the cluster knows the request, the answer goes on behind what `answer` has of it. Else
-        the request is published, which does not have it answered twice. `is_new` saves the look.
+        If the cluster knows the request, reading continues after the last record in `answer`. If
+        not, the request is published, under the same id, so that it cannot be answered twice.
+        `is_new` skips the look-up.
         """
 
         async def read() -> None:
@@ -99,7 +100,7 @@ class Connection:
 async def _store_images(bus: Bus, request: GenerateRequest) -> GenerateRequest:
     """Return the request with stored images in place of `data:` URLs.
 
-    Each request has all images of the conversation, which would not fit into a message.
+    A request holds all images of the conversation, which would not fit into a message as they are.
     """
 
     async def store(part: ContentPart) -> ContentPart:
@@ -116,8 +117,8 @@ async def _store_images(bus: Bus, request: GenerateRequest) -> GenerateRequest:
 
 
 def _read_data(url: str) -> bytes | None:
-    """Return the bytes in a `data:` URL; None for another URL, and for one that is left to the
-    server to refuse."""
+    """Return the bytes in a `data:` URL; None for any other URL, and for broken base64, which the
+    server refuses."""
     head, _, data = url.partition(";base64,")
     if not head.startswith("data:"):
         return None

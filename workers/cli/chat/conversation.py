@@ -63,7 +63,7 @@ class Conversation(Struct, omit_defaults=True):
         self.unfinished = request_id
 
     def end(self, text: str, *, is_interrupted: bool = False) -> None:
-        """Record the end of the unfinished request. An answer that never began is no message."""
+        """Record the end of the unfinished request. An interrupted one without text is left out."""
         if text or not is_interrupted:
             message = Message("assistant", text)
             self.entries.append(Entry(message, self.unfinished, is_interrupted))
@@ -139,7 +139,7 @@ class Conversation(Struct, omit_defaults=True):
 
 
 def describe(entry: Entry) -> str:
-    """Return a message as text, with a mark for each image and for an answer that was cut."""
+    """Return a message as text, with a mark for each image and for an interrupted answer."""
     content = entry.message.content or ""
     parts = content if isinstance(content, list) else [TextPart(content)]
     text = " ".join(p.text if isinstance(p, TextPart) else f"[{_short(p.url)}]" for p in parts)

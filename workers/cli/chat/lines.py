@@ -1,4 +1,4 @@
-"""Lines of input: messages, commands, and images that a message names. Pure."""
+"""Input of a conversation: messages, commands, and images that a message names. Pure."""
 
 import re
 from collections.abc import Callable
@@ -17,16 +17,21 @@ HELP = {
     "params": "[NAME=VALUE ...]: show or set sampling parameters; NAME= removes one",
     "retry": "ask the last message again",
     "undo": "remove the last message and its answer",
-    "resume": "continue an answer that broke off",
+    "resume": "continue an answer that was cut off",
     "history": "show the conversation",
     "save": "FILE: write the messages as JSON, in OpenAI's format",
-    "load": "FILE: read messages from such a file",
+    "load": "FILE: replace the messages with those of such a file",
     "requests": "show the request ids of this conversation",
-    "quit": "leave; so does Ctrl-D",
+    "quit": "leave the chat; Ctrl-D does the same",
 }
 NEED_ARGUMENT = {IMAGE, "save", "load"}
+LONG_MESSAGES = (
+    'A line that ends with \\ goes on in the next one. """ begins and ends a longer message.'
+)
 
-_IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))')
+_BACKSLASH = "\\"
+_QUOTES = '"""'
+_IMAGE = re.compile(r'(?:(?<=\s)|^)@(?:"([^"]+)"|(\S+))[ \t]*')
 
 
 class Command(NamedTuple):
@@ -41,23 +46,47 @@ class Said(NamedTuple):
     images: list[str]
 
 
-def parse(line: str, is_image: Callable[[str], bool]) -> Command | Said | None:
-    """Return what a line says; None for an empty one. Raises InvalidRequest.
+def is_open(text: str) -> bool:
+    """Return whether a message goes on in the next line.
 
-    A message that begins with a slash is written with two. `@PATH` names an image if `is_image`
-    says so, and stays a part of the text if not.
+    A backslash at its end continues it, two of them do not. A message that begins with quotes goes
+    on until a line ends with them.
     """
-    text = line.strip()
-    if not text:
-        return None
+    text = text.strip()
+    if text.startswith(_QUOTES):
+        return len(text) < 2 * len(_QUOTES) or not text.endswith(_QUOTES)
+    return text.endswith(_BACKSLASH) and not text.endswith(2 * _BACKSLASH)
+
+
+def extend(text: str, line: str) -> str:
+    """Return an open message with its next line."""
+    is_quoted = text.lstrip().startswith(_QUOTES)
+    return f"{text if is_quoted else text.rstrip().removesuffix(_BACKSLASH)}\n{line}"
+
+
+def parse(text: str, is_image: Callable[[str], bool]) -> Command | Said | None:
+    """Return what was entered; None for an empty text. Raises InvalidRequest.
+
+    A message that begins with a slash is written with two slashes or in quotes. `@PATH` names an
+    image if `is_image` says so, and stays a part of the text if not.
+    """
+    text = text.strip()
+    if text.startswith(_QUOTES):
+        return _parse_message(text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip(), is_image)
     if text.startswith("/") and not text.startswith("//"):
-        name, _, argument = text[1:].partition(" ")
+        name, *rest = re.split(r"\s", text[1:], maxsplit=1)
+        argument = "".join(rest).strip()
         if name not in HELP:
             raise InvalidRequest(f"there is no command /{name}; /help shows them", field="command")
-        if name in NEED_ARGUMENT and not argument.strip():
+        if name in NEED_ARGUMENT and not argument:
             raise InvalidRequest(f"/{name} {HELP[name]}", field="command")
-        return Command(name, argument.strip())
-    text = text.removeprefix("/") if text.startswith("//") else text
+        return Command(name, argument)
+    return _parse_message(text.removeprefix("/") if text.startswith("//") else text, is_image)
+
+
+def _parse_message(text: str, is_image: Callable[[str], bool]) -> Said | None:
+    if not text:
+        return None
     images: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -68,7 +97,7 @@ def parse(line: str, is_image: Callable[[str], bool]) -> Command | Said | None:
         return ""
 
     rest = _IMAGE.sub(take, text)
-    return Said(" ".join(rest.split()) if images else text, images)
+    return Said(rest.strip(), images)
 
 
 def parse_params(text: str) -> dict[str, Any]:

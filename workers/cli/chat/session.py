@@ -1,5 +1,6 @@
 """A conversation at the terminal: reads lines, runs commands, prints answers as they come."""
 
+import io
 import mimetypes
 import sys
 import time
@@ -18,10 +19,19 @@ from workers.cli.chat import state_file
 from workers.cli.chat.answer import Answer
 from workers.cli.chat.connection import Connection
 from workers.cli.chat.conversation import Conversation, describe
-from workers.cli.chat.lines import HELP, Command, parse, parse_params
-from workers.cli.terminal import errors, harmless, print_line
+from workers.cli.chat.lines import (
+    HELP,
+    LONG_MESSAGES,
+    Command,
+    extend,
+    is_open,
+    parse,
+    parse_params,
+)
+from workers.cli.terminal import errors, harmless, print_line, print_note, write_text
 
 PROMPT = "> "
+NEXT_LINE = "... "
 
 
 class Session:
@@ -33,6 +43,9 @@ class Session:
         self._answer = Answer()
         self._is_terminal = sys.stdin.isatty()
         self._has_failed = False
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # Bytes that are no text would not fit into a request.
+            sys.stdin.reconfigure(errors="replace")
 
     def run(self, *, resume: bool) -> int:
         """Run until the end of the input, and return the exit code.
@@ -41,47 +54,60 @@ class Session:
         """
         if self._is_terminal:
             _enable_line_editing()
-            _note(f"{self.conversation.model}: /help shows the commands, Ctrl-D leaves")
+            print_note(f"{self.conversation.model}: /help shows the commands, Ctrl-D leaves")
         going_on = True
         if resume:
             going_on = self._guarded(self._resume)
         while going_on:
             try:
-                line = self._read_line()
+                text = self._read_message()
             except KeyboardInterrupt:
                 if not self._is_terminal:
                     return EXIT_INTERRUPTED
-                _note("\nCtrl-D or /quit leaves")
+                print_note("\nCtrl-D or /quit leaves")
                 continue
-            if line is None:
+            if text is None:
                 break
-            going_on = self._guarded(partial(self._handle, line))
+            going_on = self._guarded(partial(self._handle, text))
         return int(self._has_failed and not self._is_terminal)
 
-    def _read_line(self) -> str | None:
+    def _read_message(self) -> str | None:
+        """Return the next message or command; None at the end of the input."""
+        text = self._read_line(PROMPT)
+        while text is not None and is_open(text):
+            line = self._read_line(NEXT_LINE)
+            if line is None:
+                break
+            text = extend(text, line)
+        return text
+
+    def _read_line(self, prompt: str) -> str | None:
         """Return the next line; None at the end of the input."""
         if not self._is_terminal:
-            return sys.stdin.readline() or None
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
         try:
-            line = input(PROMPT)
+            return input(prompt)
         except EOFError:
             print_line("")
             return None
-        # Bytes that are no text would not fit into a request.
-        return line.encode(errors="surrogateescape").decode(errors="replace")
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
         """Run an action, print its error, and return whether the conversation goes on."""
         try:
             return action()
         except KeyboardInterrupt:
-            _note("\ninterrupted")
+            print_note("\ninterrupted")
         except PagemillError as error:
             self._print_error(error.code, error.message)
+        except BrokenPipeError:
+            raise  # The reader of the answers is gone.
+        except (OSError, RuntimeError, ValueError) as error:
+            self._print_error(type(error).__name__, str(error))
         return True
 
-    def _handle(self, line: str) -> bool:
-        parsed = parse(line, _is_image_file)
+    def _handle(self, text: str) -> bool:
+        parsed = parse(text, _is_image_file)
         if isinstance(parsed, Command):
             return self._run_command(parsed)
         if parsed is not None:
@@ -112,13 +138,13 @@ class Session:
     def _show(self, command: Command) -> None:
         match command.name:
             case "help":
-                lines = [f"/{name:<9} {text}" for name, text in HELP.items()]
+                lines = [*(f"/{name:<9} {text}" for name, text in HELP.items()), LONG_MESSAGES]
             case "history":
                 lines = [describe(entry) for entry in self.conversation.entries]
             case _:
                 lines = self.conversation.request_ids
         for line in lines:
-            print_line(harmless(line))
+            print_line(line)
 
     def _change(self, command: Command) -> None:
         conversation, argument = self.conversation, command.argument
@@ -127,11 +153,13 @@ class Session:
                 conversation.system = argument or None
             case "model":
                 conversation.model = argument or conversation.model
-                _note(conversation.model)
+                print_note(conversation.model)
             case "params":
                 conversation.set_params(parse_params(argument))
                 said = [f"{name}={value}" for name, value in conversation.params.items()]
-                _note(" ".join(said) or "as configured for the model")
+                print_note(
+                    " ".join(said) or "no parameters are set: those configured for the model apply"
+                )
             case "undo":
                 self._leave_unfinished()
                 if not conversation.undo():
@@ -140,7 +168,7 @@ class Session:
     def _attach(self, path: str) -> None:
         images = self.conversation.images
         images.append(_read_image(path))
-        _note(f"{len(images)} for the next message")
+        print_note(f"images of the next message: {len(images)}")
 
     def _use_file(self, command: Command) -> None:
         path = Path(command.argument).expanduser()
@@ -151,7 +179,7 @@ class Session:
                 self.conversation.load_json(path.read_bytes())
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}", field="command") from error
-        _note(f"{len(self.conversation.messages())} messages")
+        print_note(f"{len(self.conversation.messages())} messages")
 
     # -- answers --------------------------------------------------------------------------------
 
@@ -168,13 +196,13 @@ class Session:
 
     def _resume(self) -> bool:
         if self.conversation.unfinished is None:
-            _note("no answer is unfinished")
+            print_note("no answer is unfinished")
         else:
             self._read_answer(is_new=False)
         return True
 
     def _leave_unfinished(self) -> None:
-        """Keep what there is of an answer that broke off."""
+        """End an unfinished answer, and keep the text that was read."""
         if self.conversation.unfinished is not None:
             self.conversation.end(self._answer.text, is_interrupted=True)
 
@@ -185,7 +213,7 @@ class Session:
         self._write_state()
         began_s = time.monotonic()
         try:
-            self._connection.read_answer(self.conversation, self._answer, _write, is_new=is_new)
+            self._connection.read_answer(self.conversation, self._answer, write_text, is_new=is_new)
         except KeyboardInterrupt:
             try:
                 # Nothing more is printed after this, so that the history has all that was.
@@ -193,7 +221,7 @@ class Session:
             finally:
                 self.conversation.end(self._answer.text, is_interrupted=True)
         except Unavailable:
-            _note(f"\n{request_id} is unfinished: /resume continues it")
+            print_note(f"\nthe answer of {request_id} is unfinished: /resume continues it")
             raise
         except PagemillError:
             self.conversation.end(self._answer.text, is_interrupted=True)
@@ -203,20 +231,22 @@ class Session:
             is_failed = isinstance(final, Failure)
             self.conversation.end(self._answer.text, is_interrupted=is_failed)
             if isinstance(final, Failure):
-                _write("\n" if self._answer.text else "")
+                write_text("\n" if self._answer.text else "")
                 self._print_error(final.error.code, final.error.message)
         finally:
             self._write_state()
         if not isinstance(self._answer.final, Failure):
-            _write("\n")
-        _note(self._answer.summary(request_id, time.monotonic() - began_s))
+            write_text("\n")
+        print_note(self._answer.summary(request_id, time.monotonic() - began_s))
 
     def _write_state(self) -> None:
         try:
             state_file.write(self._state, self.conversation)
         except OSError as error:
             if not self._state_fails:
-                _note(f"{self._state}: {error.strerror}: --resume will not know this conversation")
+                print_note(
+                    f"{self._state}: {error.strerror}: --resume will not find this conversation"
+                )
             self._state_fails = True
 
     def _print_error(self, code: str, message: str) -> None:
@@ -226,19 +256,8 @@ class Session:
 
 
 def _enable_line_editing() -> None:
-    import readline
-
-    # Ids and paths in the prompt are of no use to the default completion of Python's names.
-    readline.set_completer(None)
-
-
-def _note(text: str) -> None:
-    errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(harmless(text))
-    sys.stdout.flush()
+    """Give `input` a history and editing keys, which it has as soon as the module is imported."""
+    import readline  # noqa: F401
 
 
 def _is_image_file(path: str) -> bool:
@@ -252,5 +271,5 @@ def _read_image(argument: str) -> str:
         return argument
     path = Path(argument.strip("\"'")).expanduser()
     if not path.is_file():
-        raise InvalidMedia(f"{path} is no file", field=multimodal.IMAGE)
+        raise InvalidMedia(f"{path} is not a file", field=multimodal.IMAGE)
     return data_url(path)

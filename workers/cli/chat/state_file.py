@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.errors import NotFound
+from shared.errors import ConfigError, NotFound
 from shared.protocol.encoding import UNDECODABLE
 from workers.cli.chat.conversation import Conversation
 
@@ -15,10 +15,17 @@ NAME = "chat.json"
 
 
 def find_path() -> Path:
-    """Return the path: `pagemill/chat.json` in $XDG_STATE_HOME, by default in ~/.local/state."""
+    """Return the path: `pagemill/chat.json` in $XDG_STATE_HOME, by default in ~/.local/state.
+
+    Raises ConfigError for a user without a home directory.
+    """
     given = os.environ.get("XDG_STATE_HOME", "")
-    # The specification has relative paths ignored.
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    try:
+        # The specification has relative paths ignored.
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        message = "HOME: the home directory is not known; set HOME or XDG_STATE_HOME"
+        raise ConfigError(message, field="HOME") from error
     return base / "pagemill" / NAME
 
 

@@ -18,9 +18,17 @@ from shared.protocol.messages import DeadLetter
 from shared.protocol.requests import decode_request
 from shared.state import dead_letters
 from workers.cli.options import ConfigFile, NatsUrl, find_url
-from workers.cli.terminal import connected, format_time, out, print_json, print_line, print_rows
+from workers.cli.terminal import (
+    connected,
+    format_time,
+    harmless,
+    out,
+    print_json,
+    print_line,
+    print_rows,
+)
 
-app = App(name="dead", help="Inspect and requeue the requests that all attempts failed to answer.")
+app = App(name="dead", help="Inspect and requeue requests that no attempt could answer.")
 
 
 @app.command(name="list")
@@ -37,11 +45,11 @@ async def list_letters(*, limit: int = 50, config: ConfigFile = None, nats: Nats
         async for letter in dead_letters.read_newest(bus, limit):
             table.add_row(
                 format_time(letter.failed_ms),
-                letter.request_id or "(none)",
+                escape(harmless(letter.request_id or "(none)")),
                 letter.role,
                 str(letter.attempts),
                 letter.error.code,
-                escape(letter.error.message),
+                escape(harmless(letter.error.message)),
             )
     out.print(table if table.row_count else "no dead letters")
     return 0
@@ -100,7 +108,7 @@ def _print_letter(letter: DeadLetter) -> None:
         print_line(f"         {format_time(attempt.began_ms)} {attempt.worker} {attempt.outcome}")
     print_line(letter.traceback)
     if letter.request:
-        out.print(letter.request.decode(errors="replace"), markup=False, soft_wrap=True)
+        print_line(letter.request.decode(errors="replace"))
 
 
 def _edit(data: bytes) -> bytes:

@@ -12,14 +12,7 @@ from shared.state.request_list import ListedRequest, Listing, RequestLister
 from shared.state.request_status import State
 from workers.cli.commands.requests import where
 from workers.cli.options import ConfigFile, NatsUrl, find_url
-from workers.cli.terminal import (
-    call_on_signals,
-    connected,
-    errors,
-    harmless,
-    print_json,
-    print_line,
-)
+from workers.cli.terminal import call_on_signals, connected, print_json, print_line, print_note
 
 FOLLOW_S = 1.0
 HEADER = f"{'age':>8}  {'state':<18} {'tokens':>11}  {'end':<18} {'model':<16} request"
@@ -44,17 +37,17 @@ async def requests(
     Parameters
     ----------
     request_id
-        Print what `pagemill where` prints of this request.
+        Print the status of this request, as `pagemill where` does.
     state
         List only requests in this state.
     model
-        List only requests for this model, as far as their models are known.
+        List only requests that are known to be for this model.
     limit
-        Maximum number of requests.
+        Maximum number of requests in the list.
     follow
-        Then print each request that is new or has changed, until Ctrl-C.
+        After the list, print each request that is new or has changed, until Ctrl-C.
     json
-        Print one JSON object a line.
+        Print one JSON object per line.
     """
     if request_id is not None:
         return await where(request_id, json=json, config=config, nats=nats)
@@ -73,7 +66,7 @@ async def requests(
         for row in reversed(shown):
             print_json(row) if json else print_line(_line(row))
         if note := _note(listing, len(rows), limit):
-            errors.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
+            print_note(note)
         if follow:
             following = asyncio.create_task(_follow(lister, listing, is_wanted, as_json=json))
             call_on_signals(following.cancel)
@@ -104,7 +97,7 @@ def _line(row: ListedRequest) -> str:
     age = "-" if row.age_s is None else f"{row.age_s:.0f} s"
     tokens = f"{_or_dash(row.prompt_tokens)}+{_or_dash(row.completion_tokens)}"
     state = row.state if row.stage is None else f"{row.state} {row.stage}"
-    model, end = harmless(_or_dash(row.model)), _or_dash(row.end)
+    model, end = _or_dash(row.model), _or_dash(row.end)
     return f"{age:>8}  {state:<18} {tokens:>11}  {end:<18} {model:<16} {row.request_id}"
 
 
@@ -114,9 +107,9 @@ def _or_dash(value: object) -> str:
 
 def _note(listing: Listing, num_rows: int, limit: int) -> str:
     """Return what the list leaves out."""
-    notes = [f"{num_rows - limit} more: --limit shows them"] if num_rows > limit else []
+    notes = [f"{num_rows - limit} more match: --limit shows them"] if num_rows > limit else []
     if listing.is_cut:
-        notes.append("older requests were not looked at: `pagemill where ID` finds them")
+        notes.append("older requests were not searched: `pagemill where ID` finds them")
     if not num_rows:
         notes.insert(0, "no requests")
     return "; ".join(notes)

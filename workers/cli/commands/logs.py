@@ -14,7 +14,7 @@ from shared.telemetry.logs import Level
 from workers.cli import settings
 from workers.cli.log_file import Filter, LogReader, parse, render
 from workers.cli.options import ConfigFile, load
-from workers.cli.terminal import call_on_signals, out
+from workers.cli.terminal import call_on_signals, out, write_text
 
 POLL_S = 0.2
 STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -31,22 +31,22 @@ async def logs(
     json: bool = False,
     config: ConfigFile = None,
 ) -> int:
-    """Print the log of `pagemill up`: its last lines, and with -f those that come.
+    """Print the log of `pagemill up`: its last lines, and with -f new ones as they are written.
 
     Parameters
     ----------
     follow
-        Go on with new lines until Ctrl-C.
+        Print new lines as they are written, until Ctrl-C.
     lines
         Print at most this many of the last lines that match.
     role
-        Only lines of workers of this role; `up` for those of `pagemill up` itself.
+        Print only lines of workers of this role; `up` selects those of `pagemill up` itself.
     level
-        Only lines of this level or a more severe one.
+        Print only lines of this level or a more severe one.
     worker
-        Only lines of the worker with this id, or with one that begins so.
+        Print only lines of workers whose id begins with this text.
     request
-        Only lines about the request with this id.
+        Print only lines about the request with this id.
     json
         Print the lines as they are in the file.
     """
@@ -74,8 +74,10 @@ async def _follow(reader: LogReader, as_json: bool) -> None:
 
 def _print_lines(lines: list[bytes], as_json: bool) -> None:
     for line in lines:
-        if as_json:
-            sys.stdout.write(line.decode(errors="replace").rstrip("\n") + "\n")
+        if as_json and not sys.stdout.isatty():
+            sys.stdout.buffer.write(line.rstrip(b"\n") + b"\n")
+        elif as_json:
+            write_text(line.decode(errors="replace").rstrip("\n") + "\n")
         else:
             event = parse(line) or {}
             style = STYLES.get(str(event.get("level")), "")

@@ -33,9 +33,9 @@ async def top(
     Parameters
     ----------
     once
-        Print one frame, after one interval, and end.
+        Print one frame, after one interval, and exit.
     json
-        Print one JSON object a frame.
+        Print one JSON object per frame.
     interval
         Seconds between two frames.
     """

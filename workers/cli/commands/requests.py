@@ -14,7 +14,14 @@ from shared.state import request_status
 from shared.state.request_status import RequestStatus
 from workers.cli.ask import EXIT_INTERRUPTED, build_request, print_records
 from workers.cli.options import ConfigFile, Images, ModelName, NatsUrl, find_url, find_url_and_model
-from workers.cli.terminal import connected, errors, format_time, print_json, print_line, print_rows
+from workers.cli.terminal import (
+    connected,
+    format_time,
+    print_json,
+    print_line,
+    print_note,
+    print_rows,
+)
 
 # A request that was published a moment ago is known as soon as a coordinator has read it.
 ARRIVAL_S = 1.0
@@ -49,37 +56,39 @@ async def ask(
     question
         The text of the question.
     adapter
-        One of the model's LoRA adapters; by default none.
+        Name of one of the model's LoRA adapters; by default none.
     max_tokens
         Maximum number of tokens in the answer.
     temperature
-        0 is greedy; by default as configured for the model.
+        Sampling temperature; 0 is greedy. By default as configured for the model.
     seed
-        Makes a sampled answer repeatable.
+        Seed of the sampling, which makes the answer repeatable.
     timeout_s
-        Seconds from acceptance to the end of the answer; by default as configured.
+        Maximum seconds from acceptance to the end of the answer; by default as configured.
     json
-        Print the records of the token log, one JSON object a line.
+        Print the records of the token log, one JSON object per line.
     durable
-        Ctrl-C ends only this command; the request continues.
+        Let the request continue when Ctrl-C ends this command.
     request_id
         Id of the request; with the id of an earlier request, the command prints its answer.
     """
     url, model = find_url_and_model(config, nats, model)
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling = {name: value for name, value in options.items() if value is not None}
     request = build_request(model, question, image or [], sampling, timeout_s, adapter)
     request_id = request_id or client.new_request_id()
     async with connected(url, "ask") as bus:
         # The records do not have it, and it is needed to follow, find or cancel the request.
-        errors.print(f"[dim]request {request_id}[/]", highlight=False, soft_wrap=True)
+        print_note(f"request {request_id}")
+        records = client.ask(bus, request, request_id, sampling=sampling)
         try:
-            return await print_records(client.ask(bus, request, request_id), as_json=json)
+            return await print_records(records, as_json=json)
         except asyncio.CancelledError:
             if not durable:
                 await client.cancel(bus, request_id)
-                errors.print("\ncancelled")
+                print_note("\ncancelled")
             else:
-                errors.print(f"\nthe request continues: pagemill follow {request_id}")
+                print_note(f"\nthe request continues: pagemill follow {request_id}")
             return EXIT_INTERRUPTED
 
 
@@ -102,7 +111,7 @@ async def follow(
     wait_s
         Seconds to wait for a request that is not known yet.
     json
-        Print the records of the token log, one JSON object a line.
+        Print the records of the token log, one JSON object per line.
     """
     async with connected(find_url(config, nats), "follow") as bus:
         try:
@@ -128,14 +137,14 @@ async def cancel(request_id: str, /, *, config: ConfigFile = None, nats: NatsUrl
         if before.state == "unknown":
             if not before.num_unread:
                 raise _unknown(before)
-            # Nothing can be done for it but this, until a coordinator reads the request.
+            # Until a coordinator reads the request, no more can be done than to store this.
             await client.cancel(bus, request_id)
             raise _unknown(before, "; if it is one of these, it is cancelled when it is read")
         await client.cancel(bus, request_id)
         after = await _find(bus, request_id, CANCEL_S, lambda status: status.has_ended)
     if after.has_ended:
         return _print_end(after)
-    print_line(f"{request_id} is not cancelled yet: a coordinator does it as soon as one runs")
+    print_line(f"{request_id} is not cancelled yet: a coordinator cancels it as soon as one runs")
     return 0
 
 

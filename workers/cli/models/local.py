@@ -52,7 +52,11 @@ def find_local(given: str) -> LocalModel | None:
     A folder is served under its own name. Raises ConfigError for a path that is no model.
     """
     if given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file():
-        folder = Path(given).expanduser().absolute()
+        try:
+            folder = Path(given).expanduser().absolute()
+        except RuntimeError as error:
+            message = f"{given}: the home directory is not known"
+            raise ConfigError(message, field="models") from error
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{given} is not a Hugging Face model folder (no config.json)", field="models"

@@ -7,13 +7,15 @@ const MIB = 2 ** 20;
 
 /** The list of images: `chosen` has the name, the size and the data: URL of each, in order. */
 export class Images {
-  /** `refuse` is called with a sentence about each file that is no image or too large. */
+  /** `refuse` is called with a sentence about each file that is not an image or is too large. */
   constructor(area, input, list, refuse) {
     this.area = area;
     this.input = input;
     this.list = list;
     this.refuse = refuse;
     this.chosen = [];
+    /** Settles when the files that were added so far have been read. */
+    this.added = Promise.resolve();
     input.addEventListener("change", () => {
       this.add([...input.files]);
       input.value = "";
@@ -42,13 +44,15 @@ export class Images {
     });
   }
 
-  async add(files) {
-    if (files.length === 0) return;
-    const read = await Promise.all(files.map(async (file) => ({ file, fault: await findFault(file) })));
+  /** Add files after those that are still being read, so that the images have the order of choice. */
+  add(files) {
+    if (files.length > 0) this.added = this.added.then(() => this.read(files));
+  }
+
+  async read(files) {
+    const read = await Promise.all(files.map(readImage));
     this.refuse(read.map(({ fault }) => fault).filter(Boolean));
-    const good = read.filter(({ fault }) => fault === null);
-    this.chosen.push(...(await Promise.all(good.map(({ file }) => describe(file)))));
-    this.draw();
+    this.replace([...this.chosen, ...read.map(({ image }) => image).filter(Boolean)]);
   }
 
   replace(images) {
@@ -84,6 +88,13 @@ export class Images {
   }
 }
 
+/** Return an image, or the fault of a file that is none. */
+async function readImage(file) {
+  const fault = await findFault(file);
+  if (fault !== null) return { fault };
+  return describe(file).then((image) => ({ image }), () => ({ fault: `${file.name} cannot be read.` }));
+}
+
 /** Return a sentence about a file that the server would refuse, or null. The bytes decide, not the name. */
 async function findFault(file) {
   if (file.size > LIMITS.maxImageBytes) {
@@ -116,7 +127,7 @@ function isImage(head) {
   );
 }
 
-/** Return a size with as many digits as tell it from the limit beside it. */
+/** Return a size with enough digits to differ from the limit that is shown beside it. */
 function mebibytes(bytes) {
   if (bytes < MIB / 10) return `${bytes.toLocaleString("en")} bytes`;
   return `${(bytes / MIB).toLocaleString("en", { maximumFractionDigits: 2 })} MiB`;

@@ -1,4 +1,4 @@
-// The page: a conversation, asked and answered through the public API alone.
+// The page: a conversation that uses the public API alone.
 
 import { Images } from "./images.js";
 import { LIMITS } from "./pipeline.js";
@@ -23,13 +23,14 @@ let savePending = () => {};
 // -- the conversation -------------------------------------------------------------------------
 
 async function submit() {
+  await images.added;
   if (isBusy()) return;
   const asked = compose();
   if (asked === null) return;
   const kept = newTurn(asked.question, images.chosen);
   const turn = show(kept, images.chosen.map(({ url }) => url));
   if (turn.urls.length && !store.saveImages(turn.number, turn.urls)) {
-    turn.remark("The images are too large to be kept over a reload.");
+    turn.remark("The images are too large to be kept across a reload.");
   }
   const sent = images.chosen;
   images.replace([]);
@@ -70,7 +71,7 @@ function saver(turn) {
     timer = null;
     if (!turns.includes(turn)) return; // A new conversation has begun.
     for (const number of store.saveTurn(turn.number, turn.kept)) {
-      turns[number].remark("The images are no longer kept over a reload: the conversation has become too large.");
+      turns[number].remark("The images are no longer kept across a reload: the conversation has become too large.");
     }
   };
   const soon = () => (timer ??= setTimeout(now, SAVE_MS));
@@ -148,7 +149,7 @@ function compose() {
   });
   if (body.length <= LIMITS.maxBodyBytes) return { question, body };
   const limit = `${LIMITS.maxBodyBytes / MIB} MiB`;
-  return complain(`The conversation with its images is over the limit of ${limit}. Begin a new one.`, $("new"));
+  return complain(`The conversation with its images exceeds the limit of ${limit}. Start a new conversation.`, $("new"));
 }
 
 function complain(text, input) {
@@ -166,12 +167,12 @@ const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").valu
 async function loadModels() {
   const response = await fetch("v1/models", { headers: headers() });
   if (response.status === 401) {
-    offer([], "needs a key");
+    offer([], "API key required");
     $("settings").open = true;
     return;
   }
   if (!response.ok) throw await refusal(response);
-  offer((await response.json()).data.map((model) => model.id), "none is served");
+  offer((await response.json()).data.map((model) => model.id), "no model is served");
 }
 
 function offer(names, otherwise) {

@@ -5,9 +5,11 @@ import { Refused, ask } from "./stream.js";
 
 const POLL_MS = 150;
 const MAX_POLL_MS = 2000;
-// A request that is looked for before it has arrived is an error in the browser's console. This is
-// the time of its arrival at 4 MB/s.
+// The console of a browser reports a request that is not found yet as an error. The page therefore
+// waits for as long as an upload at 4 MB/s takes.
 const UPLOAD_BYTES_PER_MS = 4000;
+// The longest time for which a cancelled request may be on its way to the broker.
+const MAX_ARRIVAL_MS = 10_000;
 // A shorter time is too inexact for a rate of tokens per second.
 const MIN_RATE_MS = 200;
 
@@ -44,7 +46,7 @@ export class Run {
       }
       this.turn.end("done", `Done in ${duration(Date.now() - this.kept.beganMs)}`);
     } catch (error) {
-      this.stop(error, body === null);
+      this.stop(error);
     }
     this.over = true;
     this.changed();
@@ -112,7 +114,7 @@ export class Run {
     }
   }
 
-  /** Return the state of the request, or null when the server does not answer: the stream waits for it. */
+  /** Return the state of the request, or null when the server does not answer. */
   async fetchState() {
     try {
       const response = await fetch(this.address, { headers: this.headers });
@@ -130,10 +132,22 @@ export class Run {
   async cancel() {
     this.cancelled = true;
     this.turn.say("Cancelling");
-    const options = { method: "DELETE", headers: this.headers, keepalive: true };
-    const done = await fetch(this.address, options).catch(() => null);
+    if (await this.sendCancel()) return;
     // A server that does not know the request, or does not answer, will not end the stream.
-    if (!done?.ok) this.abort.abort(new Error("cancelled"));
+    this.abort.abort(new Error("cancelled"));
+    // It may have received the request and not recorded it yet. A durable request would run on.
+    const until = performance.now() + MAX_ARRIVAL_MS;
+    for (let pause = POLL_MS; performance.now() < until; pause = Math.min(2 * pause, MAX_POLL_MS)) {
+      await sleep(pause);
+      if (await this.sendCancel()) return;
+    }
+  }
+
+  /** Return whether the server has stored the cancellation. */
+  async sendCancel() {
+    const options = { method: "DELETE", headers: this.headers, keepalive: true };
+    const response = await fetch(this.address, options).catch(() => null);
+    return response?.ok ?? false;
   }
 }
 
@@ -146,7 +160,7 @@ export function explain(error) {
     error.status >= 400 && `status ${error.status}`,
     unreachable && "It may be restarting; ask again in a moment.",
   ].filter(Boolean);
-  const hint = error.code === "context_length_exceeded" && "A new conversation has room again.";
+  const hint = error.code === "context_length_exceeded" && "A new conversation starts with an empty context.";
   const text = unreachable ? "The server cannot be reached." : error.message;
   return [text, details.join(", "), hint].filter(Boolean);
 }

@@ -28,7 +28,7 @@ export class Stages {
     this.show(null);
   }
 
-  /** Show a request, given as the API's answer. All times in it are of one clock, the broker's. */
+  /** Show a request, given as the API's answer. All its times come from one clock, the broker's. */
   show(request) {
     const entries = request?.path ?? [];
     const ended = request !== null && hasEnded(request.state);

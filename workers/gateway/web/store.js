@@ -1,4 +1,4 @@
-// Keeps a conversation over a reload of its tab, in sessionStorage: about five million characters.
+// Keeps a conversation across a reload of its tab, in sessionStorage: about five million characters.
 
 const TURN = "pagemill.turn.";
 const IMAGES = "pagemill.images.";

@@ -2,7 +2,7 @@
 
 const FIRST_PAUSE_MS = 250;
 const MAX_PAUSE_MS = 4000;
-// After this time without a connection the request is given up.
+// After this time without a connection the page gives up.
 const MAX_OUTAGE_MS = 120_000;
 // Statuses of a restarting server or a full queue. Any other would only come again.
 const TRANSIENT = new Set([429, 502, 503]);
@@ -21,9 +21,10 @@ export class Refused extends Error {
 /**
  * Post `body` and yield the answer's events, each once and in order: their chunk and their id.
  *
- * A `body` of null reads a request that was posted before, after its event `last`. A broken connection is opened again after the last event that was read. `listener` has the methods
- * accepted(id), lost(error) and resumed(last event's id or null). Throws Refused, or the reason with
- * which `signal` was aborted.
+ * A `body` of null reads a request that was posted before, after its event `last`. A broken connection
+ * is opened again after the last event that was read. `listener` has the methods accepted(id),
+ * lost(error) and resumed(last event's id or null). Throws Refused, or the reason with which `signal`
+ * was aborted.
  */
 export async function* ask(name, body, headers, signal, listener, last = null) {
   let id = body === null ? name : null;
@@ -43,7 +44,7 @@ export async function* ask(name, body, headers, signal, listener, last = null) {
         last = event.id ?? last;
         yield { chunk: JSON.parse(event.data), last };
       }
-      error = new Error("The connection has ended before the answer.");
+      error = new Error("The connection ended before the answer was complete.");
     } catch (thrown) {
       if (signal.aborted || !(thrown instanceof TypeError || TRANSIENT.has(thrown.status))) throw thrown;
       error = thrown;

@@ -1,4 +1,4 @@
-// One turn of the conversation: what was asked, its answer, and the way of its request.
+// One turn of the conversation: what was asked, its answer, and the path of its request.
 
 import { Stages, duration } from "./stages.js";
 import { TextWriter } from "./text.js";
@@ -11,7 +11,7 @@ const FACTS = [
   ["resumed", "Resumed"],
 ];
 const COPIED_MS = 2000;
-// The timeline has no place beside the answer there.
+// On such a screen the timeline does not fit beside the answer.
 const NARROW = matchMedia("(max-width: 56rem)");
 
 /** Return the part of a turn that is stored: plain values. */
@@ -184,7 +184,7 @@ export class Turn {
       await navigator.clipboard.writeText(this.kept.id);
       this.copy.textContent = "Copied";
     } catch {
-      // Browsers refuse the clipboard to a page without TLS that is not of this machine.
+      // Browsers give the clipboard only to pages with TLS or of this machine.
       getSelection().selectAllChildren(this.request);
       this.copy.textContent = "Selected";
     }

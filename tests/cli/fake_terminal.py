@@ -1,0 +1,8 @@
+"""A terminal in memory."""
+
+import io
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
