@@ -3,6 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
 JOBS ?= 3
+# venv's own way to install pip is silent for seconds, and compiles it.
+BOOTSTRAP = $(PYTHON) -m venv --without-pip .venv && { \
+	$(PYTHON) -m pip --python $(BIN)/python install --no-compile "pip>=25.1" "uv>=0.11" || \
+	{ $(BIN)/python -m ensurepip && $(BIN)/python -m pip install --no-compile "uv>=0.11"; }; }
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
@@ -13,8 +17,7 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 # ops/install.py has the reasons. Bytecode of what is imported comes with its first import; that
 # of all packages would cost half a minute here.
 .venv/installed: pyproject.toml requirements.lock
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-compile "uv>=0.11"
+	$(BOOTSTRAP)
 	$(BIN)/python -m ops.install
 	touch $@
 
@@ -25,8 +28,7 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
 # The CUDA packages are those that torch's own metadata pins.
 lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile "uv>=0.11"
+	test -x $(UV) || { $(BOOTSTRAP); }
 	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --quiet > requirements.new
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } /^torch=/ { print $$1 } keep' \
