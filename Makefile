@@ -10,7 +10,7 @@ BOOTSTRAP = $(PYTHON) -m venv --without-pip .venv && { \
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
-.PHONY: install lock demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -34,6 +34,12 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } /^torch=/ { print $$1 } keep' \
 		requirements.new > requirements.lock
 	rm requirements.new
+
+wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
+	$(UV) build --wheel --build-constraints requirements.lock
+
+wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
+	$(BIN)/python -m ops.wheel_check
 
 demo: .venv/installed  ## three images and a question, answered over NATS
 	$(BIN)/python -m ops.demo
