@@ -3,22 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
 JOBS ?= 3
-# venv's own way to install pip is silent for seconds, and compiles it.
-BOOTSTRAP = $(PYTHON) -m venv --without-pip .venv && { \
-	$(PYTHON) -m pip --python $(BIN)/python install --no-compile "pip>=25.1" "uv>=0.11" || \
-	{ $(BIN)/python -m ensurepip && $(BIN)/python -m pip install --no-compile "uv>=0.11"; }; }
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
 
-.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz docs screenshots clean
+.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
 # ops/install.py has the reasons. Bytecode of what is imported comes with its first import; that
 # of all packages would cost half a minute here.
 .venv/installed: pyproject.toml requirements.lock
-	$(BOOTSTRAP)
-	$(BIN)/python -m ops.install
+	$(PYTHON) -m ops.install
 	touch $@
 
 .venv/dev: .venv/installed
@@ -28,7 +23,7 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
 # The CUDA packages are those that torch's own metadata pins.
 lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
-	test -x $(UV) || { $(BOOTSTRAP); }
+	$(PYTHON) -m ops.install --tools
 	$(UV) pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --quiet > requirements.new
 	awk '/^[^ ]/ { keep = !/^(torch=|nvidia-|cuda-)/ } /^torch=/ { print $$1 } keep' \
@@ -117,6 +112,9 @@ chaos-matrix: .venv/dev  ## every cell of the fault matrix, three seeds; needs r
 
 fuzz: .venv/dev  ## schemathesis over the OpenAPI document; 10 minutes
 	$(BIN)/python -m ops.fuzz
+
+first-hour: .venv/installed  ## docs/first-hour.svg: a clean clone, a pulled model, a chat; 3 minutes
+	$(BIN)/python -m ops.first_hour --svg docs/first-hour.svg
 
 docs: .venv/dev  ## reference pages from the types, the settings and the metric catalog
 	$(BIN)/python -m ops.write_messages_doc

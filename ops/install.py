@@ -1,14 +1,15 @@
-"""`make install`: what requirements.lock pins, and the build of torch that fits this machine.
+"""`make install`: .venv with what requirements.lock pins, and the build of torch for this machine.
 
-Only the standard library is imported: this runs in an empty environment that has pip and uv. uv
-takes a tenth of pip's time, shows what it downloads, and links what another checkout has
-downloaded. Sizes below are those of torch 2.13.0 for Linux on x86-64.
+This runs in the system's Python and imports only the standard library. uv installs: it takes a
+tenth of pip's time, shows what it downloads, and links what another checkout has downloaded.
+Sizes below are those of torch 2.13.0 for Linux on x86-64.
 """
 
 import argparse
 import ast
+import importlib.util
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements.lock"
-BIN = Path(sys.prefix) / "bin"
+VENV = ROOT / ".venv"
+PYTHON, UV = str(VENV / "bin" / "python"), str(VENV / "bin" / "uv")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 # No step is silent for longer than five seconds.
 PROBE_TIMEOUT_S = 4
-_HASHES = re.compile(r" \\\n +--hash=[^\n]*")
+
+
+def make_venv() -> int:
+    """Make .venv with pip and uv, if it has no uv; return the exit code.
+
+    venv's own way to install pip is silent for seconds, and compiles it: the system's uv or pip
+    installs both, where there is one.
+    """
+    if Path(UV).exists():
+        return 0
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    tools = ["pip>=25.1", "uv>=0.11"]
+    if uv := shutil.which("uv"):
+        command = [uv, "pip", "install", "--python", PYTHON, "--system-certs", *tools]
+        return subprocess.run(command, check=False).returncode
+    pip = [sys.executable, "-m", "pip", "--python", PYTHON]
+    if importlib.util.find_spec("pip") is None:
+        subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
+        pip = [PYTHON, "-m", "pip"]
+    return subprocess.run([*pip, "install", "--no-compile", *tools], check=False).returncode
 
 
 def has_gpu() -> bool:
@@ -58,7 +79,7 @@ def choose_torch() -> list[str]:
         say("no NVIDIA GPU: torch's CPU build, 0.2 GB to download, 0.7 GB on disk")
         return ["--torch-backend", "cpu"]
     say("no NVIDIA GPU, and PyTorch's index of CPU builds cannot be reached")
-    say("torch comes from the configured index; on PyPI it has 2 GB of CUDA packages")
+    say("torch is the build of the configured index; PyPI's comes with 2 GB of CUDA packages")
     return []
 
 
@@ -67,7 +88,7 @@ def index_options() -> list[str]:
 
     uv reads none of pip's settings. Its own variables come first.
     """
-    command = [sys.executable, "-m", "pip", "config", "list"]
+    command = [PYTHON, "-m", "pip", "config", "list"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     # Variables of the environment override files.
     settings: dict[str, str] = {}
@@ -84,7 +105,7 @@ def index_options() -> list[str]:
 
 def uv_command(wanted: list[str], options: list[str]) -> list[str]:
     """Return the command that installs `wanted`; the lock file has versions and hashes of all."""
-    install = [str(BIN / "uv"), "pip", "install", "--python", sys.executable, "--system-certs"]
+    install = [UV, "pip", "install", "--python", PYTHON, "--system-certs"]
     pinned = ["--constraints", str(LOCK), "--build-constraints", str(LOCK)]
     return [*install, *pinned, *options, *wanted]
 
@@ -98,7 +119,7 @@ def pip_commands(folder: Path) -> Iterator[list[str]]:
     text = LOCK.read_text(encoding="utf-8")
     torch = next(line for line in text.splitlines() if line.startswith("torch=="))
     hashed.write_text(text.replace(f"{torch}\n", ""), encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "install", "--no-compile"]
+    pip = [PYTHON, "-m", "pip", "install", "--no-compile"]
     yield [*pip, "--no-deps", "--require-hashes", "--requirement", str(hashed)]
     yield [*pip, torch]
     yield [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
@@ -134,15 +155,18 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install from requirements.lock.")
     parser.add_argument("--group", help="a dependency group of pyproject.toml; default: Pagemill")
-    group = parser.parse_args().group
+    parser.add_argument("--tools", action="store_true", help="only .venv with pip and uv")
+    arguments = parser.parse_args()
     began = time.monotonic()
-    if code := install(["--group", group] if group else ["--editable", str(ROOT)]):
+    if (code := make_venv()) or arguments.tools:
+        return code
+    group = ["--group", arguments.group]
+    if code := install(group if arguments.group else ["--editable", str(ROOT)]):
         return code
     # A broker's first writes would otherwise wait for a gigabyte of packages.
     say("writing to disk")
     os.sync()
-    size = size_of(Path(sys.prefix)) / 1e9
-    say(f"done in {time.monotonic() - began:.0f} s; {sys.prefix} has {size:.1f} GB")
+    say(f"done in {time.monotonic() - began:.0f} s; .venv has {size_of(VENV) / 1e9:.1f} GB")
     return 0
 
 

@@ -8,6 +8,7 @@ expected. `--busy` runs a loop for each core beside them.
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -72,7 +73,7 @@ def run_step(terminal: Terminal, step: Step) -> Outcome:
         failure = str(error)
     chunks = terminal.chunks[first:]
     times = [chunk.at_s for chunk in chunks] or [0.0]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     return Outcome(step, times[-1] - times[0], max(gaps, default=0.0), chunks, failure)
 
 

@@ -1,4 +1,4 @@
-"""`python -m ops.first_hour.hub`: a hub on this machine that offers the demo model, until Ctrl-C."""
+"""`python -m ops.first_hour.hub`: a hub on this machine with the demo model, until Ctrl-C."""
 
 import signal
 import sys

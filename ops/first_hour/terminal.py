@@ -1,4 +1,4 @@
-"""A shell on a pseudo-terminal, the record of what it prints, and the text that is then on screen."""
+"""A shell on a pseudo-terminal, a record of what it prints, and the lines that this leaves."""
 
 import fcntl
 import os
@@ -14,7 +14,8 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 100, 40
 # The shell tells the exit code of each command in a sequence that no terminal shows.
 DONE = re.compile(r"\x1b]777;(\d+)\x07")
-PROMPT = {"PS1": "$ ", "PROMPT_COMMAND": r"printf '\033]777;%s\007' $?"}
+PROMPT = {"PS1": r"$ \e]777;$?\a"}
+SHELL = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
 
 _TOKENS = re.compile(
     r"\x1b\[(?P<arguments>[?>\d;]*)(?P<action>[A-Za-z])"
@@ -43,7 +44,7 @@ class Terminal:
         self._process, self._screen = pty.fork()
         if self._process == 0:
             os.chdir(folder)
-            os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-i"], env | PROMPT)
+            os.execve("/bin/bash", SHELL, env | PROMPT)
         size = struct.pack("HHHH", HEIGHT, WIDTH, 0, 0)
         fcntl.ioctl(self._screen, termios.TIOCSWINSZ, size)
 
