@@ -1,18 +1,15 @@
 """`make wheel-check`: the built wheel alone, installed as a tool, serves and answers.
 
 The environment is new, no variable but PATH and HOME is inherited, and the working folder is
-empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user, and
-the bytecode of other packages that of this environment.
+empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user.
 """
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -64,16 +61,6 @@ def install_wheel(folder: Path) -> Path:
     return folder / "bin" / "pagemill"
 
 
-def copy_bytecode(folder: Path) -> None:
-    """Copy this environment's bytecode of packages, whose compilation would take ten seconds."""
-    site = Path(sysconfig.get_path("purelib"))
-    (copied,) = (folder / "tools").glob("*/lib/python*/site-packages")
-    for cache in site.rglob("__pycache__"):
-        target = copied / cache.relative_to(site)
-        if target.parent.is_dir():
-            shutil.copytree(cache, target, dirs_exist_ok=True)
-
-
 @contextlib.contextmanager
 def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]:
     """Run `pagemill up` until it is ready, and hold it to a clean end."""
@@ -96,7 +83,6 @@ def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]
 
 def check(folder: Path) -> None:
     pagemill = install_wheel(folder)
-    copy_bytecode(folder)
     home, (nats, gateway) = folder / "home", free_ports(2)
     home.mkdir()
     kernels = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
