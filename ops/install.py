@@ -36,6 +36,7 @@ def make_venv() -> int:
     if Path(UV).exists():
         return 0
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    say("pip and uv, 20 MB to download")
     tools = ["pip>=25.1", "uv>=0.11"]
     if uv := shutil.which("uv"):
         command = [uv, "pip", "install", "--python", PYTHON, "--system-certs", *tools]
