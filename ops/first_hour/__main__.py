@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from ops.first_hour.steps import STEPS, Step
@@ -32,6 +33,9 @@ ROOT = Path(__file__).parents[2]
 INHERITED = ("PIP_", "UV_", "SSL_CERT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 # The picture has so many lines of a command's output, from its beginning and its end.
 HEAD, TAIL = 5, 6
+_PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
+# What pip says about this machine's package index.
+_OF_INDEX = re.compile(r"Looking in |.*WARNING: Location ")
 _SEQUENCES = re.compile(r"\x1b\[[?>\d;]*[A-Za-z]|\x1b][^\x07]*\x07")
 
 
@@ -117,21 +121,33 @@ def save_cast(outcomes: list[Outcome], file: Path) -> None:
 
 
 def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
-    """Save what is on the terminal at the end, with long outputs shortened."""
+    """Save what is on the terminal at the end, with the time at which each command was typed."""
     recorder = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     for one in outcomes:
         screen = Screen()
         screen.feed("".join(chunk.text for chunk in one.chunks))
-        for line in shortened(screen.text()):
+        recorder.print(f"[dim]{clock(one.chunks[0].at_s)}[/] $ [bold]{escape(one.step.command)}[/]")
+        for line in shortened(one.step.command, screen.text()):
             recorder.print(Text.from_ansi(line), soft_wrap=True)
-        recorder.print(f"[dim]{one.seconds:>{WIDTH - 2}.1f} s[/]")
-    recorder.print(f"[bold]{closing}[/]")
+    recorder.print(f"[dim]{clock(outcomes[-1].chunks[-1].at_s)}[/] [bold]{closing}[/]")
     recorder.save_svg(str(file), title="pagemill: the first hour", clear=False)
 
 
-def shortened(lines: list[str]) -> list[str]:
-    """Return the output of a command, with a note in place of the middle if it is long."""
-    kept = [line for line in lines if line.strip() not in ("", "$")]
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def shortened(command: str, lines: list[str]) -> list[str]:
+    """Return the output of a command, with a note in place of the middle if it is long.
+
+    The command as it was typed and the shell's prompts are left out.
+    """
+    text = _PROMPT.sub("", "\n".join(lines)).replace("\n\n", "\n")
+    typed, _, output = text.partition("\n")
+    while command.startswith(typed) and typed != command and output:
+        rest, _, output = output.partition("\n")  # The terminal has wrapped it.
+        typed += rest
+    kept = [line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)]
     left_out = len(kept) - HEAD - TAIL
     if left_out <= 1:
         return kept
