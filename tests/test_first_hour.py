@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,23 @@ def test_an_ended_shell_is_an_error(terminal: Terminal) -> None:
     with pytest.raises(TerminalTimeout, match="the shell has ended"):
         terminal.wait_for(re.compile("never"), 30)
     terminal.close()
+
+
+def test_a_closed_terminal_leaves_no_process(terminal: Terminal) -> None:
+    terminal.type("nohup sleep 600 >/dev/null 2>&1 & echo job $!\n")
+    _, started = terminal.wait_for(re.compile(r"job (\d+)\r"), 30)
+    terminal.close()
+    deadline = time.monotonic() + 30
+    while state_of(int(started[1])) not in (None, "Z"):
+        assert time.monotonic() < deadline
+
+
+def state_of(process: int) -> str | None:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]
 
 
 def test_a_new_user_inherits_only_the_way_to_the_index(

@@ -1,10 +1,12 @@
 """A shell on a pseudo-terminal, a record of what it prints, and the lines that this leaves."""
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
 import select
+import signal
 import struct
 import termios
 import time
@@ -68,7 +70,13 @@ class Terminal:
         return seen, found
 
     def close(self) -> None:
-        """End the shell and its jobs, as a closed window does."""
+        """End the shell and all of its jobs."""
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            # A process may end meanwhile.
+            with contextlib.suppress(OSError):
+                session = file.read_text().rpartition(")")[2].split()[3]
+                if int(session) == self._process:
+                    os.kill(int(file.parent.name), signal.SIGKILL)
         os.close(self._screen)
         os.waitpid(self._process, 0)
 
