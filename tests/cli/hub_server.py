@@ -38,6 +38,7 @@ class Faults:
 class Hub:
     models: dict[str, Mapping[str, bytes]]
     faults: Faults = field(default_factory=Faults)
+    port: int = 0
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path and range of each request for a file."""
 
@@ -47,7 +48,7 @@ class Hub:
         class Handler(_Handler):
             owner = hub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()

@@ -1,0 +1,194 @@
+"""`make first-hour`: from a clean clone to a chat about an image with a pulled model, recorded.
+
+The commands run in a shell on a terminal, in an empty home and with caches that are empty unless
+UV_CACHE_DIR and PIP_CACHE_DIR name others. Every command must end with 0 and print what is
+expected. `--busy` runs a loop for each core beside them.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from ops.first_hour.steps import STEPS, Step
+from ops.first_hour.terminal import DONE, HEIGHT, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
+from ops.install import size_of
+
+ROOT = Path(__file__).parents[2]
+# How this machine reaches its package index.
+INHERITED = ("PIP_", "UV_", "SSL_CERT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+# The picture has so many lines of a command's output, from its beginning and its end.
+HEAD, TAIL = 5, 6
+_PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
+# What pip says about this machine's package index.
+_OF_INDEX = re.compile(r"Looking in |.*WARNING: Location ")
+_SEQUENCES = re.compile(r"\x1b\[[?>\d;]*[A-Za-z]|\x1b][^\x07]*\x07")
+
+
+class Outcome(NamedTuple):
+    step: Step
+    seconds: float
+    silence_s: float
+    """The longest time in which the terminal showed nothing new."""
+    chunks: list[Chunk]
+    failure: str | None
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of a new user, and those that find the package index."""
+    python = shutil.which("python3") or sys.executable
+    path = f"{Path(python).resolve().parent}:{os.defpath}"
+    own = {"HOME": str(home), "PATH": path, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    return {k: v for k, v in os.environ.items() if k.startswith(INHERITED)} | own
+
+
+def run_step(terminal: Terminal, step: Step) -> Outcome:
+    """Type a command, answer its prompts, and hold it to its exit code and output."""
+    first = len(terminal.chunks)
+    terminal.type(f"{step.command}\n")
+    seen, failure = "", None
+    try:
+        for pattern, reply in step.replies:
+            text, _ = terminal.wait_for(re.compile(pattern), step.timeout_s)
+            seen += text
+            terminal.type(reply)
+        text, ended = terminal.wait_for(DONE, step.timeout_s)
+        seen += text
+        plain = _SEQUENCES.sub("", seen).replace("\r", "")
+        if ended[1] != "0":
+            failure = f"exit code {ended[1]}"
+        elif not re.search(step.expect, plain, re.IGNORECASE):
+            failure = f"its output has no {step.expect!r}"
+    except TerminalTimeout as error:
+        failure = str(error)
+    chunks = terminal.chunks[first:]
+    times = [chunk.at_s for chunk in chunks] or [0.0]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return Outcome(step, times[-1] - times[0], max(gaps, default=0.0), chunks, failure)
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def run(folder: Path) -> tuple[list[Outcome], int]:
+    """Clone, run all commands, and return their outcomes and the bytes of the installation."""
+    clone, home = folder / "pagemill", folder / "home"
+    home.mkdir()
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    terminal = Terminal(clone, environment(home))
+    terminal.wait_for(DONE, 60)
+    outcomes = []
+    try:
+        for step in STEPS:
+            outcomes.append(run_step(terminal, step))
+            _say(_row(outcomes[-1]))
+            if outcomes[-1].failure:
+                break
+    finally:
+        terminal.close()
+    return outcomes, size_of(clone / ".venv")
+
+
+def save_cast(outcomes: list[Outcome], file: Path) -> None:
+    """Save the recording with its times, in version 2 of asciinema's format."""
+    header = {"version": 2, "width": WIDTH, "height": HEIGHT, "title": "pagemill: the first hour"}
+    events = [[round(c.at_s, 3), "o", c.text] for one in outcomes for c in one.chunks]
+    lines = [json.dumps(line) for line in [header, *events]]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def save_svg(outcomes: list[Outcome], closing: str, file: Path) -> None:
+    """Save what is on the terminal at the end, with the time at which each command was typed."""
+    recorder = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+    for one in outcomes:
+        screen = Screen()
+        screen.feed("".join(chunk.text for chunk in one.chunks))
+        recorder.print(f"[dim]{clock(one.chunks[0].at_s)}[/] $ [bold]{escape(one.step.command)}[/]")
+        for line in shortened(one.step.command, screen.text()):
+            recorder.print(Text.from_ansi(line), soft_wrap=True)
+    recorder.print(f"[dim]{clock(outcomes[-1].chunks[-1].at_s)}[/] [bold]{closing}[/]")
+    recorder.save_svg(str(file), title="pagemill: the first hour", clear=False)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def shortened(command: str, lines: list[str]) -> list[str]:
+    """Return the output of a command, with a note in place of the middle if it is long.
+
+    The command as it was typed and the shell's prompts are left out.
+    """
+    text = _PROMPT.sub("", "\n".join(lines)).replace("\n\n", "\n")
+    typed, _, output = text.partition("\n")
+    while command.startswith(typed) and typed != command and output:
+        rest, _, output = output.partition("\n")  # The terminal has wrapped it.
+        typed += rest
+    kept = [line for line in output.split("\n") if line.strip() and not _OF_INDEX.match(line)]
+    left_out = len(kept) - HEAD - TAIL
+    if left_out <= 1:
+        return kept
+    return [*kept[:HEAD], f"\x1b[2m… {left_out} more lines\x1b[0m", *kept[-TAIL:]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run and record the first hour.")
+    parser.add_argument("--busy", action="store_true", help="run one busy loop per core beside it")
+    parser.add_argument("--svg", type=Path, help="save a picture of the terminal")
+    parser.add_argument("--cast", type=Path, help="save the recording, for asciinema")
+    arguments = parser.parse_args()
+    loops = (os.cpu_count() or 1) if arguments.busy else 0
+    with tempfile.TemporaryDirectory(prefix="first-hour-") as name, busy_loops(loops):
+        outcomes, size = run(Path(name))
+    failed = [one for one in outcomes if one.failure]
+    total_s = sum(one.seconds for one in outcomes)
+    silence_s = max(one.silence_s for one in outcomes)
+    machine = f"{os.cpu_count()} cores, {loops} busy loops" if loops else f"{os.cpu_count()} cores"
+    closing = (
+        f"{len(outcomes)} commands in {total_s:.0f} s on {machine}; installed: {size / 1e9:.1f} GB;"
+        f" longest silence: {silence_s:.1f} s"
+    )
+    _say(closing)
+    for one in failed:
+        _say(f"failed: {one.step.command}: {one.failure}")
+    if arguments.cast:
+        save_cast(outcomes, arguments.cast)
+    if arguments.svg and not failed:
+        save_svg(outcomes, closing, arguments.svg)
+    return int(bool(failed))
+
+
+def _row(one: Outcome) -> str:
+    return f"{one.seconds:7.1f} s, silent for {one.silence_s:4.1f} s: {one.step.command}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

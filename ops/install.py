@@ -1,0 +1,175 @@
+"""`make install`: .venv with what requirements.lock pins, and the build of torch for this machine.
+
+This runs in the system's Python and imports only the standard library. uv installs: it takes a
+tenth of pip's time, shows what it downloads, and links what another checkout has downloaded.
+Sizes below are those of torch 2.13.0 for Linux on x86-64.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LOCK = ROOT / "requirements.lock"
+VENV = ROOT / ".venv"
+PYTHON, UV = str(VENV / "bin" / "python"), str(VENV / "bin" / "uv")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+# No step is silent for longer than five seconds.
+PROBE_TIMEOUT_S = 4
+
+
+def make_venv() -> int:
+    """Make .venv with pip and uv, if it has no uv; return the exit code.
+
+    venv's own way to install pip is silent for seconds, and compiles it: the system's uv or pip
+    installs both, where there is one.
+    """
+    if Path(UV).exists():
+        return 0
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
+    say("pip and uv, 20 MB to download")
+    tools = ["pip>=25.1", "uv>=0.11"]
+    if uv := shutil.which("uv"):
+        command = [uv, "pip", "install", "--python", PYTHON, "--system-certs", *tools]
+        return subprocess.run(command, check=False).returncode
+    pip = [sys.executable, "-m", "pip", "--python", PYTHON]
+    if importlib.util.find_spec("pip") is None:
+        subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
+        pip = [PYTHON, "-m", "pip"]
+    return subprocess.run([*pip, "install", "--no-compile", *tools], check=False).returncode
+
+
+def has_gpu() -> bool:
+    """Return whether the driver of NVIDIA lists a GPU."""
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return True
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and b"GPU " in done.stdout
+
+
+def is_reachable(url: str) -> bool:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def choose_torch() -> list[str]:
+    """Return uv's options for the build of torch that fits this machine, and print the choice."""
+    if os.environ.get("UV_TORCH_BACKEND"):
+        say(f"torch's build is that of UV_TORCH_BACKEND={os.environ['UV_TORCH_BACKEND']}")
+        return []
+    if has_gpu():
+        say("NVIDIA GPU found: torch's CUDA build, 2 GB to download, 5 GB on disk")
+        return []
+    if is_reachable(TORCH_INDEX):
+        say("no NVIDIA GPU: torch's CPU build, 0.2 GB to download, 0.7 GB on disk")
+        return ["--torch-backend", "cpu"]
+    say("no NVIDIA GPU, and PyTorch's index of CPU builds cannot be reached")
+    say("torch is the build of the configured index; PyPI's comes with 2 GB of CUDA packages")
+    return []
+
+
+def index_options() -> list[str]:
+    """Return pip's configured index and its folders of wheels as options of uv.
+
+    uv reads none of pip's settings. Its own variables come first.
+    """
+    command = [PYTHON, "-m", "pip", "config", "list"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    # Variables of the environment override files.
+    settings: dict[str, str] = {}
+    for line in sorted(lines, key=lambda line: line.startswith(":env:")):
+        key, _, value = line.partition("=")
+        settings[key.rpartition(".")[2]] = str(ast.literal_eval(value))
+    options = []
+    if "index-url" in settings and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & os.environ.keys():
+        options += ["--default-index", settings["index-url"]]
+    for place in settings.get("find-links", "").split():
+        options += ["--find-links", place]
+    return options
+
+
+def uv_command(wanted: list[str], options: list[str]) -> list[str]:
+    """Return the command that installs `wanted`; the lock file has versions and hashes of all."""
+    install = [UV, "pip", "install", "--python", PYTHON, "--system-certs"]
+    pinned = ["--constraints", str(LOCK), "--build-constraints", str(LOCK)]
+    return [*install, *pinned, *options, *wanted]
+
+
+def pip_commands(folder: Path) -> Iterator[list[str]]:
+    """Yield the commands of pip, for an index that uv cannot use: the whole lock file.
+
+    pip checks hashes only of files in which every package has one.
+    """
+    hashed = folder / "requirements.txt"
+    text = LOCK.read_text(encoding="utf-8")
+    torch = next(line for line in text.splitlines() if line.startswith("torch=="))
+    hashed.write_text(text.replace(f"{torch}\n", ""), encoding="utf-8")
+    pip = [PYTHON, "-m", "pip", "install", "--no-compile"]
+    yield [*pip, "--no-deps", "--require-hashes", "--requirement", str(hashed)]
+    yield [*pip, torch]
+    yield [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+
+
+def install(wanted: list[str]) -> int:
+    """Install with uv, or else with pip; return the exit code."""
+    code = subprocess.run(uv_command(wanted, [*choose_torch(), *index_options()]), check=False)
+    if code.returncode == 0:
+        return 0
+    say("uv has failed; pip installs all of requirements.lock, which takes some minutes")
+    with tempfile.TemporaryDirectory() as folder:
+        for command in pip_commands(Path(folder)):
+            if (code := subprocess.run(command, check=False)).returncode:
+                return code.returncode
+    return 0
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below `folder`."""
+    return sum(
+        os.lstat(os.path.join(path, name)).st_size
+        for path, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"install: {text}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Install from requirements.lock.")
+    parser.add_argument("--group", help="a dependency group of pyproject.toml; default: Pagemill")
+    parser.add_argument("--tools", action="store_true", help="only .venv with pip and uv")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    if (code := make_venv()) or arguments.tools:
+        return code
+    group = ["--group", arguments.group]
+    if code := install(group if arguments.group else ["--editable", str(ROOT)]):
+        return code
+    # A broker's first writes would otherwise wait for a gigabyte of packages.
+    say("writing to disk")
+    os.sync()
+    say(f"done in {time.monotonic() - began:.0f} s; .venv has {size_of(VENV) / 1e9:.1f} GB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""`make wheel-check`: the built wheel alone, installed as a tool, serves and answers.
+
+The environment is new, no variable but PATH and HOME is inherited, and the working folder is
+empty: nothing is found in a checkout. Only the cache of compiled kernels is that of the user.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from ops import install
+
+IMAGE = Path(__file__).parent / "demo_images" / "red.png"
+QUESTION = "What color is this image?"
+READY_S = 240
+
+
+class CheckFailed(Exception):
+    """A step of the check has failed; the message has its output."""
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: int = 120) -> str:
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode != 0:
+        shown = " ".join(command)
+        raise CheckFailed(f"{shown} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def install_wheel(folder: Path) -> Path:
+    """Build the wheel and install it with `uv tool install`; return the command."""
+    uv, pinned = install.UV, ["--build-constraints", str(install.LOCK)]
+    build = [uv, "build", "--wheel", "--quiet", "--out-dir", str(folder / "dist"), *pinned]
+    run([*build, str(install.ROOT)], dict(os.environ), folder)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    env = os.environ | {
+        "UV_TOOL_DIR": str(folder / "tools"),
+        "UV_TOOL_BIN_DIR": str(folder / "bin"),
+    }
+    options = ["--constraints", str(install.LOCK), *install.choose_torch()]
+    tool = [uv, "tool", "install", "--quiet", "--system-certs", "--python", sys.executable]
+    run([*tool, *options, *install.index_options(), str(wheel)], env, folder, 600)
+    return folder / "bin" / "pagemill"
+
+
+@contextlib.contextmanager
+def running(pagemill: Path, env: dict[str, str], folder: Path) -> Iterator[None]:
+    """Run `pagemill up` until it is ready, and hold it to a clean end."""
+    said = folder / "said"
+    with said.open("wb") as stderr:
+        up = subprocess.Popen([str(pagemill), "up"], env=env, cwd=folder, stderr=stderr)
+    try:
+        deadline = time.monotonic() + READY_S
+        while b"ready at" not in said.read_bytes():
+            if up.poll() is not None or time.monotonic() > deadline:
+                raise CheckFailed(f"pagemill up was never ready:\n{said.read_text()}")
+            time.sleep(0.1)
+        yield
+    finally:
+        up.send_signal(signal.SIGINT)
+        code = up.wait(60)
+    if code != 0:
+        raise CheckFailed(f"pagemill up ended with {code}:\n{said.read_text()}")
+
+
+def check(folder: Path) -> None:
+    pagemill = install_wheel(folder)
+    home, (nats, gateway) = folder / "home", free_ports(2)
+    home.mkdir()
+    kernels = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    env = {"PATH": os.defpath, "HOME": str(home), "XDG_CACHE_HOME": kernels}
+    say(f"pagemill {run([str(pagemill), '--version'], env, home).strip()}, from a wheel")
+    if "requests" not in run([str(pagemill), "--help"], env, home):
+        raise CheckFailed("the help names no commands")
+    env |= {"PAGEMILL_NATS__PORT": str(nats), "PAGEMILL_GATEWAY__PORT": str(gateway)}
+    with running(pagemill, env, home):
+        ask = [str(pagemill), "ask", "--image", str(IMAGE), QUESTION]
+        answer = run(ask, env, home).strip()
+        with urllib.request.urlopen(f"http://127.0.0.1:{gateway}/", timeout=30) as page:
+            if b"<html" not in page.read():
+                raise CheckFailed("the gateway's web page is missing")
+    if "red" not in answer.lower():
+        raise CheckFailed(f"the answer is wrong: {answer!r}")
+    say(f"{QUESTION} {answer}")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"wheel-check: {text}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pagemill-wheel-") as folder:
+        try:
+            check(Path(folder))
+        except (CheckFailed, subprocess.TimeoutExpired) as error:
+            say(f"failed: {error}")
+            return 1
+    used = os.times()
+    cpu_s = used.user + used.system + used.children_user + used.children_system
+    say(f"passed in {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU time")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

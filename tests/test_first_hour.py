@@ -1,0 +1,128 @@
+"""The first hour: its commands, its terminal and its recording."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ops.first_hour import __main__ as first_hour
+from ops.first_hour.steps import STEPS, Step
+from ops.first_hour.terminal import DONE, Chunk, Screen, Terminal, TerminalTimeout
+
+BASH = {"PATH": os.defpath, "TERM": "xterm-256color"}
+
+
+def shown(printed: str) -> list[str]:
+    screen = Screen()
+    screen.feed(printed)
+    return [re.sub(r"\x1b\[[\d;]*m", "", line) for line in screen.text()]
+
+
+def test_the_first_hour_has_at_most_ten_commands() -> None:
+    commands = [step.command for step in STEPS]
+    assert len(commands) <= 10
+    wanted = ["make install", "pagemill pull", "pagemill up", "pagemill ask", "pagemill chat"]
+    first = [next(i for i, command in enumerate(commands) if one in command) for one in wanted]
+    assert first == sorted(first)
+
+
+def test_progress_bars_leave_their_last_state() -> None:
+    assert shown("a 10%\ra 100%\r\nb") == ["a 100%", "b"]
+    two = "one\r\ntwo\x1b[1A\r\x1b[2Kdone\r\n\x1b[2Kthree"
+    assert shown(two) == ["done", "three"]
+    assert shown("gone\r\ngone too\x1b[1A\r\x1b[Jleft") == ["left"]
+    assert shown("\x1b[?25labc\x1b[2Dx\x1b]0;title\x07") == ["axc"]
+
+
+def test_long_lines_wrap_and_styles_stay_with_their_text() -> None:
+    assert [len(line) for line in shown("x" * 150)] == [100, 50]
+    screen = Screen()
+    screen.feed("\x1b[1mbold\x1b[0m plain")
+    assert screen.text() == ["\x1b[0m\x1b[1mbold\x1b[0m plain"]
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Terminal:
+    opened = Terminal(tmp_path, BASH)
+    opened.wait_for(DONE, 30)
+    return opened
+
+
+def test_a_step_needs_its_exit_code_its_output_and_its_time(terminal: Terminal) -> None:
+    def failure(*arguments: object, **more: object) -> str | None:
+        return first_hour.run_step(terminal, Step(*arguments, **more)).failure  # type: ignore[arg-type]
+
+    try:
+        assert failure("echo one", "one") is None
+        assert failure("echo one", "two") == "its output has no 'two'"
+        assert failure("echo one; false", "one") == "exit code 1"
+        asked = "read -p 'name? ' name; echo hello $name"
+        assert failure(asked, "hello you", replies=(("name[?] $", "you\n"),)) is None
+        late = failure("echo begun; read", "", timeout_s=0.2)
+        assert late is not None
+        assert "0 s without" in late
+    finally:
+        terminal.close()
+
+
+def test_an_ended_shell_is_an_error(terminal: Terminal) -> None:
+    terminal.type("exit\n")
+    with pytest.raises(TerminalTimeout, match="the shell has ended"):
+        terminal.wait_for(re.compile("never"), 30)
+    terminal.close()
+
+
+def test_a_closed_terminal_leaves_no_process(terminal: Terminal) -> None:
+    terminal.type("nohup sleep 600 >/dev/null 2>&1 & echo job $!\n")
+    _, started = terminal.wait_for(re.compile(r"job (\d+)\r"), 30)
+    terminal.close()
+    deadline = time.monotonic() + 30
+    while state_of(int(started[1])) not in (None, "Z"):
+        assert time.monotonic() < deadline
+
+
+def state_of(process: int) -> str | None:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]
+
+
+def test_a_new_user_inherits_only_the_way_to_the_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UV_INDEX_URL", "https://mirror.example")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    env = first_hour.environment(tmp_path)
+    assert env["HOME"] == str(tmp_path)
+    assert env["UV_INDEX_URL"] == "https://mirror.example"
+    assert "HF_TOKEN" not in env
+
+
+def test_the_recording_is_an_asciicast_and_a_picture(tmp_path: Path) -> None:
+    middle = "".join(f"line {number}\r\n" for number in range(40))
+    printed = f"make install\r\nLooking in links: /x\r\n{middle}$ \x1b]777;0\x07"
+    chunks = [Chunk(0.5, printed[:20]), Chunk(65.0, printed[20:])]
+    outcome = first_hour.Outcome(STEPS[0], 64.5, 64.5, chunks, None)
+    first_hour.save_cast([outcome], tmp_path / "cast")
+    header, *events = map(json.loads, (tmp_path / "cast").read_text().splitlines())
+    assert header["version"] == 2
+    assert [event[0] for event in events] == [0.5, 65.0]
+    first_hour.save_svg([outcome], "the end", tmp_path / "svg")
+    text = re.sub(r"<[^>]*>", "", (tmp_path / "svg").read_text()).replace("&#160;", " ")
+    for expected in (
+        "0:00",
+        "make install",
+        "line 0",
+        "29 more lines",
+        "line 39",
+        "1:05",
+        "the end",
+    ):
+        assert expected in text
+    assert "Looking in" not in text
+    assert "line 20" not in text

@@ -1,0 +1,78 @@
+"""The choice of torch's build, and the options that uv and pip install with."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ops import install
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, reachable: bool) -> list[str]:
+    monkeypatch.delenv("UV_TORCH_BACKEND", raising=False)
+    monkeypatch.setattr(install, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(install, "is_reachable", lambda url: reachable)
+    return install.choose_torch()
+
+
+def test_without_a_gpu_torch_is_the_cpu_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert choose(monkeypatch, gpu=False, reachable=True) == ["--torch-backend", "cpu"]
+    assert "no NVIDIA GPU: torch's CPU build, 0.2 GB to download" in capsys.readouterr().out
+
+
+def test_with_a_gpu_or_without_the_index_torch_is_that_of_the_configured_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert choose(monkeypatch, gpu=True, reachable=True) == []
+    assert choose(monkeypatch, gpu=False, reachable=False) == []
+
+
+def test_the_users_own_choice_of_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_TORCH_BACKEND", "cu130")
+    monkeypatch.setattr(install, "has_gpu", lambda: pytest.fail("asked"))
+    assert install.choose_torch() == []
+
+
+def test_uv_gets_the_index_and_the_folders_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        ":env:.find-links='/own/wheels /more'\n"
+        "global.find-links='/all/wheels'\n"
+        "global.index-url='https://mirror.example/simple'\n"
+    )
+    answer = subprocess.CompletedProcess([], 0, stdout=said)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    folders = ["--find-links", "/own/wheels", "--find-links", "/more"]
+    index = ["--default-index", "https://mirror.example/simple"]
+    assert install.index_options() == [*index, *folders]
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example/simple")
+    assert install.index_options() == folders
+
+
+def test_the_lock_file_has_hashes_of_all_packages_but_torch(tmp_path: Path) -> None:
+    entries = re.split(r"\n(?=\S)", install.LOCK.read_text(encoding="utf-8"))
+    without = [entry for entry in entries if "--hash=sha256:" not in entry]
+    assert [re.sub(r"==\S+$", "", entry) for entry in without] == ["torch"]
+    commands = list(install.pip_commands(tmp_path))
+    assert "torch==" not in (tmp_path / "requirements.txt").read_text(encoding="utf-8")
+    assert any(without[0] in command for command in commands)
+
+
+def test_every_dependency_of_the_product_is_locked() -> None:
+    text = (install.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = text.partition("\ndependencies = [")[2].partition("\n]")[0]
+    names = set(re.findall(r'^  "([\w-]+)', declared, re.MULTILINE))
+    locked = set(re.findall(r"^([\w-]+)==", install.LOCK.read_text(encoding="utf-8"), re.MULTILINE))
+    assert "torch" in names
+    assert names <= locked
+
+
+def test_the_size_of_a_folder_is_that_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a").write_bytes(b"12345")
+    (tmp_path / "b").write_bytes(b"123")
+    assert install.size_of(tmp_path) == 8
