@@ -68,6 +68,16 @@ async def test_dimensions_are_cut_and_normalized_again(gateway: Gateway) -> None
     assert str(len(whole)) in refused.value.message
 
 
+async def test_a_prompt_may_fill_the_context(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    length = model["max_model_len"]
+    for num_tokens, status in ((length, 200), (length + 1, 400)):
+        body = {"model": "demo", "input": [65] * num_tokens}
+        got = await http.post("/v1/embeddings", json=body)
+        assert got.status_code == status, got.text
+    assert got.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
