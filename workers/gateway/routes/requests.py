@@ -7,7 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
+from shared.errors import (
+    InvalidRequest,
+    LogTruncated,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WorkerFailure,
+)
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final
@@ -69,7 +76,7 @@ class Cancelling(Struct, frozen=True):
     "The state of a request, and its result",
     answer=RequestBody,
     refuses=(
-        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
+        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded, WorkerFailure),
         errors.AnswerTooLarge,
     ),
 )
