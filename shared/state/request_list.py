@@ -117,9 +117,9 @@ class RequestTable:
 
     def add_record(self, request_id: str, record: RequestRecord) -> None:
         """Add the record that a gateway has of a request, or of the parts that it consists of."""
-        if (parts := record.options.get("parts", 1)) > 1:
+        if record.num_parts > 1:
             del self.traces[request_id]
-            for name in (f"{request_id}-{i}" for i in range(parts)):
+            for name in (f"{request_id}-{i}" for i in range(record.num_parts)):
                 if name in self.traces:
                     self.traces[name].model = record.model
             return

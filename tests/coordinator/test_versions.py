@@ -1,4 +1,4 @@
-"""Versions of the tasks that a coordinator publishes: older workers leave what they would misread."""
+"""Versions of a coordinator's tasks: an older worker leaves those that it would misread."""
 
 import secrets
 from types import SimpleNamespace
@@ -30,7 +30,11 @@ async def publish_first_task(bus: Bus, embedding: EmbeddingParams | None) -> byt
         subject=subjects.request("demo"),
         data=encode_request(GenerateRequest("demo", prompt="a", embedding=embedding), {}),
         stored_ms=bus.now_ms(),
-        **{"attempt": 1, "sequence": 1, "receipt": "r", "tenant": None, "msg_id": request_id},
+        attempt=1,
+        sequence=1,
+        receipt="r",
+        tenant=None,
+        msg_id=request_id,
         retry=retry,
     )
     config = Config({"demo": ModelConfig("nowhere")})

@@ -58,7 +58,7 @@ async def submit(
     record = _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)
-    start = read_start(request, plan.options.get("parts", 1))
+    start = read_start(request, record.num_parts)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
