@@ -1,4 +1,4 @@
-"""Reports about folders: one that cannot be read has a reason, and the others have their reports."""
+"""Reports about model folders: one that cannot be read has a reason, and no other suffers."""
 
 from pathlib import Path
 from typing import Any
