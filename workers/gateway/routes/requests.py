@@ -21,7 +21,7 @@ from shared.state.token_log import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.core.ids import read_start
-from workers.gateway.core.memory_budget import read_logprob_size
+from workers.gateway.core.memory_budget import read_answer_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
@@ -149,7 +149,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
         context.answer_budget.reserve(
-            request.scope, read_logprob_size(active.record).num_bytes(num_tokens), "id"
+            request.scope, read_answer_size(active.record).num_bytes(num_tokens), "id"
         )
         result = await active.collect_answer(active.follow_logs())
     return RequestBody(

@@ -98,6 +98,7 @@ class Processor:
         self.max_model_len = min(longest, model.max_model_len or longest)
         """Limit on prompt and answer together, in tokens."""
         self.vocab_size: int = config.get_text_config().vocab_size
+        self._hidden_size: int = config.get_text_config().hidden_size
 
     def accepts(self, modality: Modality) -> bool:
         return modality in self._inputs and self._inputs[modality].limit > 0
@@ -112,6 +113,7 @@ class Processor:
             takes_tools=self._tokenizer.takes_tools,
             tool_parser=self._tool_parser,
             call_signs=self._tokenizer.signs() if self._tool_parser == "hermes" else None,
+            hidden_size=self._hidden_size,
         )
 
     # -- media ------------------------------------------------------------------------------------
