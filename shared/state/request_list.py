@@ -62,10 +62,12 @@ class Trace:
     finish_reason: str | None = None
     final: Finish | Failure | None = None
     waits_until_ms: float = 0.0
-    """When a request of a gateway has ended, if it was accepted at all."""
+    """Until then, a request that a gateway has recorded may wait for a coordinator. Later it has
+    ended or was never accepted."""
     is_looked_up: bool = False
 
     def see(self, ms: float) -> None:
+        """Note the time of a message of this request."""
         self.first_ms = ms if self.first_ms is None else min(self.first_ms, ms)
 
     def state(self, now_ms: float) -> State:
