@@ -285,8 +285,8 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     send_timeout_s: Seconds = 60.0
     """Time in which the client must read some of the data that waits to be sent."""
     max_answer_mib: Positive = 256
-    """Limit on the log probabilities of an answer that is not streamed. Four of the largest may be
-    in progress."""
+    """Limit on the log probabilities or embeddings of an answer that is not streamed. Four of the
+    largest may be in progress."""
     cors_origins: list[str] = []
     """Origins whose web pages may call the gateway, such as `https://chat.example`."""
     tls_cert: str | None = None

@@ -22,7 +22,7 @@ PagemillError               internal_error; server; not retryable
 ├── ServerError             server; retryable
 │   ├── Unavailable         the broker or a storage does not answer
 │   ├── Overloaded          a work queue is full; the client may try again later
-│   ├── GrammarNotTried     no time or process for the trial of a grammar; it may be valid
+│   ├── GrammarNotTried     no time or process for the trial of a grammar; only its client retries
 │   ├── EncodingFailed      embeddings could not be computed; Pagemill does not retry
 │   ├── BlobLost            a payload is gone with its owner; its stage runs again
 │   ├── DeadlineExceeded    the request's time is over; only its client may retry it

@@ -14,7 +14,7 @@ class FairSlots:
     def __init__(self, num_slots: int, complaint: str) -> None:
         self._num_free = num_slots
         self._complaint = complaint
-        """The rest of the sentence that begins with the number of callers held."""
+        """End of the error message, which begins with the limit on callers."""
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @contextlib.asynccontextmanager

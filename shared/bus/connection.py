@@ -63,7 +63,7 @@ class _CorrectedClient(NatsClient):
 
 
 async def next_message(subscription: Subscription, timeout_s: float) -> Msg:
-    """Return the next message. Raises nats-py's TimeoutError or another of its errors."""
+    """Return the next message. Raises the errors of nats-py, such as its own TimeoutError."""
     return await _keep_cancellation(subscription.next_msg(timeout=timeout_s))
 
 

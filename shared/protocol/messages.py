@@ -33,6 +33,9 @@ from msgspec import Meta, Struct
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
+MAX_PARTS = 64
+"""Limit on the prompts of a request, which are requests of their own on the bus."""
+
 
 class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
@@ -45,7 +48,7 @@ class RequestRecord(Struct, frozen=True):
     durable: bool
     """Whether the request continues when the client's connection closes."""
     options: dict[str, Any] = {}
-    """Options of the response's shape."""
+    """Options of the response's shape. `parts` is the number of prompts, from 1 to 64."""
     timeout_s: float = 0.0
     """The request has ended after this time, if it was accepted at all."""
     holders: list[str] = []
@@ -53,6 +56,16 @@ class RequestRecord(Struct, frozen=True):
     digest: str = ""
     """SHA-256 of the request, if the client chose its id: a repeated id must have the same one."""
     version: int = 1
+
+    def __post_init__(self) -> None:
+        parts = self.options.get("parts", 1)
+        if type(parts) is not int or not 1 <= parts <= MAX_PARTS:
+            raise ValueError(f"Expected options.parts from 1 to {MAX_PARTS}")
+
+    @property
+    def num_parts(self) -> int:
+        parts: int = self.options.get("parts", 1)
+        return parts
 
 
 class DeadLetter(Struct, frozen=True):

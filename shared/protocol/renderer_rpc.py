@@ -77,6 +77,8 @@ class ModelCard(Versioned, frozen=True, tag="card"):
     call_signs: list[int | None] | None = None
     """Token ids of `<tool_call>` and `</tool_call>` for the `hermes` format. A tag that consists of
     several tokens is null."""
+    hidden_size: int = 0
+    """Number of values of an embedding without `dimensions`."""
 
 
 class FeaturesRequest(Versioned, frozen=True, forbid_unknown_fields=True):

@@ -159,8 +159,12 @@ def model_of_stage(subject: str) -> str:
 
 
 def stage_consumer(name: str, model: str, lane: str) -> str:
-    """Durable consumer that all workers of a stage share, on exactly one `stage_filter`."""
-    return f"{name}_{encode_model(model)}_{lane}"
+    """Durable consumer that all workers of a stage share, on exactly one `stage_filter`.
+
+    The stage ends at the first underscore, and the lane begins at the last one. So an underscore in
+    the name of a stage is encoded like other characters in the name of a model.
+    """
+    return f"{name.replace('_', '=5F')}_{encode_model(model)}_{lane}"
 
 
 def renderer(call: str, model: str) -> str:

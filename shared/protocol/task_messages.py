@@ -10,9 +10,12 @@ from shared.protocol.records import StageSpan
 from shared.protocol.requests import EmbeddingParams, Prompt
 from shared.protocol.sampling import SamplingParams
 
-TASK_VERSION = 1
-"""Raised when an older worker would misread a task. New optional fields do not raise it: a reader
-ignores fields that it does not know."""
+TASK_VERSION = 2
+"""The latest version of tasks. It is raised when an older worker would misread a task, and then
+only the tasks of that kind have it. New optional fields do not raise it: a reader ignores fields
+that it does not know."""
+EMBEDDING_VERSION = 2
+"""Version of a task whose header has `embedding`: a worker of version 1 would generate text."""
 
 
 class RequestTicket(Struct, frozen=True, array_like=True):
@@ -60,7 +63,8 @@ class TaskHeader(Struct, frozen=True, omit_defaults=True):
     """The request is answered by an embedding of its prompt, without tokens."""
     expires_ms: float = 0.0
     """When nobody waits for the result of an item task any more; by the broker's clock."""
-    version: int = TASK_VERSION
+    version: int = 1
+    """The version that a worker needs to read the task, at most TASK_VERSION."""
 
 
 class TaskBody(Struct, frozen=True):

@@ -11,11 +11,13 @@ import msgspec
 
 from shared.protocol.msgpack_formats import FORMATS, RUN_LEN, RUN_OF_SCALARS, step
 
-# Below `shared.codec.envelope.MAX_NODES`, which holds for the tasks that a request becomes.
+# The tasks that a request becomes are counted in the same way, up to a higher limit,
+# `shared.codec.envelope.MAX_NODES`.
 MAX_VALUES = 50_000
-"""Limit on strings, arrays and objects; in msgpack also on numbers outside of long runs."""
+"""Limit on strings, arrays and objects, and on other values outside of runs of RUN_LEN in an
+array."""
 MAX_NUMBERS = 2**20
-"""Limit on all other values, which take little time: a prompt may have as many token ids."""
+"""Limit on other values within runs, which take little time: the token ids of a prompt."""
 # More than any field may have by itself, so that the errors of fields are more exact.
 MAX_DEPTH = 64
 
@@ -24,6 +26,9 @@ _JSON_TOKEN = re.compile(
     rb'[^"\[\]{}]*+(?:(?P<string>"[^"\\]*+(?:\\.[^"\\]*+)*+")|(?P<open>[\[{])|(?P<close>[\]}]))',
     re.DOTALL,
 )
+_JSON_SCALAR = re.compile(rb"[^\s,:]+")
+_NO_SCALARS = frozenset((b"", b",", b", ", b":", b": "))
+"""Usual text between two strings or brackets, without another value."""
 
 
 def check_msgpack(data: bytes) -> None:
@@ -34,13 +39,13 @@ def check_msgpack(data: bytes) -> None:
 def check_json(data: bytes, max_values: int = MAX_VALUES) -> None:
     """Raise ValidationError for a limit that the text exceeds."""
     num_brackets = data.count(b"[") + data.count(b"{")
-    num_quotes = data.count(b'"')
+    num_quotes, num_commas = data.count(b'"'), data.count(b",")
+    num_tokens = num_brackets + num_quotes // 2
+    # Each of the other values is behind a bracket or a comma, and RUN_LEN of them count at most
+    # between two tokens, which include the closing brackets.
+    num_others = min(num_brackets + num_commas, RUN_LEN * (num_brackets + num_tokens))
     # Nearly all requests end here, although these numbers include what is within strings.
-    if (
-        num_brackets > MAX_DEPTH
-        or num_brackets + num_quotes // 2 > max_values
-        or data.count(b",") > MAX_NUMBERS
-    ):
+    if num_brackets > MAX_DEPTH or num_tokens + num_others > max_values or num_commas > MAX_NUMBERS:
         walk_json(data, max_values)
 
 
@@ -53,12 +58,14 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
     offset = num_values = num_numbers = 0
     key = (0, 0)
     pending = [1]  # values that are left, per open container
+    maps = [False]  # whether it is a map, per open container
     while pending:
         left = pending[-1]
         if not left:
             pending.pop()
+            maps.pop()
             continue
-        if left >= RUN_LEN and (run := RUN_OF_SCALARS.match(data, offset)):
+        if left >= RUN_LEN and not maps[-1] and (run := RUN_OF_SCALARS.match(data, offset)):
             pending[-1] -= RUN_LEN
             num_numbers += RUN_LEN
             offset = run.end()
@@ -68,7 +75,7 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
         start, found = offset, step(data, offset)
         if found is None:
             return False
-        offset, children, _ = found
+        offset, children, form = found
         if len(pending) == 2 and left % 2 == 0:
             key = (start, offset)
         pending[-1] = left - 1
@@ -77,6 +84,7 @@ def walk_msgpack(data: bytes, max_values: int = MAX_VALUES) -> bool:
             raise _too_many(max_values, _packed_key(data, key))
         if children:
             pending.append(children)
+            maps.append(form.is_map)
             if len(pending) > MAX_DEPTH + 1:
                 raise _too_deep(_packed_key(data, key))
     return offset == len(data)
@@ -91,8 +99,11 @@ def walk_json(data: bytes, max_values: int = MAX_VALUES) -> bool:
     key = last_string = b""
     while token := _JSON_TOKEN.match(data, offset):
         start, stop = token.start(token.lastgroup or 0), token.end()
-        num_commas += data.count(b",", offset, start)
-        if depth == 1 and data.find(b":", offset, start) >= 0:
+        gap = data[offset:start]
+        num_before = gap.count(b",")
+        num_commas += num_before
+        num_values += _num_scalars(gap, num_before)
+        if depth == 1 and b":" in gap:
             key = last_string
         if token.lastgroup == "close":
             depth -= 1
@@ -115,6 +126,13 @@ def walk_json(data: bytes, max_values: int = MAX_VALUES) -> bool:
     if num_commas > MAX_NUMBERS:
         raise _too_many(MAX_NUMBERS, key)
     return depth == 0 and data.find(b'"', offset) < 0
+
+
+def _num_scalars(gap: bytes, num_commas: int) -> int:
+    """Return the number of values between two strings or brackets, without those in runs."""
+    if gap in _NO_SCALARS:
+        return 0
+    return num_commas % RUN_LEN if num_commas >= RUN_LEN else len(_JSON_SCALAR.findall(gap))
 
 
 def _packed_key(data: bytes, key: tuple[int, int]) -> bytes:

@@ -12,6 +12,7 @@ from shared.config import DeliveryConfig
 from shared.errors import (
     DeadlineExceeded,
     EncodingFailed,
+    GrammarNotTried,
     Overloaded,
     PagemillError,
     Poisoned,
@@ -24,7 +25,8 @@ from shared.protocol.messages import AttemptRecord
 
 @dataclass(frozen=True, slots=True)
 class AnswerWithError:
-    """Tell the client and acknowledge: another attempt would fail in the same way."""
+    """Tell the client and acknowledge: another attempt would fail in the same way, or take too long
+    for a client that can make it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def decide(
 
     `jitter` in [0, 1) spreads the retries of many requests over half of the delay.
     """
-    if isinstance(error, RequestError | DeadlineExceeded | EncodingFailed):
+    if isinstance(error, RequestError | DeadlineExceeded | EncodingFailed | GrammarNotTried):
         return AnswerWithError()
     failed = not isinstance(error, Overloaded | Unavailable)
     if not error.retryable or (failed and failures + 1 >= policy.max_deliver):

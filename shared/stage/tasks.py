@@ -17,7 +17,7 @@ from shared.protocol.task_messages import TASK_VERSION, FollowBody, RenderBody, 
 
 
 class _AnyVersion(Struct, frozen=True):
-    version: int = TASK_VERSION
+    version: int = 1
 
 
 class _AnyTask(Struct, frozen=True):

@@ -62,10 +62,12 @@ class Trace:
     finish_reason: str | None = None
     final: Finish | Failure | None = None
     waits_until_ms: float = 0.0
-    """When a request of a gateway has ended, if it was accepted at all."""
+    """Until then, a request that a gateway has recorded may wait for a coordinator. Later it has
+    ended or was never accepted."""
     is_looked_up: bool = False
 
     def see(self, ms: float) -> None:
+        """Note the time of a message of this request."""
         self.first_ms = ms if self.first_ms is None else min(self.first_ms, ms)
 
     def state(self, now_ms: float) -> State:
@@ -117,9 +119,9 @@ class RequestTable:
 
     def add_record(self, request_id: str, record: RequestRecord) -> None:
         """Add the record that a gateway has of a request, or of the parts that it consists of."""
-        if (parts := record.options.get("parts", 1)) > 1:
+        if record.num_parts > 1:
             del self.traces[request_id]
-            for name in (f"{request_id}-{i}" for i in range(parts)):
+            for name in (f"{request_id}-{i}" for i in range(record.num_parts)):
                 if name in self.traces:
                     self.traces[name].model = record.model
             return

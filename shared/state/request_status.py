@@ -155,9 +155,9 @@ def _ended(
 async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     """The status of a request that has no task and has not ended, as far as it is known of."""
     record = await request_registry.find(bus, status.request_id)
-    if record is not None and (parts := record.options.get("parts", 1)) > 1:
-        first, last = f"{status.request_id}-0", f"{status.request_id}-{parts - 1}"
-        why = f"its {parts} prompts are requests of their own: {first} to {last}"
+    if record is not None and record.num_parts > 1:
+        first, last = f"{status.request_id}-0", f"{status.request_id}-{record.num_parts - 1}"
+        why = f"its {record.num_parts} prompts are requests of their own: {first} to {last}"
         return replace(status, why=why)
     if record is not None and bus.now_ms() < 1000 * (record.created_s + record.timeout_s + GRACE_S):
         why = "a gateway has recorded it, and no coordinator has accepted it yet"

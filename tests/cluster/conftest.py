@@ -1,5 +1,6 @@
 """A whole Pagemill, started by its own command: broker, coordinator, renderer, engine."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -51,6 +52,15 @@ class Cluster:
         """Of the one living worker of a role."""
         (beat,) = await living(bus, role)
         return beat.pid
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:

@@ -27,7 +27,10 @@ def text_of(records: Sequence[LogRecord], choice: int = 0) -> str:
 
 
 def attempts_of(records: Sequence[LogRecord]) -> list[int]:
-    return sorted({record.attempt for record in records})
+    """Return the numbers of the attempts that have written records, each greater than the last."""
+    attempts = [record.attempt for record in records]
+    assert attempts == sorted(attempts)
+    return sorted(set(attempts))
 
 
 def assert_gapless(records: Sequence[LogRecord]) -> None:

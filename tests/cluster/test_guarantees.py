@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import msgspec
@@ -22,7 +22,15 @@ from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.requests import GenerateRequest
 from shared.state import request_status
 from tests import preloaded
-from tests.cluster.conftest import PAGEMILL, Cluster, answer, living, name_of_process, request_text
+from tests.cluster.conftest import (
+    PAGEMILL,
+    Cluster,
+    answer,
+    living,
+    name_of_process,
+    request_text,
+    stopped,
+)
 from tests.cluster.streams import assert_gapless, attempts_of, tokens_of
 
 LONG = {"ignore_eos": True, "max_tokens": 900, "temperature": 0.0}
@@ -51,15 +59,6 @@ def code_of(records: list[LogRecord]) -> str:
     final = records[-1]
     assert isinstance(final, Failure)
     return final.error.code
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.asynccontextmanager

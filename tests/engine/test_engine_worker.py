@@ -14,7 +14,7 @@ import structlog
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.client import follow
-from shared.config import BlobsConfig, Config, DeliveryConfig, EngineConfig, ModelConfig
+from shared.config import BlobsConfig, Config, EngineConfig, ModelConfig
 from shared.errors import GrammarNotTried, Overloaded, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import decode_attempt
@@ -232,8 +232,10 @@ class FailingCompiler:
 
     def __init__(self, error: PagemillError) -> None:
         self.error = error
+        self.num_calls = 0
 
     async def compile(self, *_: object) -> None:
+        self.num_calls += 1
         raise self.error
 
 
@@ -260,11 +262,12 @@ async def test_a_request_for_whose_grammar_there_is_no_place_goes_back_to_its_qu
     await context.close()
 
 
-async def test_a_grammar_that_is_never_tried_is_a_retryable_fault_of_the_server(bus: Bus) -> None:
+async def test_a_grammar_that_is_not_tried_is_a_fault_that_only_the_client_retries(
+    bus: Bus,
+) -> None:
     model = f"untried-{secrets.token_hex(4)}"
     worker, _, context = await start_worker(bus, model, EngineConfig())
-    context.stage.policy = DeliveryConfig(max_deliver=1)
-    worker._grammars = FailingCompiler(GrammarNotTried("busy"))  # type: ignore[assignment]
+    worker._grammars = compiler = FailingCompiler(GrammarNotTried("busy"))  # type: ignore[assignment]
     serving = asyncio.create_task(worker.serve())
     outputs = StructuredOutputs(json_object=True)
     await put_task(bus, model, f"r-{model}", [1, 2], structured_outputs=outputs)
@@ -276,7 +279,7 @@ async def test_a_grammar_that_is_never_tried_is_a_retryable_fault_of_the_server(
     assert isinstance(record, Failure)
     error = record.error
     assert (error.code, error.fault, error.retryable) == ("grammar_not_tried", "server", True)
-    assert (status_of(error), error.retry_after_s) == (503, 5.0)
+    assert (status_of(error), error.retry_after_s, compiler.num_calls) == (503, 5.0, 1)
 
 
 async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None:

@@ -9,7 +9,7 @@ from shared.bus.consumer import Consumer, Delivery
 from shared.errors import Cancelled, DeadlineExceeded, DecodeError
 from shared.protocol import subjects
 from shared.protocol.requests import tenant_of
-from shared.protocol.task_messages import RequestTicket, TaskHeader
+from shared.protocol.task_messages import EMBEDDING_VERSION, RequestTicket, TaskHeader
 from shared.stage import tasks
 from shared.stage.job import Job
 from shared.stage.retry import History
@@ -105,6 +105,7 @@ class Coordinator:
             adapter=request.adapter,
             outputs=admitted.outputs,
             embedding=request.embedding,
+            version=1 if request.embedding is None else EMBEDDING_VERSION,
         )
         await self._publish_first(job, job.header, admitted)
         await delivery.retry((ticket.deadline_ms - bus.now_ms()) / 1000)

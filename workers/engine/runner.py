@@ -23,6 +23,7 @@ from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToke
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.lora import Adapters
 from workers.engine.sampling.logprobs import logprobs_of
+from workers.engine.sampling.sampler import check_finite
 from workers.engine.sampling.verifier import sample_batch
 
 
@@ -182,6 +183,8 @@ class ModelRunner:
         if num_logits > num_sampled:
             _record_prompt_logprobs(logits[num_sampled:num_logits], scheduled)
         if hidden is not None:
+            # As for sampled rows: the prefix cache shares the blocks behind them from now on.
+            check_finite(hidden[num_logits:])
             for i, state in zip(pooled, hidden[num_logits:], strict=True):
                 sequence = scheduled[i].sequence
                 assert sequence.request.embedding is not None

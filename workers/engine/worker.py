@@ -37,7 +37,7 @@ WATCH_S = 0.5
 MAX_LOGGED_IDS = 8
 # By then a coordinator has ended a request that is late.
 GRACE_MS = 2000.0
-# Pause, on average, of a request whose tenant has as many grammars in trial as others leave to it.
+# Average pause of a request that finds no place among the grammars that wait for their trial.
 GRAMMAR_PAUSE_S = 5.0
 
 Prepared = tuple[list[Item], Grammar | None]
@@ -228,7 +228,7 @@ class EngineWorker:
         try:
             return await self._grammars.compile(wanted, header.ticket.tenant, progress)
         except Overloaded as full:
-            # Its place in this worker is for other tenants' requests.
+            # While it pauses in its queue, this worker has room for requests of other tenants.
             raise _NotBegun(Requeue(GRAMMAR_PAUSE_S * (0.5 + random.random()))) from full
 
     async def _run(self, opened: OpenRequest, request: EngineRequest) -> Outcome:

@@ -54,10 +54,11 @@ class RenderPath:
             return processor.tokenize(asked)
 
         ticket = None if header is None else header.ticket
+        embeds = header is not None and header.embedding is not None
         scope = "" if ticket is None else ticket.cache_scope
         token_ids = await self._in_thread(begin)
         if asked.token_ids is not None:
-            ranges = await self._in_thread(processor.check_features, asked)
+            ranges = await self._in_thread(processor.check_features, asked, embeds)
         is_item = asked.token_ids is not None
         prepared = []
         # One image at a time, which is dropped once it is processed: eight rasters of the largest
@@ -79,7 +80,9 @@ class RenderPath:
         if asked.token_ids is None:
             await media.pin()
             field = prompt.field_of(asked)
-            token_ids, ranges = await self._in_thread(processor.expand, token_ids, prepared, field)
+            token_ids, ranges = await self._in_thread(
+                processor.expand, token_ids, prepared, field, embeds
+            )
         else:
             _check_counts(asked, ranges, prepared)
             await media.note(asked.features)

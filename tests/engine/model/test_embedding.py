@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from shared.errors import InvalidRequest
+from shared.errors import ContextTooLong, InvalidRequest, WorkerFailure
 from shared.models.registry import adapt
 from shared.native import library
 from shared.protocol.records import Usage
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
 from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
+from tests.fakes import ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import EngineRequest, RequestOutput
+from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.runner import ModelRunner
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HIDDEN_SIZE = TEXT["hidden_size"]
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
+MAX_MODEL_LEN = 64
 needs_kernels = pytest.mark.skipif(library.load() is None, reason="no compiler, or no AVX-512")
 
 
@@ -42,16 +44,18 @@ def served(request: pytest.FixtureRequest, reference: Any) -> DecoderModel:
     return FlatModel(family) if request.param == "torch" else NativeModel(family, 1)
 
 
-def core_of(served: DecoderModel, budget: int) -> EngineCore:
+def core_of(served: DecoderModel, budget: int, runner: ModelRunner | None = None) -> EngineCore:
     return EngineCore(
-        ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE),
+        runner or ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE),
         lambda token_ids, **_: str(token_ids),
         frozenset(),
         pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
-        max_model_len=64,
+        max_model_len=MAX_MODEL_LEN,
         vocab_size=served.vocab_size,
+        new_drafter=lambda: ShakyDrafter(lambda _: 1, random.Random(0), NUM_TEXT_IDS),
+        max_drafting_tokens=budget,
     )
 
 
@@ -81,11 +85,13 @@ def expected(reference: Any, prompt: list[int], dimensions: int | None, normaliz
 def test_embeddings_are_the_last_hidden_states(
     reference: Any, served: DecoderModel, budget: int
 ) -> None:
-    """Beside other requests, in chunks, from the prefix cache."""
+    """Beside other requests and drafts, in chunks, from the prefix cache, in a full context."""
     rng = random.Random(budget)
-    prompts = [[rng.randrange(NUM_TEXT_IDS) for _ in range(n)] for n in (1, 4, 9, 23, 40)]
-    prompts.append(prompts[-1][:20])
-    params = [EmbeddingParams(dimensions=d, normalize=d != 5) for d in (None, 1, 5, 64, 24, None)]
+    lengths = (1, 4, 9, 23, MAX_MODEL_LEN)
+    prompts = [[rng.randrange(NUM_TEXT_IDS) for _ in range(n)] for n in lengths]
+    prompts += prompts[-1][:20], prompts[-1][:17]
+    dimensions_of = (None, 1, 5, 64, 24, None, 3)
+    params = [EmbeddingParams(dimensions=d, normalize=d != 5) for d in dimensions_of]
     requests = [asked(f"e{i}", *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     others = [asked(f"t{i}", prompt, None) for i, prompt in enumerate(prompts[2:4])]
     core = core_of(served, budget)
@@ -118,3 +124,30 @@ def test_more_dimensions_than_the_model_has_are_refused(served: DecoderModel) ->
     assert isinstance(output.error, InvalidRequest)
     assert output.error.field == "embedding.dimensions"
     assert str(HIDDEN_SIZE) in str(output.error)
+
+
+def test_a_prompt_over_the_context_is_refused(served: DecoderModel) -> None:
+    core = core_of(served, 64)
+    with pytest.raises(ContextTooLong, match=r"65 tokens, more than .* context of 64"):
+        core.add(asked("e", [1] * (MAX_MODEL_LEN + 1), EmbeddingParams()))
+
+
+def test_states_that_are_not_finite_are_neither_returned_nor_shared(
+    reference: Any, served: DecoderModel
+) -> None:
+    class Spoilt(ModelRunner):
+        def run(self, batch: Batch) -> list[list[SampledToken]]:
+            for s in batch.scheduled:
+                if s.sequence.request_id == "bad" and s.sequence.num_computed_tokens:
+                    for keys, _ in self._kv_cache:
+                        keys[s.sequence.block_table] = torch.nan
+            return super().run(batch)
+
+    core = core_of(served, 12, Spoilt(served, NUM_BLOCKS, BLOCK_SIZE))
+    prompt, params = [*range(1, 20)], EmbeddingParams()
+    (failed,) = run(core, [asked("bad", prompt, params)])["bad"]
+    assert isinstance(failed.error, WorkerFailure)
+    (output,) = run(core, [asked("good", prompt, params)])["good"]
+    assert core.stats().prefix_hit_tokens == 0
+    right = expected(reference, prompt, None, normalize=True)
+    assert np.linalg.norm(np.frombuffer(output.embedding, "<f4") - right) <= 1e-5

@@ -112,10 +112,11 @@ async def test_a_trial_that_is_ended_from_outside_is_not_remembered(
     assert not len(compiler._refused)
 
 
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/file"])
 async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_grammar(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, executable: str
 ) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", executable)
     with pytest.raises(GrammarNotTried, match="could not be started"):
         await compile_with(new_compiler(), YES_OR_NO)
 

@@ -1,7 +1,10 @@
 """Memory limits for answers that are not streamed."""
 
+import array
 import asyncio
+import base64
 import gc
+import random
 import time
 import tracemalloc
 from pathlib import Path
@@ -29,10 +32,10 @@ from workers.gateway.core.assembler import Assembler, TokenBytes
 from workers.gateway.core.memory_budget import (
     MAX_LARGEST,
     AnswerBudget,
-    LogprobSize,
-    logprob_size_of,
-    read_logprob_size,
-    with_logprob_size,
+    AnswerSize,
+    answer_size_of,
+    read_answer_size,
+    with_answer_size,
 )
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
@@ -44,6 +47,8 @@ from workers.gateway.openai.completions import (
     Echo,
     plan_completion,
 )
+from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
+from workers.gateway.schemas.embeddings import EmbeddingRequest
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 
@@ -71,52 +76,50 @@ def test_an_answer_without_log_probabilities_has_no_limit() -> None:
         completion(prompt=["Hi"] * 64, n=8),
         SubmitPlan([GenerateRequest("demo", prompt_token_ids=PROMPT)], {"n": 8}, {}),
     ):
-        size = logprob_size_of(plan, {"logprobs": 20})
+        size = answer_size_of(plan, {"logprobs": 20})
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
-        assert with_logprob_size(plan.options, size) == plan.options
+        assert with_answer_size(plan.options, size) == plan.options
         budget.reserve({}, size.max_bytes(10**6), "max_tokens")
 
 
 def test_the_size_counts_choices_tokens_and_prompts() -> None:
-    one = logprob_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
+    one = answer_size_of(chat(logprobs=True, max_tokens=10), {}).max_bytes()
     assert one > 0
-    assert logprob_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * one
-    assert logprob_size_of(chat(logprobs=True, max_tokens=20), {}).max_bytes() == 2 * one
-    assert logprob_size_of(chat(logprobs=True), {"max_tokens": 10}).max_bytes() == one
-    assert logprob_size_of(chat(logprobs=True), {}).max_bytes(10) == one
+    assert answer_size_of(chat(logprobs=True, max_tokens=10, n=4), {}).max_bytes() == 4 * one
+    assert answer_size_of(chat(logprobs=True, max_tokens=20), {}).max_bytes() == 2 * one
+    assert answer_size_of(chat(logprobs=True), {"max_tokens": 10}).max_bytes() == one
+    assert answer_size_of(chat(logprobs=True), {}).max_bytes(10) == one
     assert (
-        logprob_size_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).max_bytes()
+        answer_size_of(chat(logprobs=True, top_logprobs=20, max_tokens=10), {}).max_bytes()
         == 11 * one
     )
     several = completion(logprobs=0, prompt=["a", "b", "c"], n=2, max_tokens=10)
-    assert logprob_size_of(several, {}).max_bytes() == 6 * one
+    assert answer_size_of(several, {}).max_bytes() == 6 * one
 
     # With an echo, each choice has its own copy of the prompt.
     echoed = completion(logprobs=0, echo=True, prompt=PROMPT[:10], n=2, max_tokens=10)
     echoed = msgspec.structs.replace(echoed, options=echoed.options | {"echo": [{"text": "x"}]})
-    assert logprob_size_of(echoed, {}).max_bytes() == 4 * one
+    assert answer_size_of(echoed, {}).max_bytes() == 4 * one
     request = GenerateRequest("demo", prompt_token_ids=PROMPT[:10])
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
-    scored = logprob_size_of(SubmitPlan([request], sampling, {}), {})
+    scored = answer_size_of(SubmitPlan([request], sampling, {}), {})
     assert scored.max_bytes() == one
     assert scored.limiting_field(one, "generate") == "prompt_logprobs"
 
 
 @given(
     st.builds(
-        LogprobSize,
+        AnswerSize,
         per_token=st.integers(1, 22),
         of_prompt=st.integers(0, 10**6),
         choices=st.integers(1, 512),
         max_tokens=st.none() | st.integers(1, 10**6),
     )
 )
-def test_the_size_survives_the_request_record(size: LogprobSize) -> None:
-    record = RequestRecord(
-        "chat", "demo", "", 0, False, with_logprob_size({"logprobs": True}, size)
-    )
-    assert read_logprob_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == size
+def test_the_size_survives_the_request_record(size: AnswerSize) -> None:
+    record = RequestRecord("chat", "demo", "", 0, False, with_answer_size({"logprobs": True}, size))
+    assert read_answer_size(msgspec.json.decode(to_json(record), type=RequestRecord)) == size
 
 
 def test_one_answer_and_all_together_have_a_limit() -> None:
@@ -156,6 +159,51 @@ def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:
     return GenerateAssembler(shape, "demo", 0, token_bytes)
 
 
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+def test_no_embeddings_take_more_memory_than_estimated(encoding_format: Any) -> None:
+    prompts, dimensions = 8, 4096
+    given = EmbeddingRequest(model="demo", input=["Hi"] * prompts, encoding_format=encoding_format)
+    plan = plan_embedding(given)
+    size = answer_size_of(plan, {}, dimensions)
+    shorter = plan_embedding(msgspec.structs.replace(given, dimensions=dimensions // 2))
+    assert answer_size_of(shorter, {}, dimensions).max_bytes() == size.max_bytes() / 2
+    longer = plan_embedding(msgspec.structs.replace(given, dimensions=10**12))
+    assert answer_size_of(longer, {}, dimensions) == size
+    record = RequestRecord("embedding", "demo", "", 0, False, with_answer_size(plan.options, size))
+    assert read_answer_size(record) == size
+    values = random.Random(0)
+    logs = [
+        to_json(TokenChunk(0, 1, [], embedding=base64.b64encode(packed).decode()))
+        for packed in (
+            array.array("f", (values.gauss(0, 1e-5) for _ in range(dimensions))).tobytes()
+            for _ in range(prompts)
+        )
+    ]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        assembling = EmbeddingAssembler.of_record("e", record, TOKEN_BYTES)
+        for part, data in enumerate(logs):
+            chunk = decode_record(data)
+            assert isinstance(chunk, TokenChunk)
+            assembling.add(part, chunk)
+        msgspec.json.encode(assembling.answer())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size.max_bytes() == size.num_bytes(0)
+
+
+async def test_embeddings_that_take_too_much_memory_are_refused(another: Start) -> None:
+    gateway = another(max_answer_mib=1)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as http:
+        body = {"model": "demo", "input": ["Hi"] * 64}
+        refused = await http.post("/v1/embeddings", json=body)
+        assert refused.status_code == 400
+        check_error(refused.content, "answer_too_large", "input")
+        assert "embeddings" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("num_others", [0, 1, 20])
 @pytest.mark.parametrize("kind", ["chat", "completion", "echo", "tokens", "text", "prompt"])
 def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) -> None:
@@ -190,7 +238,7 @@ def test_no_answer_takes_more_memory_than_estimated(kind: str, num_others: int) 
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < LogprobSize(per_token=2 + num_others).num_bytes(NUM_TOKENS)
+    assert peak < AnswerSize(per_token=2 + num_others).num_bytes(NUM_TOKENS)
 
 
 async def test_a_large_answer_is_streamed_or_refused(another: Start) -> None:

@@ -11,8 +11,11 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from shared.errors import WorkerFailure
+from shared.protocol.records import TokenChunk, Usage
 from tests.gateway.conftest import Gateway
 from tests.gateway.openai.test_chat import ROOT
+from workers.gateway.openai.embeddings import EmbeddingAssembler, EmbeddingOptions
 
 MODEL = ROOT / "ops" / "demo_model"
 TEXTS = ["Hello there", "A star", "Hello there, you"]
@@ -68,6 +71,16 @@ async def test_dimensions_are_cut_and_normalized_again(gateway: Gateway) -> None
     assert str(len(whole)) in refused.value.message
 
 
+async def test_a_prompt_may_fill_the_context(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    length = model["max_model_len"]
+    for num_tokens, status in ((length, 200), (length + 1, 400)):
+        body = {"model": "demo", "input": [65] * num_tokens}
+        got = await http.post("/v1/embeddings", json=body)
+        assert got.status_code == status, got.text
+    assert got.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
@@ -97,6 +110,17 @@ async def test_one_wrong_input_refuses_the_batch(gateway: Gateway) -> None:
         )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "input"
+
+
+def test_an_answer_has_an_embedding_of_each_input() -> None:
+    assembler = EmbeddingAssembler("demo", EmbeddingOptions(parts=2))
+    for part, embedding in enumerate(["AACAPw==", None]):
+        assembler.add(part, TokenChunk(0, 1, [], embedding=embedding))
+        assembler.finish(part, Usage(1, 0))
+    with pytest.raises(WorkerFailure, match="1 of 2 inputs have an embedding"):
+        assembler.answer()
+    assembler.add(1, TokenChunk(1, 1, [], embedding="AAAAQA=="))
+    assert [entry.embedding for entry in assembler.answer().data] == [[1.0], [2.0]]
 
 
 async def test_a_repeated_id_has_the_same_embedding(gateway: Gateway) -> None:

@@ -17,7 +17,7 @@ from tests.cluster.conftest import CONFIG, Cluster
 from tests.gateway.conftest import Gateway, start_gateway
 from workers.gateway import worker
 from workers.gateway.app import AppContext
-from workers.gateway.openapi.document import document
+from workers.gateway.openapi.document import TABLES, document
 from workers.gateway.routes import page
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -27,6 +27,11 @@ OPERATIONS = [
     for path, methods in DOCUMENT["paths"].items()
     for method, operation in methods.items()
 ]
+
+
+def test_every_endpoint_is_in_one_table() -> None:
+    routes = [(o.method, o.path) for table in TABLES for o in table.operations]
+    assert len(routes) == len(set(routes)) == len(OPERATIONS)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from shared.errors import (
 )
 from shared.models.media import DecodedImage
 from shared.protocol.multimodal import IMAGE
-from shared.protocol.requests import ImagePart, ImageURL, Message, TextPart
+from shared.protocol.requests import ImagePart, ImageURL, Message, Prompt, TextPart
 from shared.protocol.task_messages import EngineBody, Task
 from tests.tasks import engine_task
 from workers.renderer.media.image_decoder import decode_image, hash_source
@@ -216,6 +216,15 @@ def test_a_prompt_leaves_room_for_one_token(folder: Path) -> None:
             Processor(ModelConfig(str(folder), max_model_len=length)), [Message("user", "abc")], []
         )
     assert caught.value.field == "messages"
+
+
+def test_a_prompt_to_embed_needs_no_room_for_an_answer(folder: Path) -> None:
+    processor = Processor(ModelConfig(str(folder), max_model_len=9))
+    processor.expand([5] * 9, [], embeds=True)
+    assert processor.check_features(Prompt(token_ids=[5] * 9), embeds=True) == []
+    for embeds, excess in ((True, "10 tokens are more than"), (False, "9 tokens leave no room")):
+        with pytest.raises(ContextTooLong, match=excess):
+            processor.check_len([5] * (9 + embeds), "prompt", embeds)
 
 
 def test_endless_text_is_refused_without_tokenizing(text_processor: Processor) -> None:

@@ -44,6 +44,24 @@ def test_a_token_that_is_no_encoding_stays(token: str) -> None:
     assert name == token or encode_model(name) == token
 
 
+SHORT = st.from_regex(r"[a_]{1,3}", fullmatch=True)
+STAGES = st.tuples(SHORT, SHORT, st.sampled_from(subjects.LANES))
+
+
+@given(STAGES, STAGES)
+@example(("a", "b_c", "batch"), ("a_b", "c", "batch"))
+def test_no_two_stages_have_the_same_consumer(
+    one: tuple[str, str, str], other: tuple[str, str, str]
+) -> None:
+    are_same = subjects.stage_consumer(*one) == subjects.stage_consumer(*other)
+    assert are_same == (one == other)
+
+
+def test_consumers_of_a_running_deployment_keep_their_names() -> None:
+    found = [subjects.stage_consumer(name, "m_1", "batch") for name in ("renderer", "text-to-x")]
+    assert found == ["renderer_m_1_batch", "text-to-x_m_1_batch"]
+
+
 @pytest.mark.parametrize(
     "name", ["qwen2.5-vl", "org/name", "a b", "模型", "a*", "a>", "=", "%2F", "x" * 128, "." * 66]
 )
@@ -64,8 +82,11 @@ def test_other_names_are_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/Qwen2.5-VL 7B*", "模型" * 11, "." * 66])
-async def test_the_broker_takes_a_name_as_subject_and_as_consumer(bus: Bus, name: str) -> None:
-    stage, lane = "renderer", "interactive"
+@pytest.mark.parametrize("stage", ["renderer", "to_speech"])
+async def test_the_broker_takes_a_name_as_subject_and_as_consumer(
+    bus: Bus, name: str, stage: str
+) -> None:
+    lane = "interactive"
     durable, where = (
         subjects.stage_consumer(stage, name, lane),
         subjects.stage_filter(stage, name, lane),
@@ -75,5 +96,5 @@ async def test_the_broker_takes_a_name_as_subject_and_as_consumer(bus: Bus, name
     delivery = await asyncio.wait_for(consumer.next(), 20)
     assert subjects.parts_of_stage(delivery.subject) == (stage, name, lane)
     await delivery.ack()
-    assert durable.startswith("renderer_")
+    assert durable.startswith(f"{stage.replace('_', '=5F')}_")
     assert (await bus.queue_depth(subjects.STAGES_STREAM, durable)).subject == where

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.codec import envelope
 from shared.protocol.encoding import UNDECODABLE, is_packed, json_or_msgpack
+from shared.protocol.prompts import prompt_of
 from shared.protocol.requests import GenerateRequest
+from shared.protocol.task_messages import RenderBody, Task, TaskHeader
 from shared.protocol.value_limits import (
     MAX_DEPTH,
     MAX_NUMBERS,
@@ -92,20 +95,22 @@ def test_valid_json_is_whole(value: Any, indent: int | None, ascii_only: bool) -
 
 @given(ANY)
 def test_values_of_json_are_counted_one_by_one(value: Any) -> None:
-    data, wanted = json.dumps(value).encode(errors="replace"), num_values(value)
+    data, wanted = json.dumps([value]).encode(errors="replace"), num_values([value])
     assert walk_json(data, wanted)
-    if wanted:
-        with pytest.raises(msgspec.ValidationError, match=f"at most {wanted - 1} values"):
-            walk_json(data, wanted - 1)
+    with pytest.raises(msgspec.ValidationError, match=f"at most {wanted - 1} values"):
+        walk_json(data, wanted - 1)
+    # The quick count does not miss what the walk would refuse.
+    with pytest.raises(msgspec.ValidationError):
+        check_json(data, wanted - 1)
 
 
 def num_values(value: Any) -> int:
-    """Return the number of strings, arrays and objects."""
+    """Return the number of all values; the arrays here are shorter than a run."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(num_values, value.values()))
     if isinstance(value, list):
         return 1 + sum(map(num_values, value))
-    return int(isinstance(value, str))
+    return 1
 
 
 JSON_BYTES = st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"a"]))
@@ -136,7 +141,9 @@ FIELDS: list[tuple[Any, str]] = [
     ([[]] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
     (["x"] * (MAX_VALUES + 1), f"at most {MAX_VALUES} values"),
     ([7] * (MAX_NUMBERS + 300), f"at most {MAX_NUMBERS} values"),
-    ({str(i): 1 for i in range(MAX_VALUES)}, f"at most {MAX_VALUES} values"),
+    ({str(i): 1 for i in range(MAX_VALUES // 2)}, f"at most {MAX_VALUES} values"),
+    ({"a": dict.fromkeys(range(MAX_VALUES // 2), 1.5)}, f"at most {MAX_VALUES} values"),
+    ([[1, None, True]] * (MAX_VALUES // 4), f"at most {MAX_VALUES} values"),
     (nested(MAX_DEPTH), f"at most {MAX_DEPTH} levels"),
 ]
 
@@ -156,6 +163,25 @@ def test_what_is_within_the_limits_passes(write: Any) -> None:
     for value in (*values.values(), [7] * (MAX_NUMBERS - 200)):
         data = write({"model": "x", "template_kwargs": value})
         (check_msgpack if is_packed(data) else check_json)(data)
+
+
+@pytest.mark.parametrize("write", [msgspec.msgpack.encode, msgspec.json.encode])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {str(i): 1 for i in range(MAX_VALUES // 2 - 20)},
+        [[1, 2.5, None]] * (MAX_VALUES // 4 - 20),
+        [[7] * 129] * (MAX_NUMBERS // 130),
+        [[7] * 127] * (MAX_VALUES // 128),
+    ],
+    ids=["numbers by name", "short lists", "runs", "almost runs"],
+)
+def test_what_passes_can_become_a_task(value: Any, write: Any) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    data = write({"model": "x", "template_kwargs": {"a": value}, "messages": messages})
+    prompt = prompt_of(json_or_msgpack(GenerateRequest)(data))
+    sent = envelope.encode(Task(TaskHeader("r", "m", "batch"), RenderBody(prompt)), [])
+    assert envelope.decode(sent, Task[RenderBody])[0].body.prompt == prompt
 
 
 @given(

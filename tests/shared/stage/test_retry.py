@@ -9,6 +9,8 @@ from shared.errors import (
     Cancelled,
     DeadlineExceeded,
     DecodeError,
+    EncodingFailed,
+    GrammarNotTried,
     InvalidRequest,
     Overloaded,
     Poisoned,
@@ -42,6 +44,13 @@ def attempt(
 @given(failures)
 def test_what_would_fail_again_is_answered_at_once(before: int) -> None:
     for error in (InvalidRequest("x"), UnknownModel("x"), Cancelled("x"), DeadlineExceeded("x")):
+        assert decide(error, before, POLICY) == AnswerWithError()
+
+
+@given(failures)
+def test_what_takes_long_is_the_clients_to_try_again(before: int) -> None:
+    for error in (GrammarNotTried("x"), EncodingFailed("x")):
+        assert error.retryable
         assert decide(error, before, POLICY) == AnswerWithError()
 
 

@@ -8,9 +8,10 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import AttemptRecord, Heartbeat
+from shared.protocol.messages import AttemptRecord, Heartbeat, RequestRecord
 from shared.protocol.records import StageSpan
 from shared.state import request_status
+from shared.state.request_list import RequestLister
 from shared.state.token_log import LogWriter
 from tests.tasks import engine_task
 
@@ -53,6 +54,19 @@ async def test_foreign_bytes_on_every_subject_do_not_hide_the_status(
     status = await request_status.find(bus, request_id)
     assert (status.state, status.worker, status.records) == ("running", worker, 0)
     assert status.why == f"{worker} works on it"
+
+
+@pytest.mark.parametrize("parts", ["3", "0", "65", "1000000000", "2.5", "true", '"2"', "null"])
+async def test_a_foreign_number_of_parts_is_no_record(
+    bus: Bus, request_id: str, parts: str
+) -> None:
+    record = RequestRecord("completion", "m", "", 0, durable=False, options={"parts": 3})
+    data = to_json(record).replace(b'"parts":3', b'"parts":' + parts.encode())
+    await bus.publish_without_id(subjects.job(request_id), data)
+    status = await request_status.find(bus, request_id)
+    assert (status.state, "3 prompts" in status.why) == ("unknown", parts == "3")
+    listed = [row.request_id for row in (await RequestLister(bus).update()).requests]
+    assert (request_id in listed) == (parts != "3")
 
 
 async def test_records_are_counted_under_a_record_of_an_unknown_kind(

@@ -5,9 +5,10 @@ computed them (`prefix_caching`), as in vLLM. Choices of one request always shar
 full blocks by reference, and the partly filled last block as a copy, because each choice continues
 to write there.
 
-Tokens are shared only once they are verified, that is, after a token has been sampled behind them.
-Sampling requires finite logits, and a single key or value that is NaN or infinite would have
-spoiled them. Sharing therefore never spreads the result of a failed computation.
+Tokens are shared only once they are verified, that is, after a token has been sampled behind them
+or their embedding has been computed. Both require finite results, and a single key or value that is
+NaN or infinite would have spoiled them. Sharing therefore never spreads the result of a failed
+computation.
 """
 
 from collections.abc import Iterator

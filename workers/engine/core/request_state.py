@@ -152,8 +152,7 @@ class RequestFactory:
     vocab_size: int
     max_model_len: int
     new_drafter: Callable[[], Drafter | None]
-    """Creates the drafter of each choice without a token mask: a mask is defined only after
-    accepted tokens, and so cannot be applied to drafts."""
+    """Creates the drafter of each choice that may have one, see `_may_draft`."""
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a RequestError if it could never run."""
@@ -179,7 +178,7 @@ class RequestFactory:
                 end_token_ids=(*self.eos_token_ids, *params.stop_token_ids),
                 bad_words=bad_words,
                 token_mask=None if new_token_mask is None else new_token_mask(),
-                drafter=self.new_drafter() if new_token_mask is None else None,
+                drafter=self.new_drafter() if _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
             )
             detokenizer = self._new_detokenizer(params)
@@ -193,6 +192,16 @@ class RequestFactory:
         elif not params.skip_special_tokens:
             decode = partial(self.decode, skip_special_tokens=False)
         return Detokenizer(decode, params.stop, params.include_stop_str_in_output)
+
+
+def _may_draft(request: EngineRequest) -> bool:
+    """Return whether drafts may follow the tokens of a request.
+
+    A token mask is defined only after accepted tokens, and so cannot be applied to drafts. An
+    embedding is the hidden state of the last token that goes through the model, and drafts would go
+    through it behind the prompt.
+    """
+    return request.new_token_mask is None and request.embedding is None
 
 
 def _decode_nothing(token_ids: list[int]) -> str:

@@ -167,7 +167,7 @@ class Sequence:
 
     @property
     def samples_tokens(self) -> bool:
-        """False if the sequence ends with the step that computes its last known token."""
+        """Whether tokens are generated behind the prompt. An embedding has none."""
         return self.request.embedding is None
 
     @property

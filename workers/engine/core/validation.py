@@ -103,9 +103,17 @@ def tokenize_bad_words(
 
 
 def resolve_max_tokens(request: EngineRequest, max_model_len: int) -> int:
-    """Return the requested maximum, or all tokens that fit behind the prompt."""
+    """Return the maximum of tokens behind the prompt: 0, the requested one, or all that fit."""
     num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     num_free = max_model_len - num_prompt_tokens
+    if request.embedding is not None:
+        if num_free < 0:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt_tokens} tokens, more than the model's context of"
+                f" {max_model_len}",
+                field="messages",
+            )
+        return 0
     if num_free < 1:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer in the"

@@ -37,16 +37,21 @@ def main(folders: Sequence[str]) -> None:
 
 
 def _report(folder: Path) -> FolderReport:
+    try:
+        return _read(folder)
+    except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
+        (what, *_) = [*str(error).splitlines(), type(error).__name__]
+        return FolderReport(reason=f"config.json cannot be read: {what}")
+
+
+def _read(folder: Path) -> FolderReport:
     from transformers import AutoConfig
 
     from shared.errors import ConfigError
     from shared.models import registry
     from workers.engine.model.support import check_supported
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
-        return FolderReport(reason=f"config.json cannot be read: {str(error).splitlines()[0]}")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     family = registry.find_family(config)
     name = None if family is None else family.name
     try:

@@ -18,6 +18,7 @@ FIELD = "sampling_params.structured_outputs"
 MAX_CPU_S = 5
 MAX_WALL_S = 30.0
 """Most grammars take 0.1 s of CPU time, so they pass with a hundredth of a core."""
+NOT_STARTED = "its trial could not be started"
 NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals from outside of the sandbox, such as the kernel's when the machine is out of memory."""
 
@@ -25,14 +26,17 @@ NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 async def check_grammar(definition: str) -> str:
     """Return the reason for which the grammar cannot be used; empty if it can.
 
-    Raises GrammarNotTried if the machine has no time for the trial or ends its process.
+    Raises GrammarNotTried if the machine has no time or no process for the trial, or ends it.
     """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=DEVNULL,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", grammar_sandbox.__file__, str(MAX_CPU_S)),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+        )
+    except OSError as error:  # No memory, processes or file descriptors are left.
+        raise _not_tried(NOT_STARTED) from error
     try:
         async with asyncio.timeout(MAX_WALL_S):
             output, _ = await process.communicate(definition.encode())
@@ -46,7 +50,7 @@ async def check_grammar(definition: str) -> str:
         await process.wait()
     _, begun, reason = output.decode().partition(BEGUN)
     if not begun:
-        raise _not_tried("its trial could not be started")
+        raise _not_tried(NOT_STARTED)
     return _reason_of_end(process.returncode, reason)
 
 

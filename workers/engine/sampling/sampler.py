@@ -87,14 +87,17 @@ def _argmax(logits: Tensor) -> list[int]:
     return best
 
 
-def check_finite(greatest: Tensor) -> None:
-    """Raise ArithmeticError if a row's maximum is not finite; a NaN in a row is its maximum."""
-    if not bool(greatest.isfinite().all()):
+def check_finite(values: Tensor) -> None:
+    """Raise ArithmeticError if any value is not finite.
+
+    The maxima of rows of logits will do: a NaN in a row is its maximum.
+    """
+    if not bool(values.isfinite().all()):
         raise _non_finite_error()
 
 
 def _non_finite_error() -> ArithmeticError:
-    return ArithmeticError("the logits of a sequence are not finite")
+    return ArithmeticError("the output of the model for a sequence is not finite")
 
 
 def _sample_chunk(logits: Tensor, sequences: list[Sequence]) -> list[int]:

@@ -26,7 +26,7 @@ from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.uploads import store_large_images
 from workers.gateway.core.field_names import translated_errors
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
-from workers.gateway.core.memory_budget import logprob_size_of, read_logprob_size, with_logprob_size
+from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, with_answer_size
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
@@ -55,10 +55,10 @@ async def submit(
     model = plan.requests[0].model
     context.check_model(model)
     request_id, is_named = read_request_id(request, kind, caller.tenant)
-    record = _record_of(context, kind, caller, plan)
+    record = await _record_of(context, kind, caller, plan)
     if not plan.stream:
         await _reserve_answer(context, request, record)
-    start = read_start(request, plan.options.get("parts", 1))
+    start = read_start(request, record.num_parts)
     requests = await asyncio.gather(
         *(store_large_images(context, part, caller.tenant) for part in plan.requests)
     )
@@ -83,11 +83,16 @@ async def submit(
     return await _respond(context, request, active, logs, start, refuse, stream=plan.stream)
 
 
-def _record_of(context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan) -> RequestRecord:
-    first = plan.requests[0]
+async def _record_of(
+    context: AppContext, kind: Any, caller: Caller, plan: SubmitPlan
+) -> RequestRecord:
+    """Return a new record. Raises Unavailable if the length of embeddings cannot be known."""
+    first, hidden_size = plan.requests[0], 0
+    if first.embedding is not None:
+        hidden_size = (await context.model_card(first.model)).hidden_size
     timeout_s = first.timeout_s or context.config.delivery.default_timeout_s
-    size = logprob_size_of(plan, context.config.models[first.model].sampling_defaults)
-    options = with_logprob_size(plan.options, size)
+    defaults = context.config.models[first.model].sampling_defaults
+    options = with_answer_size(plan.options, answer_size_of(plan, defaults, hidden_size))
     return RequestRecord(
         kind, first.model, caller.tenant, context.now_s, plan.durable, options, timeout_s
     )
@@ -98,7 +103,7 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
 
     Raises AnswerTooLarge or Overloaded, and Unavailable where the model's limit is needed.
     """
-    size = read_logprob_size(record)
+    size = read_answer_size(record)
     max_len = (
         (await context.model_card(record.model)).max_model_len if size.needs_max_model_len else 0
     )

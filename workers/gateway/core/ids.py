@@ -50,7 +50,7 @@ def _find_request_id(request: Request, kind: str, tenant: str) -> tuple[str, boo
 
 def part_ids(request_id: str, record: RequestRecord) -> list[str]:
     """Return the ids of the request's parts on the bus, one for each prompt."""
-    parts = record.options.get("parts", 1)
+    parts = record.num_parts
     return [request_id] if parts == 1 else [f"{request_id}-{i}" for i in range(parts)]
 
 

@@ -1,7 +1,8 @@
-"""Memory budget for answers that are not streamed: the size of their log probabilities. Pure.
+"""Memory budget for answers that are not streamed: log probabilities and embeddings. Pure.
 
 A stream drops log probabilities as soon as they are shown. A whole answer has all of them at its
 end, and there may be gigabytes, so their memory is reserved before the request is published.
+Embeddings are never streamed.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -21,14 +22,19 @@ from workers.gateway.http.errors import AnswerTooLarge
 # most that tracemalloc has shown is 450 bytes without others and 360 with twenty others, for
 # conversations and for `output_mode: text`.
 ENTRY_BYTES = 480
+# The same for one value of an embedding; tracemalloc has shown 70 bytes.
+VALUE_BYTES = 96
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
 _OPTION = "kept"
 
 
-class LogprobSize(Struct, frozen=True, omit_defaults=True):
-    """Number of log probability entries of an answer. Its text and tokens alone are small."""
+class AnswerSize(Struct, frozen=True, omit_defaults=True):
+    """Number of log probability entries of an answer, and of the values of its embeddings.
+
+    Its text and tokens alone are small.
+    """
 
     per_token: int = 0
     """Entries of each token of the answer."""
@@ -38,6 +44,8 @@ class LogprobSize(Struct, frozen=True, omit_defaults=True):
     """Choices of all prompts together."""
     max_tokens: int | None = None
     """Limit on the tokens of each choice. None: the model's limit."""
+    of_embeddings: int = 0
+    """Values of the embeddings of all prompts."""
 
     @property
     def needs_max_model_len(self) -> bool:
@@ -50,17 +58,25 @@ class LogprobSize(Struct, frozen=True, omit_defaults=True):
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the size of an answer whose choices have `num_tokens` together."""
-        return ENTRY_BYTES * (self.of_prompt + self.per_token * num_tokens)
+        num_entries = self.of_prompt + self.per_token * num_tokens
+        return ENTRY_BYTES * num_entries + VALUE_BYTES * self.of_embeddings
 
     def limiting_field(self, num_bytes: int, kind: str) -> str:
         """Return the field of the request that makes up most of `num_bytes`."""
+        if kind == "embedding":
+            return "input"
         if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
         return "prompt_logprobs" if kind == "generate" else "logprobs"
 
 
-def logprob_size_of(plan: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSize:
-    """Return the size of a plan's answer. `defaults` are the model's sampling parameters."""
+def answer_size_of(
+    plan: SubmitPlan, defaults: Mapping[str, Any], hidden_size: int = 0
+) -> AnswerSize:
+    """Return the size of a plan's answer.
+
+    `defaults` are the model's sampling parameters, `hidden_size` is the length of its embeddings.
+    """
     sampling = {**defaults, **plan.sampling}
     num_choices = sampling.get("n", 1)
     shown = plan.options.get("logprobs")
@@ -71,11 +87,16 @@ def logprob_size_of(plan: SubmitPlan, defaults: Mapping[str, Any]) -> LogprobSiz
         # With an echo, each choice has its own copy of the prompt's log probabilities.
         copies = num_choices if "echo" in plan.options else 1
         num_prompt = copies * sum(len(r.prompt_token_ids or ()) for r in plan.requests)
-    return LogprobSize(
+    return AnswerSize(
         per_token=_num_entries(sampling.get("logprobs")) if is_shown else 0,
         of_prompt=num_prompt * _num_entries(of_prompt),
         choices=num_choices * len(plan.requests),
         max_tokens=sampling.get("max_tokens"),
+        of_embeddings=sum(
+            min(request.embedding.dimensions or hidden_size, hidden_size)
+            for request in plan.requests
+            if request.embedding is not None
+        ),
     )
 
 
@@ -83,14 +104,14 @@ def _num_entries(num_others: int | None) -> int:
     return 2 + (num_others or 0)
 
 
-def with_logprob_size(options: Mapping[str, Any], size: LogprobSize) -> dict[str, Any]:
-    """Return the options of a RequestRecord, from which `read_logprob_size` reads the size."""
-    has_logprobs = size.per_token or size.of_prompt
-    return {**options, _OPTION: msgspec.to_builtins(size)} if has_logprobs else dict(options)
+def with_answer_size(options: Mapping[str, Any], size: AnswerSize) -> dict[str, Any]:
+    """Return the options of a RequestRecord, from which `read_answer_size` reads the size."""
+    is_large = size.per_token or size.of_prompt or size.of_embeddings
+    return {**options, _OPTION: msgspec.to_builtins(size)} if is_large else dict(options)
 
 
-def read_logprob_size(record: RequestRecord) -> LogprobSize:
-    return msgspec.convert(record.options.get(_OPTION, {}), LogprobSize)
+def read_answer_size(record: RequestRecord) -> AnswerSize:
+    return msgspec.convert(record.options.get(_OPTION, {}), AnswerSize)
 
 
 class AnswerBudget:
@@ -108,12 +129,14 @@ class AnswerBudget:
         """
         self.release(scope)
         if num_bytes > self._max_mib * 2**20:
-            # Log probabilities of a prompt are never streamed.
-            streamed = "" if field == "prompt_logprobs" else "; a stream has no such limit"
+            what, advice = "log probabilities", "fewer, or for fewer tokens; a stream has no limit"
+            if field == "prompt_logprobs":  # They are never streamed.
+                advice = "fewer, or for fewer tokens"
+            if field == "input":
+                what, advice = "embeddings", "fewer, or for fewer dimensions"
             raise AnswerTooLarge(
-                f"the log probabilities of this answer may take {num_bytes // 2**20} MiB, and the"
-                f" limit without a stream is {self._max_mib} MiB: ask for fewer, or for fewer"
-                f" tokens{streamed}",
+                f"the {what} of this answer may take {num_bytes // 2**20} MiB, and the limit"
+                f" without a stream is {self._max_mib} MiB: ask for {advice}",
                 field=field,
             )
         if num_bytes > self._free_bytes:

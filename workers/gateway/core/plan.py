@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import InvalidRequest
+from shared.protocol.messages import MAX_PARTS
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_SEED
 from workers.gateway.schemas.embeddings import EmbeddingRequest
@@ -24,7 +25,7 @@ from workers.gateway.schemas.openai_request import (
 )
 from workers.gateway.schemas.sampling_fields import SAME_FORM
 
-MAX_PROMPTS = 64
+MAX_PROMPTS = MAX_PARTS
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 

@@ -83,7 +83,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._in_head and self._head_bytes > self._limits.config.max_header_kib * 2**10:
             self._refuse(errors.HeadersTooLarge("the request's headers are too large"))
         elif self._is_idle and self._timer is None:
-            # The data is no request yet, and has ended the keep-alive timeout.
+            # This data has stopped the timer between requests, and is not yet a request.
             self._start_head_timer()
 
     def on_message_begin(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from shared.errors import WorkerFailure
 from shared.protocol.messages import RequestRecord
 from shared.protocol.records import TokenChunk, Usage
 from shared.protocol.requests import EmbeddingParams
@@ -73,6 +74,10 @@ class EmbeddingAssembler(Assembler):
         return []
 
     def answer(self) -> EmbeddingList:
+        """Raises WorkerFailure if a log has ended without an embedding."""
+        num_found, num_inputs = len(self.embeddings), self.options.parts
+        if num_found != num_inputs:
+            raise WorkerFailure(f"{num_found} of {num_inputs} inputs have an embedding")
         as_floats = self.options.encoding_format == "float"
         entries = [
             EmbeddingEntry(part, floats_of(data) if as_floats else data)

@@ -40,14 +40,7 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(
-        openai.ROUTES,
-        embeddings.ROUTES,
-        requests.ROUTES,
-        render.ROUTES,
-        generate.ROUTES,
-        derender.ROUTES,
-    ),
+    *(openai.ROUTES, embeddings.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES),
     *(derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""

@@ -7,14 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared import client
-from shared.errors import InvalidRequest, LogTruncated, NotFound, Overloaded, Unavailable
+from shared.errors import (
+    InvalidRequest,
+    LogTruncated,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WorkerFailure,
+)
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.state import request_status
 from shared.state.token_log import is_final
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest, find_request
 from workers.gateway.core.ids import read_start
-from workers.gateway.core.memory_budget import read_logprob_size
+from workers.gateway.core.memory_budget import read_answer_size
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
 from workers.gateway.http.sse import EventStream
@@ -69,7 +76,7 @@ class Cancelling(Struct, frozen=True):
     "The state of a request, and its result",
     answer=RequestBody,
     refuses=(
-        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded),
+        *(InvalidRequest, NotFound, Unavailable, LogTruncated, Overloaded, WorkerFailure),
         errors.AnswerTooLarge,
     ),
 )
@@ -142,7 +149,7 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
         context.answer_budget.reserve(
-            request.scope, read_logprob_size(active.record).num_bytes(num_tokens), "id"
+            request.scope, read_answer_size(active.record).num_bytes(num_tokens), "id"
         )
         result = await active.collect_answer(active.follow_logs())
     return RequestBody(

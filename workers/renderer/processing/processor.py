@@ -98,6 +98,7 @@ class Processor:
         self.max_model_len = min(longest, model.max_model_len or longest)
         """Limit on prompt and answer together, in tokens."""
         self.vocab_size: int = config.get_text_config().vocab_size
+        self._hidden_size: int = config.get_text_config().hidden_size
 
     def accepts(self, modality: Modality) -> bool:
         return modality in self._inputs and self._inputs[modality].limit > 0
@@ -112,6 +113,7 @@ class Processor:
             takes_tools=self._tokenizer.takes_tools,
             tool_parser=self._tool_parser,
             call_signs=self._tokenizer.signs() if self._tool_parser == "hermes" else None,
+            hidden_size=self._hidden_size,
         )
 
     # -- media ------------------------------------------------------------------------------------
@@ -157,14 +159,14 @@ class Processor:
         wire = self._inputs[image.modality].layout.to_wire(image.fields)
         return vllm_kwargs.encode_item(wire), vllm_kwargs.encode_item(vllm_kwargs.metadata_of(wire))
 
-    def check_features(self, asked: Prompt) -> list[PlaceholderRange]:
+    def check_features(self, asked: Prompt, embeds: bool = False) -> list[PlaceholderRange]:
         """Return the placeholder ranges of items that other servers have processed.
 
         Raises a RequestError: UnsupportedContent, MediaTooLarge, ContextTooLong, or InvalidRequest
         for ranges that do not hold placeholders.
         """
         token_ids = asked.token_ids or []
-        self.check_len(token_ids, "prompt_token_ids")
+        self.check_len(token_ids, "prompt_token_ids", embeds)
         self._check_counts((feature.modality, "features") for feature in asked.features)
         return prompt.check_ranges(token_ids, asked.features, self._placeholder_ids)
 
@@ -185,14 +187,18 @@ class Processor:
     # -- prompts ----------------------------------------------------------------------------------
 
     def expand(
-        self, token_ids: list[int], media: Sequence[prompt.SizedMedia], field: str = "messages"
+        self,
+        token_ids: list[int],
+        media: Sequence[prompt.SizedMedia],
+        field: str = "messages",
+        embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
         """Return the prompt with room for these media, and their placeholder ranges.
 
         Raises InvalidRequest when the prompt has other placeholders, or ContextTooLong.
         """
         token_ids, ranges = self.expand_unchecked(token_ids, media, field)
-        self.check_len(token_ids, field)
+        self.check_len(token_ids, field, embeds)
         return token_ids, ranges
 
     def expand_unchecked(
@@ -230,12 +236,15 @@ class Processor:
         """Return each token as the tokenizer itself spells it."""
         return self._tokenizer.spellings(token_ids)
 
-    def check_len(self, token_ids: Sequence[int], field: str) -> None:
-        """Raises ContextTooLong."""
-        if len(token_ids) >= self.max_model_len:
+    def check_len(self, token_ids: Sequence[int], field: str, embeds: bool = False) -> None:
+        """Check that prompt and answer fit into the context. No answer follows if it `embeds`.
+
+        Raises ContextTooLong.
+        """
+        if len(token_ids) + (not embeds) > self.max_model_len:
+            excess = "are more than" if embeds else "leave no room for an answer in"
             raise ContextTooLong(
-                f"the prompt's {len(token_ids)} tokens leave no room for an answer in the model's"
-                f" {self.max_model_len}",
+                f"the prompt's {len(token_ids)} tokens {excess} the model's {self.max_model_len}",
                 field=field,
             )
 
