@@ -22,7 +22,7 @@ from rich.console import Console
 
 from workers import __main__ as pagemill
 from workers.cli import preloader, terminal
-from workers.cli.preloader import MAX_MESSAGE_BYTES, Exited, Start, Started
+from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("workers.engine.main", "workers.encoder.worker", "workers.gateway.worker")
@@ -85,6 +85,7 @@ class _Forks:
                 self._channel, [preloader.encode(start)], [file.fileno() for file in outputs]
             )
             while not isinstance(event := self._receive(), Started):
+                assert isinstance(event, Exited), f"no process: {event}"
                 self.codes[event.pid] = event.code
             self.codes.pop(event.pid, None)
             return ForkedCommand(self, event.pid)
@@ -100,10 +101,10 @@ class _Forks:
             finally:
                 self._channel.setblocking(True)
 
-    def _receive(self) -> Started | Exited:
+    def _receive(self) -> Event:
         message = self._channel.recv(MAX_MESSAGE_BYTES)
         assert message, "the preloader of the tests has ended"
-        event: Started | Exited = preloader.decode_event(message)
+        event: Event = preloader.decode_event(message)
         return event
 
     def close(self) -> None:
