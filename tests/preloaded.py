@@ -6,6 +6,7 @@ up`, with the whole command line as what it forks; each test process starts one.
 """
 
 import atexit
+import importlib
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from huggingface_hub import constants
+from huggingface_hub.utils import _cache_manager
 from rich.console import Console
 
 from workers import __main__ as pagemill
@@ -25,7 +28,12 @@ from workers.cli import preloader, terminal
 from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("workers.engine.main", "workers.encoder.worker", "workers.gateway.worker")
+MODULES = (
+    "workers.engine.main",
+    "workers.encoder.worker",
+    "workers.gateway.worker",
+    "workers.cli.models.download",
+)
 
 
 class ForkedCommand:
@@ -153,6 +161,9 @@ def _main() -> None:
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))
+    # So does the hub's library read its address and its folders, when it is imported.
+    for module in (constants, _cache_manager):
+        importlib.reload(module)
     pagemill.main()
 
 
