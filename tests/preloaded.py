@@ -19,21 +19,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
 from huggingface_hub import constants
 from huggingface_hub.utils import _cache_manager
 from rich.console import Console
 
 from workers import __main__ as pagemill
 from workers.cli import preloader, terminal
+from workers.cli.models import download
+from workers.cli.models.reports import Report
 from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
+from workers.engine.model import check_folders
 
 ROOT = Path(__file__).parent.parent
-MODULES = (
-    "workers.engine.main",
-    "workers.encoder.worker",
-    "workers.gateway.worker",
-    "workers.cli.models.download",
-)
+MODULES = ("workers.engine.main", "workers.encoder.worker", "workers.gateway.worker")
 
 
 class ForkedCommand:
@@ -157,6 +156,11 @@ def run(
         return subprocess.CompletedProcess(arguments, code, *printed)
 
 
+def _check_folders(folders: Sequence[Path]) -> list[Report]:
+    said = [check_folders._report(folder) for folder in folders]
+    return msgspec.convert(said, list[Report], from_attributes=True)
+
+
 def _main() -> None:
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
@@ -164,6 +168,8 @@ def _main() -> None:
     # So does the hub's library read its address and its folders, when it is imported.
     for module in (constants, _cache_manager):
         importlib.reload(module)
+    # `pagemill pull` would start a process that imports transformers, which is in memory here.
+    vars(download).update(check_folders=_check_folders)
     pagemill.main()
 
 
