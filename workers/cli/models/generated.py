@@ -17,7 +17,6 @@ from workers.cli.models.memory import ModelNeeds, Plan, available_bytes, make_pl
 from workers.cli.models.reports import Report, check_folders
 
 FILE = "pagemill-up-{digest}.yaml"
-DIGEST_LEN = 12
 HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
 
 
@@ -65,7 +64,7 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
     tree, lines = _choose(models, reports, wishes, base)
     text = HEADER + yaml.safe_dump(tree, sort_keys=False)
     # The workers of another `pagemill up` read their own file again whenever they are restarted.
-    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LEN]
+    digest = hashlib.sha256(text.encode()).hexdigest()
     file = Path(base.nats.store_dir).absolute() / FILE.format(digest=digest)
     draft = file.with_name(f"{file.name}.{os.getpid()}")
     try:
