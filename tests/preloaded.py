@@ -20,12 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+import msgspec
+from huggingface_hub import constants
+from huggingface_hub.utils import _cache_manager
 from rich.console import Console
 
 from workers import __main__ as pagemill
 from workers import roles
 from workers.cli import preloader, terminal
-from workers.cli.preloader import MAX_MESSAGE_BYTES, Exited, Start, Started
+from workers.cli.models import download
+from workers.cli.models.reports import Report
+from workers.cli.preloader import MAX_MESSAGE_BYTES, Event, Exited, Start, Started
+from workers.engine.model import check_folders
 
 ROOT = Path(__file__).parent.parent
 # Environment variable that names a module whose `register_roles` a command calls first.
@@ -90,6 +96,7 @@ class _Forks:
                 self._channel, [preloader.encode(start)], [file.fileno() for file in outputs]
             )
             while not isinstance(event := self._receive(), Started):
+                assert isinstance(event, Exited), f"no process: {event}"
                 self.codes[event.pid] = event.code
             self.codes.pop(event.pid, None)
             return ForkedCommand(self, event.pid)
@@ -105,10 +112,10 @@ class _Forks:
             finally:
                 self._channel.setblocking(True)
 
-    def _receive(self) -> Started | Exited:
+    def _receive(self) -> Event:
         message = self._channel.recv(MAX_MESSAGE_BYTES)
         assert message, "the preloader of the tests has ended"
-        event: Started | Exited = preloader.decode_event(message)
+        event: Event = preloader.decode_event(message)
         return event
 
     def close(self) -> None:
@@ -153,12 +160,22 @@ def run(
         return subprocess.CompletedProcess(arguments, code, *printed)
 
 
+def _check_folders(folders: Sequence[Path]) -> list[Report]:
+    said = [check_folders._report(folder) for folder in folders]
+    return msgspec.convert(said, list[Report], from_attributes=True)
+
+
 def _main() -> None:
-    if (module := os.environ.get(ROLES_OF)) is not None:
-        importlib.import_module(module).register_roles()
+    if (own := os.environ.get(ROLES_OF)) is not None:
+        importlib.import_module(own).register_roles()
     # A console reads its width from the environment when it is made.
     for console in (terminal.out, terminal.errors):
         vars(console).update(vars(Console(stderr=console.stderr)))
+    # So does the hub's library read its address and its folders, when it is imported.
+    for module in (constants, _cache_manager):
+        importlib.reload(module)
+    # `pagemill pull` would start a process that imports transformers, which is in memory here.
+    vars(download).update(check_folders=_check_folders)
     pagemill.main()
 
 

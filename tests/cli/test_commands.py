@@ -166,7 +166,11 @@ def test_a_service_with_a_broken_configuration_is_not_to_be_started_again(
     assert "models.mine.path" in done.stderr
 
 
-def test_a_closed_terminal_drains_everything_and_the_log_tells_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shown", [b"ready in", b"ready at"])
+def test_a_closed_terminal_drains_everything_and_the_log_tells_it(
+    shown: bytes, tmp_path: Path
+) -> None:
+    """It is closed while workers start, or when all of them are ready."""
     (tmp_path / "pagemill.yaml").write_text(
         f"models: {{demo: {{path: {settings.DEMO_MODEL}}}}}\nnats: {{port: 0}}\n"
         "gateway: {port: 0}\nlog_file: logs/all.log\n"
@@ -175,7 +179,7 @@ def test_a_closed_terminal_drains_everything_and_the_log_tells_it(tmp_path: Path
     process = subprocess.Popen(
         [sys.executable, "-m", "workers", "up"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUNBUFFERED": ""},
         stdin=end,
         stdout=end,
         stderr=end,
@@ -184,7 +188,7 @@ def test_a_closed_terminal_drains_everything_and_the_log_tells_it(tmp_path: Path
     )
     os.close(end)
     told = b""
-    while b"coordinator" not in told or b"ready in" not in told:
+    while b"coordinator" not in told or shown not in told:
         told += os.read(terminal, 4096)
     assert b'"event"' not in told
     os.close(terminal)

@@ -3,16 +3,20 @@
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
 from shared.config import Config, NatsConfig
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
-from workers.cli import readiness
-from workers.cli.local_cluster import LocalCluster
+from workers.cli import local_cluster, readiness
+from workers.cli.local_cluster import LocalCluster, Process
+from workers.cli.preloader import ForkedProcess, Preloader
 from workers.roles import WorkerSpec
 
 
@@ -56,3 +60,72 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     finally:
         os.kill(pids[0], signal.SIGCONT)
         await cluster.stop()
+
+
+class Forks(LocalCluster):
+    """A cluster whose processes come from `spawned`, and end at once."""
+
+    spawned: list[Process | OSError]
+    watched: list[readiness.Process | None]
+
+    async def _spawn(self, spec: WorkerSpec) -> Process:
+        self.watched.append(self._watched.get(0))
+        match self.spawned.pop(0):
+            case OSError() as error:
+                raise error
+            case process:
+                return process
+
+
+def ended(pid: int) -> ForkedProcess:
+    process = ForkedProcess(pid)
+    process.end(1)
+    return process
+
+
+async def supervise(cluster: Forks) -> None:
+    """Supervise a worker until it was spawned as often as `spawned` says."""
+    with pytest.raises(IndexError):
+        await asyncio.wait_for(cluster._supervise(0, WorkerSpec("engine", "demo")), 10)
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
+    monkeypatch.setattr(local_cluster, "FIRST_RESTART_S", 0.001)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        cluster = Forks(Config({}), None, [WorkerSpec("engine", "demo")])
+        cluster.preloader = Preloader(ours, os.getpid())
+        cluster.watched = []
+        yield cluster
+
+
+async def test_the_preloader_is_watched_until_the_first_process(forks: Forks) -> None:
+    """Later processes may be executed without it, and it does not work for them."""
+    first, second = ended(1), ended(2)
+    forks.spawned = [first, second]
+    await supervise(forks)
+    assert forks.watched == [forks.preloader, first, second]
+
+
+async def test_a_process_that_linux_refuses_is_tried_again(forks: Forks) -> None:
+    process = ended(1)
+    forks.spawned = [BlockingIOError(11, "Resource temporarily unavailable"), OSError(12), process]
+    with capture_logs() as logs:
+        await supervise(forks)
+    assert [(log["event"], log["role"]) for log in logs] == [
+        ("worker_not_started", "engine"),
+        ("worker_not_started", "engine"),
+        ("worker_ended", "engine"),
+    ]
+    assert "Resource temporarily unavailable" in logs[0]["reason"]
+    assert logs[1]["retry_in_s"] == 2 * logs[0]["retry_in_s"]
+
+
+async def test_only_its_owner_can_read_a_log_that_a_worker_begins(tmp_path: Path) -> None:
+    log_file = tmp_path / "logs" / "workers.log"
+    cluster = LocalCluster(Config({}), None, [], "nats://127.0.0.1:9", log_file)
+    process = await cluster._spawn(WorkerSpec("coordinator"))
+    process.kill()
+    await process.wait()
+    assert log_file.stat().st_mode & 0o777 == 0o600

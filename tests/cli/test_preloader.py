@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.preloader import ForkedProcess, Preloader
+from workers.cli.preloader import ForkedProcess, Preloader, Start, encode
 
 ROOT = Path(__file__).parents[2]
 # What a forked process does is its first argument.
@@ -35,17 +36,34 @@ def main():
             time.sleep(600)
         case "wait": time.sleep(600)
 
-serve(socket.socket(fileno=int(sys.argv[1])), ["colorsys"], main)
+def refuse(*_):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+if fault := sys.argv[3:]:
+    setattr(os, fault[0], refuse)
+try:
+    serve(socket.socket(fileno=int(sys.argv[1])), [sys.argv[2]], main)
+except Exception:
+    # The supervisor's own handlers are below `serve` in the stack.
+    print("handled as the preloader's own", file=sys.stderr)
 """
 
 
 class Served:
     """A preloader, and the process that runs `serve`."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *fault: str, module: str = "colorsys") -> None:
+        """`fault` is a function of `os` that Linux refuses."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", SCRIPT, str(theirs.fileno())]
-        self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        command = [sys.executable, "-c", SCRIPT, str(theirs.fileno()), module, *fault]
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(log.parent)},
+                pass_fds=[theirs.fileno()],
+                stderr=stderr,
+            )
         theirs.close()
         self.preloader = Preloader(ours, self.process.pid)
         self.log = log
@@ -82,6 +100,10 @@ def has_ended(pid: int) -> bool:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return True
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 async def test_exit_codes_and_signals_are_reported(served: Served) -> None:
@@ -146,3 +168,52 @@ async def test_everything_ends_with_the_supervisor(served: Served) -> None:
     await until(lambda: has_ended(worker.pid))
     with pytest.raises(ProcessLookupError):
         os.kill(served.process.pid, 0)
+
+
+@pytest.mark.parametrize("function", ["fork", "pidfd_open"])
+async def test_a_fork_that_linux_refuses_fails_alone(function: str, tmp_path: Path) -> None:
+    served = Served(tmp_path / "log", function)
+    try:
+        with pytest.raises(BlockingIOError):
+            await served.start("wait")
+        num_open = len(os.listdir(f"/proc/{served.process.pid}/fd"))
+        with pytest.raises(BlockingIOError):
+            await served.start("wait")
+        assert children_of(served.process.pid) == []
+        assert len(os.listdir(f"/proc/{served.process.pid}/fd")) == num_open
+    finally:
+        served.preloader.close()
+        served.process.wait()
+
+
+async def test_an_error_in_a_forked_process_does_not_reach_the_preloaders_code(
+    served: Served, tmp_path: Path
+) -> None:
+    assert await (await served.start("fail")).wait() == 1
+    missing = tmp_path / "missing"
+    assert await (await served.start("say", folder=str(missing))).wait() == 1
+    await served.printed(f"No such file or directory: '{missing}'")
+    assert "handled" not in served.log.read_text()
+    assert await (await served.start("exit", "3")).wait() == 3
+
+
+def test_the_end_of_the_supervisor_is_no_error_of_the_preloader(tmp_path: Path) -> None:
+    """Linux resets a connection whose other end is closed with events that were not read."""
+    served = Served(tmp_path / "log")
+    channel = served.preloader._channel
+    with served.log.open("ab") as stderr:
+        socket.send_fds(channel, [encode(Start(["exit", "0"]))], [stderr.fileno()])
+    select.select([channel], [], [], 60)
+    channel.close()
+    assert served.process.wait(60) == 0
+    assert "handled" not in served.log.read_text()
+
+
+async def test_a_preloader_that_imports_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    served = Served(tmp_path / "log", module="slow")
+    try:
+        await asyncio.wait_for(asyncio.to_thread(served.preloader.close), 10)
+    finally:
+        served.process.kill()
+        served.process.wait()

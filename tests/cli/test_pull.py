@@ -11,13 +11,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
+from huggingface_hub import constants
 
-from shared.errors import ConfigError, DiskFull
-from tests.cli.hub_server import COMMIT, Faults, Hub
+from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
+from tests import preloaded
+from tests.cli.hub_server import COMMIT, Faults, Hub, etag_of
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli.models import download
 from workers.cli.models.download import check_disk
-from workers.cli.models.hub import RemoteFile, translated
+from workers.cli.models.hub import RemoteFile, RemoteModel, translated
 from workers.cli.models.local import find_local
 
 DEMO = ROOT / "ops" / "demo_model"
@@ -37,6 +41,7 @@ SERVED = set(FILES) - {
     "README.md",
 }
 WEIGHTS = "model.safetensors"
+NO_BROKER = ("--nats", "nats://127.0.0.1:9")
 
 
 @pytest.fixture
@@ -44,6 +49,17 @@ def hub() -> Iterator[Hub]:
     unsupported = {**FILES, "config.json": b'{"model_type": "whisper"}'}
     with Hub({NAME: FILES, "org/whisper": unsupported, "org/pickled": {"a.bin": b"x"}}) as server:
         yield server
+
+
+class Unshown:
+    def begin(self, name: str, size: int, done: int) -> None:
+        pass
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
 
 
 def environment(hub: Hub | None, folder: Path, **more: str) -> dict[str, str]:
@@ -56,16 +72,7 @@ def environment(hub: Hub | None, folder: Path, **more: str) -> dict[str, str]:
 def run(
     hub: Hub | None, folder: Path, *arguments: str, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PAGEMILL, *arguments],
-        cwd=folder,
-        env=environment(hub, folder, **more),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return preloaded.run(*arguments, cwd=folder, env=environment(hub, folder, **more))
 
 
 def snapshot(folder: Path) -> Path:
@@ -169,6 +176,26 @@ def test_server_errors_are_tried_again(hub: Hub, tmp_path: Path) -> None:
     assert "status 503; trying again in 1 s" in done.stderr
 
 
+@pytest.mark.parametrize(("num_added", "num_transfers"), [(-1000, 5), (1000, 1)])
+def test_a_transfer_of_another_length_ends(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_added: int, num_transfers: int
+) -> None:
+    hub.faults = Faults(num_added=num_added)
+    url = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    monkeypatch.setattr(download, "RETRY_PAUSES_S", (0.0,) * 4)
+    content = FILES[WEIGHTS]
+    file = RemoteFile(WEIGHTS, len(content), etag_of(WEIGHTS, content))
+    with (tmp_path / WEIGHTS).open("ab") as out:
+        error = httpx2.RemoteProtocolError if num_added < 0 else CorruptDownload
+        with pytest.raises(error, match=str(file.size)):
+            download._receive(RemoteModel(NAME, None, COMMIT, [file]), file, out, Unshown())
+    assert len(hub.downloads(WEIGHTS)) == num_transfers
+    # The next call continues a short one.
+    kept = file.size + num_added if num_added < 0 else 0
+    assert (tmp_path / WEIGHTS).stat().st_size == kept
+
+
 def test_a_gated_model_needs_a_token(hub: Hub, tmp_path: Path) -> None:
     hub.faults = Faults(gated=True, token="hf_right")
     for token in ({}, {"HF_TOKEN": "hf_wrong"}):
@@ -224,10 +251,36 @@ def test_a_full_disk_is_found_before_the_download(
 
 
 def test_up_pulls_only_when_it_is_told_to(hub: Hub, tmp_path: Path) -> None:
-    done = run(hub, tmp_path, "up", "org/whisper", "--pull")
+    done = run(hub, tmp_path, "up", NAME, "--pull", "--max-model-len", "999999999999")
     assert done.returncode == 78
     assert f"{WEIGHTS}: 5.3 MB" in done.stderr
-    assert "org/whisper is refused: uses cross attention" in done.stderr
+    assert "lower --max-model-len" in done.stderr
+    hub.requests.clear()
+    done = run(hub, tmp_path, "up", "org/whisper", "--pull")
+    assert done.returncode == 78
+    assert "org/whisper is refused" in done.stderr
+    assert {path for _, path, _ in hub.requests} == {"config.json"}
+
+
+def test_weights_of_a_model_that_is_not_served_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    def pull_alone() -> subprocess.CompletedProcess[str]:
+        """Pull without the tests' preloader, in which no process is started for the check."""
+        return subprocess.run(
+            [*PAGEMILL, "pull", "org/whisper"],
+            cwd=tmp_path,
+            env=environment(hub, tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    for pull in (pull_alone, lambda: run(hub, tmp_path, "pull", "org/whisper")):
+        done = pull()
+        assert done.returncode == 1
+        assert "weights were not downloaded: uses cross attention" in done.stderr
+        assert hub.downloads("config.json") == [None]
+        assert hub.downloads(WEIGHTS) == []
 
 
 def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
@@ -235,6 +288,18 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "unavailable" in done.stderr
     assert "HF_ENDPOINT" in done.stderr
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
+    """A proxy may answer every request with a page of its own."""
+    with pytest.raises(Unavailable, match=r"is no hub .*HF_ENDPOINT"), translated(NAME, None):
+        json.loads("<html>")
+
+
+def test_a_revision_is_served_from_its_folder(hub: Hub, tmp_path: Path) -> None:
+    """The name stands for the main branch."""
+    done = run(hub, tmp_path, "pull", NAME, "--revision", COMMIT)
+    assert f"`pagemill up {snapshot(tmp_path)}` serves it" in done.stdout
 
 
 def test_a_slow_transfer_is_never_silent(hub: Hub, tmp_path: Path) -> None:
@@ -247,22 +312,28 @@ def test_a_slow_transfer_is_never_silent(hub: Hub, tmp_path: Path) -> None:
 
 def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: Path) -> None:
     assert run(hub, tmp_path, "pull", NAME).returncode == 0
-    assert run(hub, tmp_path, "pull", "org/whisper").returncode == 0
-    shown = run(hub, tmp_path, "models").stdout
+    whisper = tmp_path / "hf" / "hub" / "models--org--whisper" / "snapshots" / COMMIT
+    shutil.copytree(snapshot(tmp_path), whisper)
+    (whisper / "config.json").write_bytes(b'{"model_type": "whisper"}')
+    partial = tmp_path / "hf" / "hub" / "models--org--partial" / "snapshots" / COMMIT
+    shutil.copytree(snapshot(tmp_path), partial)
+    (partial / "tokenizer.json").unlink()
+    shown = run(hub, tmp_path, "models", *NO_BROKER).stdout
+    assert "refused: it lacks tokenizer.json" in shown
     assert "org/demo     Qwen2-VL  5.3 MB  here\n" in shown
     rows = {
         row["name"]: row
-        for row in map(json.loads, run(hub, tmp_path, "models", "--json").stdout.splitlines())
+        for row in map(
+            json.loads, run(hub, tmp_path, "models", "--json", *NO_BROKER).stdout.splitlines()
+        )
     }
-    assert rows.keys() == {"demo", NAME, "org/whisper"}
+    assert rows.keys() == {"demo", NAME, "org/partial", "org/whisper"}
     assert rows["demo"]["state"] == "configured"
     size = sum(len(FILES[name]) for name in SERVED)
     here = {"name": NAME, "family": "Qwen2-VL", "size_bytes": size, "state": "here"}
     assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
     assert rows["org/whisper"]["state"] == "refused"
     assert "cross attention" in rows["org/whisper"]["reason"]
-    (snapshot(tmp_path) / "tokenizer.json").unlink()
-    assert "refused: it lacks tokenizer.json" in run(hub, tmp_path, "models").stdout
 
 
 def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import Heartbeat, StartReport
+from shared.protocol.messages import BlobAddress, Heartbeat, StartReport
 from workers.cli.process_usage import Usage, usage_of
 from workers.cli.readiness import Quiet, wait_ready
 from workers.roles import WorkerSpec
@@ -57,6 +57,31 @@ async def test_progress_is_shown_until_the_first_heartbeat(bus: Bus, sleeper: Pr
     beat = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
     await bus.publish_heartbeat("engine-s", to_json(beat))
     assert await waiting == [beat]
+
+
+async def test_a_worker_of_another_machine_with_the_same_process_id_is_not_ours(
+    bus: Bus, sleeper: Process
+) -> None:
+    foreign = BlobAddress("another machine", "pagemill-x")
+    other = Heartbeat("engine", "engine-o", "0", sleeper.pid, ["demo"], {}, blobs=foreign)
+    await bus.publish_heartbeat("engine-o", to_json(other))
+    with pytest.raises(Unavailable):
+        await wait_ready(bus, [ENGINE], {0: sleeper}, 0.1, Quiet())
+    own = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
+    await bus.publish_heartbeat("engine-s", to_json(own))
+    gateway = Heartbeat("gateway", "gateway-o", "0", sleeper.pid, ["demo"], {})
+    await bus.publish_heartbeat("gateway-o", to_json(gateway))
+    assert await wait_ready(bus, [ENGINE], {0: sleeper}, 1.0, Quiet()) == [own]
+
+
+async def test_progress_of_another_role_with_the_same_process_id_is_not_ours(
+    bus: Bus, sleeper: Process
+) -> None:
+    for role, step in (("renderer", "loading tokenizers"), ("engine", "compiling kernels")):
+        report = StartReport(role, f"{role}-p", "0", sleeper.pid, step)
+        await bus.publish_start_report(f"{role}-p", to_json(report))
+    with pytest.raises(Unavailable, match=r"engine demo \(last: compiling kernels\)"):
+        await wait_ready(bus, [ENGINE], {0: sleeper}, 0.1, Quiet())
 
 
 async def test_silence_ends_the_start(bus: Bus, sleeper: Process) -> None:

@@ -1,6 +1,8 @@
 """Lines about a start, on a terminal and elsewhere."""
 
 import io
+import os
+import pty
 
 from rich.console import Console
 
@@ -65,3 +67,13 @@ def test_a_closed_terminal_stops_nothing() -> None:
     display.ready("engine demo", 1.0)
     display.say("draining …")
     display.close()
+
+
+def test_nothing_is_left_to_flush_for_a_closed_terminal() -> None:
+    """Python flushes stderr at exit, and ends with code 120 when that fails."""
+    terminal, end = pty.openpty()
+    with os.fdopen(end, "w") as file:
+        display = StartDisplay(Console(file=file), live=False)
+        os.close(terminal)
+        display.say("draining …")
+        file.flush()

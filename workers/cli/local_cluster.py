@@ -15,6 +15,7 @@ from shared.config import Config
 from shared.errors import ConfigError, PagemillError
 from shared.stage.runtime import EXIT_CONFIG
 from workers.cli import readiness
+from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
 from workers.cli.start_watch import Show
 from workers.roles import WorkerSpec, role_of
@@ -36,7 +37,7 @@ class LocalCluster:
 
     _config: Config
     _config_file: Path | None
-    """The file from which workers read the configuration again; by default the embedded one."""
+    """File of the configuration, which each worker reads itself; None stands for the default."""
     _specs: Sequence[WorkerSpec]
     configured_url: InitVar[str | None] = None
     """URL of the broker; by default that of the configuration."""
@@ -52,7 +53,10 @@ class LocalCluster:
     _refused: asyncio.Future[None] | None = None
     _processes: dict[int, Process] = field(default_factory=dict)
     _watched: dict[int, readiness.Process] = field(default_factory=dict)
-    """The processes whose signs of life count, by number: the preloader before it has forked."""
+    """The processes that the start observes, by worker number.
+
+    For a worker that has not been forked yet, this is the preloader, which imports its modules.
+    """
 
     def __post_init__(self, configured_url: str | None) -> None:
         self._store_dir = Path(self._config.nats.store_dir).absolute()
@@ -125,21 +129,28 @@ class LocalCluster:
 
     async def _supervise(self, number: int, spec: WorkerSpec) -> None:
         """Run one worker, and start it again whenever it ends."""
+        loop = asyncio.get_running_loop()
+        if self.preloader is not None and role_of(spec.role).uses_torch:
+            self._watched[number] = self.preloader
         pause_s = FIRST_RESTART_S
         while True:
-            if self.preloader is not None and role_of(spec.role).uses_torch:
-                self._watched[number] = self.preloader
-            process = await self._spawn(spec)
-            self._processes[number] = self._watched[number] = process
-            began = asyncio.get_running_loop().time()
-            code = await process.wait()
-            if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
-                self._refused.set_exception(
-                    ConfigError(f"the {spec.role} refuses this configuration; its log says why")
+            try:
+                process = await self._spawn(spec)
+            except (OSError, ConfigError) as error:
+                _log.error(
+                    "worker_not_started", role=spec.role, reason=str(error), retry_in_s=pause_s
                 )
-            if asyncio.get_running_loop().time() - began > MAX_RESTART_S:
-                pause_s = FIRST_RESTART_S
-            _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)
+            else:
+                self._processes[number] = self._watched[number] = process
+                began = loop.time()
+                code = await process.wait()
+                if code == EXIT_CONFIG and self._refused is not None and not self._refused.done():
+                    self._refused.set_exception(
+                        ConfigError(f"the {spec.role} refuses this configuration; its log says why")
+                    )
+                if loop.time() - began > MAX_RESTART_S:
+                    pause_s = FIRST_RESTART_S
+                _log.warning("worker_ended", role=spec.role, code=code, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
@@ -153,11 +164,15 @@ class LocalCluster:
             arguments += ["--config", str(self._config_file)]
         # With a session of its own, a worker does not receive Ctrl-C, which starts the drain here.
         # Without a file, a worker writes its log to the stderr of this process.
-        log_file = self.log_file.open("ab") if self.log_file else contextlib.nullcontext(sys.stderr)
-        with log_file as stderr:
+        log = (
+            open_for_append(self.log_file)
+            if self.log_file is not None
+            else contextlib.nullcontext(sys.stderr.fileno())
+        )
+        with log as stderr:
             if self.preloader is not None and role_of(spec.role).uses_torch:
                 try:
-                    return await self.preloader.start(arguments, stderr=stderr.fileno())
+                    return await self.preloader.start(arguments, stderr=stderr)
                 except ConnectionError:
                     _log.warning("preloader_ended")
                     self.preloader = None

@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -42,9 +43,15 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Start`; answers have the order of the requests."""
+    """The answer to `Start`. Answers have the order of the requests."""
 
     pid: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Start` when Linux refuses another process."""
+
+    errno: int
 
 
 class Exited(msgspec.Struct, tag=True, frozen=True):
@@ -55,8 +62,10 @@ class Exited(msgspec.Struct, tag=True, frozen=True):
     """Exit code, or minus the number of the signal that ended the process."""
 
 
+Event = Started | Failed | Exited
+
 encode = msgspec.json.Encoder().encode
-decode_event = msgspec.json.Decoder(Started | Exited).decode
+decode_event = msgspec.json.Decoder(Event).decode
 _decode_start = msgspec.json.Decoder(Start).decode
 
 
@@ -86,43 +95,80 @@ def serve(channel: socket.socket, modules: Sequence[str], main: Callable[[], Any
                 pid, status = os.waitpid(children.pop(descriptor), 0)
                 _send(channel, Exited(pid, os.waitstatus_to_exitcode(status)))
                 continue
-            message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, len(_OUTPUTS))
+            try:
+                message, descriptors, _, _ = socket.recv_fds(
+                    channel, MAX_MESSAGE_BYTES, len(_OUTPUTS)
+                )
+            except ConnectionResetError:
+                return  # The supervisor has ended without having read all events.
             if not message:
                 return
-            pid = _fork(_decode_start(message), descriptors, [channel.fileno(), *children])
-            if pid == 0:
-                main()
-                raise SystemExit(0)
-            watched = os.pidfd_open(pid)
+            try:
+                pid, watched = _fork(
+                    _decode_start(message), descriptors, [channel.fileno(), *children], main
+                )
+            except OSError as error:
+                _send(channel, Failed(error.errno or 0))
+                continue
             children[watched] = pid
             poller.register(watched, select.POLLIN)
             _send(channel, Started(pid))
 
 
-def _fork(start: Start, descriptors: list[int], foreign: list[int]) -> int:
+def _fork(
+    start: Start, descriptors: list[int], foreign: list[int], main: Callable[[], Any]
+) -> tuple[int, int]:
     """Fork a process with outputs of its own, and without the preloader's descriptors `foreign`.
 
-    Returns 0 in the forked process.
+    Returns its id and a descriptor that becomes readable at its end. Raises OSError. In the forked
+    process it never returns, and raises nothing but SystemExit.
     """
     ours = os.getpid()
     # A signal that comes before the new process has its handlers waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-    pid = os.fork()
+    pid = None
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+            for descriptor in descriptors:
+                os.close(descriptor)
     if pid == 0:
+        _run_child(start, descriptors, foreign, main, ours)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _run_child(
+    start: Start, descriptors: list[int], foreign: list[int], main: Callable[[], Any], parent: int
+) -> NoReturn:
+    """Run `main` in the forked process, and raise SystemExit."""
+    try:
         end_with_parent()
-        if os.getppid() != ours:
+        if os.getppid() != parent:
             raise SystemExit(1)  # The preloader died before the call.
         for descriptor in foreign:
             os.close(descriptor)
         _become_worker(start, descriptors)
-    else:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-        for descriptor in descriptors:
-            os.close(descriptor)
-    return pid
+        main()
+    except SystemExit:
+        raise
+    except BaseException:
+        # The stack below is that of the preloader, which would handle some exceptions as its own.
+        try:
+            traceback.print_exc()
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+    raise SystemExit(0)
 
 
-def _send(channel: socket.socket, event: Started | Exited) -> None:
+def _send(channel: socket.socket, event: Event) -> None:
     # Without a supervisor, the next read of the channel returns nothing and ends the process.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.send(encode(event))
@@ -204,7 +250,7 @@ class Preloader:
     ) -> ForkedProcess:
         """Fork a process, whose stderr is the descriptor `stderr`.
 
-        Raises ConnectionError when the preloader has ended.
+        Raises ConnectionError when the preloader has ended, and OSError when it cannot fork.
         """
         loop = asyncio.get_running_loop()
         if self.has_ended:
@@ -226,6 +272,9 @@ class Preloader:
             self._reads = False
         self._channel.close()
         self.has_ended = True
+        # In an import, which takes seconds, it does not see that the channel is closed.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
@@ -243,6 +292,8 @@ class Preloader:
             case Started(pid):
                 process = self._processes[pid] = ForkedProcess(pid)
                 self._requested.popleft().set_result(process)
+            case Failed(number):
+                self._requested.popleft().set_exception(OSError(number, os.strerror(number)))
             case Exited(pid, code):
                 self._processes.pop(pid).end(code)
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from shared.blobs.server import host_id
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.protocol.messages import Heartbeat, StartReport
@@ -12,6 +13,8 @@ from workers.cli.start_watch import Observation, Show, StartWatch
 from workers.roles import WorkerSpec
 
 POLL_S = 0.1
+
+Sign = TypeVar("Sign", Heartbeat, StartReport)
 
 
 class Process(Protocol):
@@ -46,21 +49,23 @@ async def wait_ready(
     """
     loop = asyncio.get_running_loop()
     watch = StartWatch(specs, silence_s, show, loop.time())
+    host = host_id()
     while True:
         beats, reports = await read_signs(bus)
-        by_pid = {beat.pid: beat for beat in beats}
-        own = {
-            number: by_pid[process.pid]
-            for number, process in processes.items()
-            if process.pid in by_pid and by_pid[process.pid].role == specs[number].role
-        }
-        watch.observe(
-            loop.time(),
-            {
-                number: _observe(process, own.get(number), reports)
-                for number, process in processes.items()
-            },
-        )
+        here = [beat for beat in beats if beat.blobs is None or beat.blobs.host == host]
+        own: dict[int, Heartbeat] = {}
+        seen = {}
+        for number, process in processes.items():
+            role = specs[number].role
+            if (beat := _find(here, process, role)) is not None:
+                own[number] = beat
+            seen[number] = Observation(
+                exit_code=process.returncode,
+                is_ready=beat is not None and process.returncode is None,
+                report=_find(reports, process, role),
+                usage=usage_of(process.pid),
+            )
+        watch.observe(loop.time(), seen)
         if watch.is_complete:
             return list(own.values())
         if (reason := watch.why_stalled(loop.time())) is not None:
@@ -70,19 +75,19 @@ async def wait_ready(
 
 
 async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
-    """Return all heartbeats and the reports of workers without one; none before the stream is."""
+    """Return the heartbeats of ready workers and the reports of workers that start.
+
+    Both are empty until the first worker has created the stream that holds them.
+    """
     try:
         return await bus.read_heartbeats(), await bus.read_start_reports()
     except Unavailable:
         return [], []
 
 
-def _observe(
-    process: Process, beat: Heartbeat | None, reports: Sequence[StartReport]
-) -> Observation:
-    return Observation(
-        exit_code=process.returncode,
-        is_ready=beat is not None and process.returncode is None,
-        report=next((report for report in reports if report.pid == process.pid), None),
-        usage=usage_of(process.pid),
-    )
+def _find(signs: Sequence[Sign], process: Process, role: str) -> Sign | None:
+    """Return the sign of life of a process.
+
+    A process id alone is not enough: machines that share a broker use the same ids.
+    """
+    return next((sign for sign in signs if (sign.pid, sign.role) == (process.pid, role)), None)

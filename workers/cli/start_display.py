@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from workers.cli.terminal import discard_buffered
+
 # A line about a worker that still starts comes at most this often.
 PROGRESS_S = 4.0
 TITLE_LEN = 22
@@ -75,6 +77,7 @@ class StartDisplay:
             # rich raises SystemExit when the reader of a pipe is gone.
             self._live = None
             self._console.quiet = True
+            discard_buffered(self._console.file)
 
 
 def _line(title: str, text: str) -> str:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from cyclopts import App
 from rich.console import Console
@@ -34,10 +35,20 @@ def run_app(app: App) -> NoReturn:
         print_refusal(error)
         code = 1
     except BrokenPipeError:
-        # The reader of the output is gone. Python flushes the rest at exit, into /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_buffered(sys.stdout)
         code = 1
     sys.exit(code)
+
+
+def discard_buffered(output: IO[str]) -> None:
+    """Redirect an output whose reader is gone to /dev/null, where Python flushes the rest at exit.
+
+    A flush that fails there would make the exit code 120.
+    """
+    with contextlib.suppress(io.UnsupportedOperation):  # It may have no descriptor.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, output.fileno())
+        os.close(null)
 
 
 @contextlib.asynccontextmanager

@@ -40,7 +40,9 @@ def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) 
     except KeyboardInterrupt:
         errors.print("interrupted; the same command continues the download")
         return EXIT_INTERRUPTED
-    print_line(f"{name} is in {folder}; `pagemill up {dir or name}` serves it")
+    # A name stands for the main branch, if that is in the cache.
+    served = dir or (folder if revision else name)
+    print_line(f"{name} is in {folder}; `pagemill up {served}` serves it")
     return 0
 
 

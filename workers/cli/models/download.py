@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Protocol
@@ -21,8 +22,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
-from shared.errors import CorruptDownload, DiskFull, Unavailable
+from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
 from workers.cli.models.hub import RemoteFile, RemoteModel, translated
+from workers.cli.models.reports import check_folders
 
 PARTIAL = ".incomplete"
 PARTIAL_CONTENT = 206
@@ -49,7 +51,8 @@ class Progress(Protocol):
 def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Path:
     """Download a model into `folder`, by default into the hub's cache; return where it is.
 
-    Raises PagemillError. What was received until then stays, and the next call continues it.
+    The weights are left where they are if the engine refuses the model's config.json. Raises
+    PagemillError. What was received until then stays, and the next call continues it.
     """
     # Its warnings would break the progress.
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -62,6 +65,13 @@ def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Pat
         }
         wanted = [file for file in model.files if not _has(targets[file], file, folder)]
         check_disk(store, wanted, targets)
+        config = next(file for file in model.files if file.name == "config.json")
+        if config in wanted:
+            wanted.remove(config)
+            _fetch(model, config, targets[config], progress)
+        if wanted:
+            progress.say(f"checking whether {model.name} can be served")
+            _check_family(model, targets[config])
         for file in wanted:
             _fetch(model, file, targets[file], progress)
         return folder or _link(model, cache)
@@ -79,19 +89,31 @@ def check_disk(store: Path, files: list[RemoteFile], targets: dict[RemoteFile, P
         )
 
 
+def _check_family(model: RemoteModel, config: Path) -> None:
+    """Raises ConfigError for a model whose config.json the engine refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").symlink_to(config.absolute())
+        (report,) = check_folders([Path(folder)])
+    if report.reason is not None:
+        raise ConfigError(
+            f"{model.name} is refused, and its weights were not downloaded: {report.reason}",
+            field="name",
+        )
+
+
 def _link(model: RemoteModel, cache: Path) -> Path:
-    """Let the library link the files, which are there, into the snapshot of their commit."""
+    """Have the library link the downloaded files into the folder of their commit; return it."""
     blobs = cache / repo_folder_name(repo_id=model.name, repo_type="model") / "blobs"
     folder = Path()
     for file in model.files:
         linked = Path(hf_hub_download(model.name, file.name, revision=model.commit))
-        # It would have downloaded a file of another checksum by itself.
+        # The library asks for the checksum again, and downloads the file itself where it differs.
         if linked.is_symlink() and not linked.samefile(blobs / file.digest):
             raise CorruptDownload(
                 f"{file.name} of {model.name}: the hub tells two checksums", field=file.name
             )
         folder = linked.parent
-    # The name of the revision comes last: it never leads to an incomplete snapshot.
+    # The revision is recorded last, so that its name never leads to an incomplete folder.
     resolved = HfApi().resolve_revision(model.name, revision=model.revision, cache_dir=cache)
     if resolved.resolved != model.commit:
         raise Unavailable(f"{model.name} has changed during the download; run the command again")
@@ -141,7 +163,7 @@ def _receive(model: RemoteModel, file: RemoteFile, out: IO[bytes], progress: Pro
             continue
         progress.begin(file.name, file.size, done)
         try:
-            _transfer(url, out, done, progress)
+            _transfer(url, file, out, done, progress)
         except (HfHubHTTPError, httpx2.TransportError) as error:
             out.flush()
             if out.tell() > done:
@@ -152,7 +174,11 @@ def _receive(model: RemoteModel, file: RemoteFile, out: IO[bytes], progress: Pro
             time.sleep(pauses.pop(0))
 
 
-def _transfer(url: str, out: IO[bytes], done: int, progress: Progress) -> None:
+def _transfer(url: str, file: RemoteFile, out: IO[bytes], done: int, progress: Progress) -> None:
+    """Append the rest of a file to `out`, which has `done` bytes of it.
+
+    Raises TransportError when the rest ends early, and CorruptDownload when it is too long.
+    """
     # A compressed answer could not be continued at a byte of the file.
     headers = {"Accept-Encoding": "identity"}
     if token := get_token():
@@ -166,9 +192,20 @@ def _transfer(url: str, out: IO[bytes], done: int, progress: Progress) -> None:
         if done and response.status_code != PARTIAL_CONTENT:
             out.truncate(0)
             progress.advance(-done)
+            done = 0
         for chunk in response.iter_raw():
+            done += len(chunk)
+            if done > file.size:
+                out.truncate(0)
+                raise CorruptDownload(
+                    f"{file.name} is longer than the {file.size} bytes that the hub tells; it was"
+                    " deleted: run the command again, and look at the proxy if it happens again",
+                    field=file.name,
+                )
             out.write(chunk)
             progress.advance(len(chunk))
+    if done < file.size:
+        raise httpx2.RemoteProtocolError(f"the answer ends after {done} of {file.size} bytes")
 
 
 def _is_final(error: Exception) -> bool:

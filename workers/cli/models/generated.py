@@ -1,5 +1,6 @@
 """Configuration of `pagemill up` with names of models: written to a file that all workers read."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from workers.cli.models.local import LocalModel, count_parameters, find_local, m
 from workers.cli.models.memory import ModelNeeds, Plan, available_bytes, make_plan
 from workers.cli.models.reports import Report, check_folders
 
-FILE = "pagemill-up.yaml"
+FILE = "pagemill-up-{digest}.yaml"
 HEADER = "# Written by `pagemill up`. Copy it to pagemill.yaml to change it.\n"
 
 
@@ -61,10 +62,15 @@ def write_config(models: Sequence[LocalModel], wishes: Wishes) -> tuple[Path, li
         if report.reason is not None:
             raise ConfigError(f"{model.name} is refused: {report.reason}", field="models")
     tree, lines = _choose(models, reports, wishes, base)
-    file = Path(base.nats.store_dir).absolute() / FILE
+    text = HEADER + yaml.safe_dump(tree, sort_keys=False)
+    # The workers of another `pagemill up` read their own file again whenever they are restarted.
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file = Path(base.nats.store_dir).absolute() / FILE.format(digest=digest)
+    draft = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(HEADER + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error}", field="nats.store_dir") from error
     return file, [*lines, f"settings are in {file}; PAGEMILL_… variables and options override them"]

@@ -115,8 +115,8 @@ def translated(name: str, revision: str | None, target: Path | None = None) -> I
     except (
         HfHubHTTPError,
         httpx2.HTTPError,
-        HFValidationError,
         RevisionResolutionError,
+        ValueError,
         OSError,
     ) as error:
         raise _translate(error, name, revision, target) from error
@@ -141,7 +141,7 @@ def _translate(
             )
         case RevisionNotFoundError():
             return NotFound(
-                f"{name} has no revision {revision!r}: give a branch, a tag or a commit",
+                f"{name} has no revision {revision or 'main'!r}: give a branch, a tag or a commit",
                 field="revision",
             )
         # The library's word for a hub that does not answer while it links the files.
@@ -155,11 +155,11 @@ def _translate(
             return _translate_status(error.response.status_code, name)
         case OfflineModeIsEnabled():
             return Unavailable("HF_HUB_OFFLINE is set: unset it to download")
-        case httpx2.HTTPError() | RevisionResolutionError():
+        case httpx2.HTTPError() | RevisionResolutionError() | ValueError():
             return Unavailable(
-                f"{where} cannot be reached ({type(error).__name__}: {error}); check the network,"
-                " the proxy and HF_ENDPOINT, then run the command again: it continues where it"
-                " stopped"
+                f"{where} cannot be reached, or is no hub ({type(error).__name__}: {error}); check"
+                " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
+                " where it stopped"
             )
         case _:
             return _translate_disk(error, name, target)

@@ -1,0 +1,32 @@
+"""The configuration that `pagemill up NAME` writes for its workers."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from workers.cli.models import generated
+from workers.cli.models.generated import Wishes, write_config
+from workers.cli.models.local import LocalModel
+from workers.cli.models.reports import check_folders
+from workers.cli.settings import DEMO_MODEL
+
+
+def test_another_up_leaves_the_file_of_a_running_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = LocalModel("demo", DEMO_MODEL)
+    reports = check_folders([DEMO_MODEL])
+    monkeypatch.setattr(generated, "check_folders", lambda _: reports)
+    first, _ = write_config([model], Wishes(max_model_len=512))
+    written = first.read_bytes()
+    second, _ = write_config([model], Wishes(max_model_len=256))
+    assert write_config([model], Wishes(max_model_len=512))[0] == first
+    assert first.read_bytes() == written
+    lens = [
+        yaml.safe_load(file.read_text())["models"]["demo"]["max_model_len"]
+        for file in (first, second)
+    ]
+    assert lens == [512, 256]
+    assert set(first.parent.iterdir()) == {first, second}
