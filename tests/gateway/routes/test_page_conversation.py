@@ -6,6 +6,8 @@ import pytest
 
 from ops.browser import TAB, Browser
 from ops.demo import IMAGES
+from shared.bus.bus import Bus
+from tests.cluster.conftest import Cluster, stopped
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.routes.conftest import (
     ERRORS,
@@ -25,13 +27,15 @@ QUESTIONS = "[...document.querySelectorAll('.turn .question')].map((p) => p.inne
 ANSWERS = "[...document.querySelectorAll('.turn .text')].map((box) => box.innerText)"
 READY = "!document.querySelector('#send').disabled"
 LAST_STAGE_DONE = f"document.querySelector('{LAST} .stages li:last-child').dataset.state === 'done'"
-# Records the bodies that the page posts.
+# Records the bodies that the page posts, and that the server has answered a cancellation.
 RECORD = """
 window.posted = [];
 const send = window.fetch;
 window.fetch = (url, options) => {
   if (options?.method === "POST") window.posted.push(JSON.parse(options.body));
-  return send(url, options);
+  const answer = send(url, options);
+  if (options?.method === "DELETE") answer.then(() => { window.deleted = true; });
+  return answer;
 };
 """
 # Measures after each change of the text, when the page itself has reacted to it.
@@ -101,12 +105,17 @@ def test_a_question_that_failed_is_not_sent_again_with_the_next(page: Browser) -
     assert "no answer" in page.text(".turn .notes")
 
 
-def test_a_new_conversation_forgets_the_turns(page: Browser) -> None:
+async def test_a_new_conversation_forgets_the_turns(
+    page: Browser, cluster: Cluster, bus: Bus
+) -> None:
+    engine = await cluster.pid(bus, "engine")
     page.run(RECORD)
     ask(page, "What can you do?", LONG)
     wait_for_text(page)
     name = page.text(f"{LAST} .request")
-    page.click("#new")
+    with stopped(engine):
+        page.click("#new")
+        page.wait("window.deleted")
     assert page.run(f"return {QUESTIONS}") == []
     assert page.run("return {...sessionStorage}") == {}
     page.wait(READY)
@@ -215,15 +224,19 @@ def test_the_newest_text_is_in_view(page: Browser, width: int, height: int) -> N
     assert page.run("return document.querySelector('#log').scrollTop") > 0
 
 
-def test_a_reader_who_scrolls_up_stays_there(page: Browser) -> None:
+async def test_a_reader_who_scrolls_up_stays_there(
+    page: Browser, cluster: Cluster, bus: Bus
+) -> None:
+    engine = await cluster.pid(bus, "engine")
     page.emulate_screen(390, 844, "light")
     log = "document.querySelector('#log')"
     ask(page, "What can you do?", LONG)
     page.wait(f"{log}.scrollTop > 200")
-    assert page.run("return document.querySelector('#to-end').hidden")
-    page.run(f"{log}.scrollTop = 10")
-    page.wait("!document.querySelector('#to-end').hidden")
-    height = page.run(f"return {log}.scrollHeight")
+    with stopped(engine):
+        assert page.run("return document.querySelector('#to-end').hidden")
+        page.run(f"{log}.scrollTop = 10")
+        page.wait("!document.querySelector('#to-end').hidden")
+        height = page.run(f"return {log}.scrollHeight")
     page.wait(f"{log}.scrollHeight > arguments[0]", height)
     assert page.run(f"return {log}.scrollTop") == 10
     page.click("#to-end")

@@ -139,7 +139,7 @@ async def test_a_durable_request_continues_without_its_client(http: httpx.AsyncC
 async def test_a_request_with_foreign_messages_in_its_log_finishes(
     http: httpx.AsyncClient, bus: Bus, kind: str
 ) -> None:
-    request_id, _ = await begin(http, {}, 2, durable=True)
+    request_id, _ = await begin(http, {}, 2, durable=True, max_tokens=900, n=8)
     for _ in range(100):
         last = await last_record(bus, request_id)
         assert last is not None

@@ -31,7 +31,7 @@ def check_folders(folders: Sequence[Path]) -> list[Report]:
     try:
         # Without a terminal, transformers cannot ask whether to run the code of a folder.
         done = subprocess.run(
-            [sys.executable, "-m", MODULE, *map(str, folders)],
+            [sys.executable, "-P", "-m", MODULE, *map(str, folders)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
