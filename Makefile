@@ -95,7 +95,7 @@ bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minu
 interop: .venv/dev  ## our renderer and engines with those of vLLM, installed in PEERS; 3 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)
 
-chaos-quick: .venv/dev  ## faults for three minutes, every role killed; part of CI
+chaos-quick: .venv/dev  ## faults for two minutes, every role killed; part of CI
 	$(BIN)/python -m ops.chaos quick
 
 chaos-bugs: .venv/dev  ## every planted bug must be caught; 20 minutes

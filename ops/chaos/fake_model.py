@@ -224,6 +224,7 @@ class FakeProcessor:
         token_ids: list[int],
         media: Sequence[prompt.SizedMedia],
         field: str = "messages",
+        embeds: bool = False,
     ) -> tuple[list[int], list[PlaceholderRange]]:
         return prompt.expand(token_ids, media, {IMAGE: IMAGE_TOKEN_ID}, field)
 

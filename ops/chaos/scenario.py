@@ -5,6 +5,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -144,7 +145,7 @@ class ThreeBrokers:
 class Scenario:
     """A run with a folder of its own, which is kept if a check fails."""
 
-    def __init__(self, settings: Settings, preloader: Preloader | None = None) -> None:
+    def __init__(self, settings: Settings, preloaders: Mapping[str, Preloader] = {}) -> None:
         self.settings = settings
         self.folder = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
         self.config_file = write_config(settings, self.folder)
@@ -172,7 +173,7 @@ class Scenario:
                 "TMPDIR": str(temp_folder(self.folder)),
             },
             Journal(self.folder / "pool.jsonl"),
-            preloader,
+            preloaders,
         )
         for slot in self.pool.slots:
             if slot.role == "gateway":
@@ -339,17 +340,17 @@ def bounds_of(settings: Settings) -> Bounds:
 
 
 async def run_scenario(
-    settings: Settings, keep: bool = False, preloader: Preloader | None = None
+    settings: Settings, keep: bool = False, preloaders: Mapping[str, Preloader] = {}
 ) -> tuple[Verdict, Path]:
     """Run and check; return the verdict and the folder, which is removed after a clean run.
 
-    `preloader` is that of `Pool`; it ends with the run.
+    `preloaders` are those of `Pool`; they end with the run.
     """
-    scenario = Scenario(settings, preloader)
+    scenario = Scenario(settings, preloaders)
     try:
         verdict = check(await scenario.run())
     finally:
-        if preloader is not None:
+        for preloader in set(preloaders.values()):
             preloader.close()
     if verdict.clean and not keep:
         shutil.rmtree(scenario.folder)

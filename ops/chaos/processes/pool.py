@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,8 +45,6 @@ FAILED_START_S = 1.0
 FAILED_START_PAUSE_S = 0.3
 MAX_FAILED_STARTS = 10
 WORKER_MODULE = "ops.chaos.worker"
-# Roles whose workers use torch.
-PRELOADED = ("encoder", "engine")
 
 
 class Brokers(Protocol):
@@ -125,11 +124,11 @@ class Pool:
         counts: dict[str, int],
         env: dict[str, str],
         journal: Journal,
-        preloader: Preloader | None = None,
+        preloaders: Mapping[str, Preloader] = {},
     ) -> None:
         """`commands` and `counts` are given by role; a role with a count of 0 is not started.
 
-        Engines and encoders are forked from `preloader`, as those of `pagemill up` are.
+        Workers of a role are forked from the role's preloader; without one, they are executed.
         """
         self.folder = folder
         self.brokers = brokers
@@ -140,7 +139,7 @@ class Pool:
             for number in range(count)
         ]
         self._env = env
-        self._preloader = preloader
+        self._preloaders = preloaders
         self._runs: dict[Slot, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeps_running = True
@@ -266,9 +265,9 @@ class Pool:
                 await asyncio.sleep(FAILED_START_PAUSE_S)
 
     async def _spawn(self, slot: Slot, env: dict[str, str], stderr: int) -> Process:
-        if self._preloader is not None and slot.role in PRELOADED:
+        if (preloader := self._preloaders.get(slot.role)) is not None:
             arguments = slot.command[slot.command.index(WORKER_MODULE) + 1 :]
-            return await self._preloader.start(arguments, stderr=stderr, env=env, folder=str(ROOT))
+            return await preloader.start(arguments, stderr=stderr, env=env, folder=str(ROOT))
         return await asyncio.create_subprocess_exec(
             *slot.command,
             cwd=ROOT,

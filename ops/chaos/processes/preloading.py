@@ -1,0 +1,37 @@
+"""Preloaders of a run, from which its workers are forked.
+
+`pagemill up` forks only workers that use torch. Here all of them are forked, because imports would
+take most of the processor time of a run that kills a worker every second.
+"""
+
+import sys
+
+from ops.chaos.plan import Settings
+from workers.cli.preloader import Preloader, fork_preloader
+from workers.roles import role_of
+
+MAIN = "ops.chaos.worker.watched_worker"
+LIGHT = "ops.chaos.worker.light"
+FAKE_ENGINE = ("workers.engine.item_loader", "workers.engine.worker")
+
+
+def fork_preloaders(settings: Settings) -> dict[str, Preloader]:
+    """Return the preloader of each role; only a process without threads may call this."""
+    modules = [LIGHT, MAIN]
+    if settings.renderer != "fake":
+        modules.append(role_of("renderer").module)
+    if settings.engine == "fake":
+        modules += FAKE_ENGINE
+    light = fork_preloader(modules, _run_worker)
+    preloaders = dict.fromkeys(("coordinator", "renderer", "gateway", "encoder", "engine"), light)
+    if settings.engine != "fake":
+        using_torch = ("encoder", "engine")
+        modules = [*(role_of(role).module for role in using_torch), MAIN]
+        preloaders |= dict.fromkeys(using_torch, fork_preloader(modules, _run_worker))
+    return preloaders
+
+
+def _run_worker() -> None:
+    from ops.chaos.worker.watched_worker import app
+
+    sys.exit(app(result_action="return_value"))
