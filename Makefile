@@ -20,6 +20,11 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 	$(BIN)/python -m ops.install --group dev
 	touch $@
 
+# Otherwise all processes of the tests would compile the same modules at the same time.
+.venv/bytecode: .venv/dev
+	$(BIN)/python -c "import tests.preloaded, workers.encoder.worker, workers.engine.main"
+	touch $@
+
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
 # The CUDA packages are those that torch's own metadata pins.
 lock:  ## renew requirements.lock: the newest versions that pyproject.toml allows
@@ -44,12 +49,13 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 test: .venv/dev  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests quiet-check quiet-coverage
 
+quiet-coverage: .venv/bytecode
 quiet-check quiet-coverage: quiet-%: .venv/dev
 	@log=$$(mktemp); nice -n 10 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays
 # in one process, which shares its clusters and models; tests/conftest.py puts the longest first.
-tests: .venv/dev
+tests: .venv/bytecode
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
 		$(PURE_TESTS:%=--ignore=%)
 

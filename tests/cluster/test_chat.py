@@ -119,6 +119,7 @@ async def terminal(cluster: Cluster, tmp_path: Path, opened: list[Terminal]) -> 
 async def messages_of(bus: Bus, terminal: Terminal, line: str) -> tuple[list[Message], str]:
     """Ask, and return the messages of the request on the bus, and the answer."""
     listener = await bus._nc.subscribe(subjects.REQUESTS_FILTER)
+    await bus._nc.flush()
     said, _ = await terminal.ask(line)
     request = decode_request((await listener.next_msg(10)).data)
     await listener.unsubscribe()

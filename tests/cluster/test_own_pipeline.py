@@ -62,7 +62,7 @@ models:
         role: voice
         inputs: {{word: {{from: speak, function: item, mode: fan_out}}}}
 delivery: {{ack_wait_s: 1.5, drain_s: 5.0}}
-engine: {{max_appends_per_s: 25}}
+engine: {{max_appends_per_s: 25, max_num_seqs: 1}}  # Most requests wait when it is killed.
 """
 STAGES = {"coordinator": "coordinator", "renderer": "renderer", "engine": "engine"}
 STAGES |= {"speaker": "speak", "voice": "voice"}

@@ -6,7 +6,8 @@ import { Refused, ask } from "./stream.js";
 const POLL_MS = 150;
 const MAX_POLL_MS = 2000;
 // The console of a browser reports a request that is not found yet as an error. The page therefore
-// waits for as long as an upload at 4 MB/s takes.
+// waits until the server has answered, or a second and as long as an upload at 4 MB/s takes.
+const MAX_UNANSWERED_MS = 1000;
 const UPLOAD_BYTES_PER_MS = 4000;
 // The longest time for which a cancelled request may be on its way to the broker.
 const MAX_ARRIVAL_MS = 10_000;
@@ -25,6 +26,7 @@ export class Run {
     this.counted = null; // tokens that arrived with the first event
     this.cancelled = false;
     this.over = false;
+    this.answered = new Promise((resolve) => { this.tellAnswered = resolve; });
   }
 
   /** Read the answer to its end. A `body` of null continues a request that was posted before. */
@@ -37,7 +39,7 @@ export class Run {
     };
     try {
       const events = ask(id ?? name, body, this.headers, this.abort.signal, listener, last);
-      this.watch(body === null ? 0 : POLL_MS + body.length / UPLOAD_BYTES_PER_MS);
+      this.watch(body === null ? 0 : MAX_UNANSWERED_MS + body.length / UPLOAD_BYTES_PER_MS);
       for await (const event of events) {
         if (event.chunk.error) throw new Refused(200, event.chunk.error);
         this.kept.last = event.last;
@@ -61,6 +63,7 @@ export class Run {
   }
 
   accepted(id) {
+    this.tellAnswered();
     if (this.kept.id === null && !this.cancelled) this.turn.say("Accepted");
     this.turn.accepted(id);
     this.changed();
@@ -100,8 +103,8 @@ export class Run {
   }
 
   /** Follow the request through the stages, until it has ended. */
-  async watch(pauseMs) {
-    await sleep(pauseMs);
+  async watch(maxPauseMs) {
+    await Promise.race([this.answered, sleep(maxPauseMs)]);
     for (let pause = POLL_MS; !this.abort.signal.aborted; ) {
       const request = await this.fetchState();
       if (request !== null) {
