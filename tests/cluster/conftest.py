@@ -63,6 +63,14 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+def kill(pid: int) -> None:
+    """Kill a process, and return when it has closed its files."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
     config, log = folder / "pagemill.yaml", folder / "up.log"
     said = folder / "up.err"

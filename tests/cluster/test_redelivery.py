@@ -21,6 +21,7 @@ from tests.cluster.conftest import (
     IMAGE_HOST,
     Cluster,
     answer,
+    kill,
     parent_of,
     request_text,
     start_cluster,
@@ -144,7 +145,7 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
     await _wait_until_in_hand(cluster.url, "engine")
-    os.kill(renderer, signal.SIGKILL)
+    kill(renderer)
     os.kill(engine, signal.SIGCONT)
     records = await running
     assert_gapless(records)
@@ -169,7 +170,7 @@ async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
     running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
     await _wait_until_in_hand(cluster.url, "engine")
     canary.answers["/a.png"] = send((IMAGES / "blue.png").read_bytes())
-    os.kill(renderer, signal.SIGKILL)
+    kill(renderer)
     os.kill(engine, signal.SIGCONT)
     records = await running
     canary.close()

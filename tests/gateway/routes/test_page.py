@@ -11,7 +11,7 @@ import pytest
 from ops.browser import ENTER, ESCAPE, TAB, Browser
 from ops.demo import IMAGES
 from shared.bus.bus import Bus
-from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, Cluster, start_cluster, stop_cluster, stopped
 from tests.gateway.conftest import Gateway, Start, free_port, start_gateway
 from tests.gateway.routes.conftest import (
     CONTRAST,
@@ -103,13 +103,15 @@ def test_tokens_and_stages_are_shown_during_a_request(page: Browser) -> None:
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])
-def test_cancel(page: Browser, way: str) -> None:
+async def test_cancel(page: Browser, cluster: Cluster, bus: Bus, way: str) -> None:
+    engine = await cluster.pid(bus, "engine")
     ask(page, "What can you do?", LONG)
     wait_for_text(page)
-    if way == "button":
-        page.click("#cancel")
-    else:
-        page.press(ESCAPE)
+    with stopped(engine):
+        if way == "button":
+            page.click("#cancel")
+        else:
+            page.press(ESCAPE)
     assert ended(page) == "Cancelled"
     script = "return fetch('v1/requests/' + arguments[0]).then((answer) => answer.json())"
     assert page.run(script, page.text(f"{LAST} .request"))["state"] == "cancelled"
