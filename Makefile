@@ -36,7 +36,7 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 	rm requirements.new
 
 wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
-	$(UV) build --wheel --build-constraints requirements.lock
+	$(UV) build --wheel --system-certs --build-constraints requirements.lock
 
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check

@@ -48,7 +48,16 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: int = 
 def install_wheel(folder: Path) -> Path:
     """Build the wheel and install it with `uv tool install`; return the command."""
     uv, pinned = install.UV, ["--build-constraints", str(install.LOCK)]
-    build = [uv, "build", "--wheel", "--quiet", "--out-dir", str(folder / "dist"), *pinned]
+    build = [
+        uv,
+        "build",
+        "--wheel",
+        "--quiet",
+        "--system-certs",
+        "--out-dir",
+        str(folder / "dist"),
+        *pinned,
+    ]
     run([*build, str(install.ROOT)], dict(os.environ), folder)
     (wheel,) = (folder / "dist").glob("*.whl")
     env = os.environ | {
