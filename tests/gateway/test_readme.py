@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import Gateway
-from tests.gateway.openai.test_chat import ROOT
+from tests.gateway.routes.test_chat import ROOT
 
 _MARKED = re.compile(r"^<!-- run(?:: (.+?))? -->\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_BY = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}

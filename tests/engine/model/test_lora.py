@@ -16,7 +16,6 @@ from shared.errors import UnknownAdapter
 from shared.models.registry import adapt
 from shared.models.tower import Tower
 from tests.adapters import ATTENTION, MLP, merged, write_adapter
-from tests.engine.core.test_prefix_parity import Engine, case_of, sampled
 from tests.engine.model.test_parity import (
     Case,
     RandomSchedule,
@@ -28,6 +27,7 @@ from tests.engine.model.test_parity import (
     run_schedule,
     widen,
 )
+from tests.engine.model.test_prefix_parity import Engine, case_of, sampled
 from workers.engine.core.sequence import LoggedChoice
 from workers.engine.model.flat_model import BatchLayout, FlatModel, StepInputs
 from workers.engine.model.lora import (

@@ -17,7 +17,7 @@ from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.telemetry.metrics import Metrics
 from tests.gateway.conftest import Gateway, Start
-from tests.gateway.openai.test_chat import events, question
+from tests.gateway.routes.test_chat import events, question
 from workers.gateway.app import AppContext, error_response
 from workers.gateway.http.auth import Caller, Keyring, RateLimiter, digest, make_key
 from workers.gateway.http.errors import InvalidKey, RateLimited

@@ -21,7 +21,7 @@ from shared.config import GatewayConfig
 from shared.telemetry.metrics import Counter
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_middleware import certificate, check_error
-from tests.gateway.openai.test_chat import question
+from tests.gateway.routes.test_chat import question
 from workers.gateway.http.connection import MAX_REJECTED, ConnectionLimits, LimitedHttpProtocol
 from workers.gateway.worker import OTHER_FILES
 

@@ -15,7 +15,7 @@ from shared.bus.bus import Bus
 from tests.cluster.conftest import Cluster, stopped
 from tests.gateway.conftest import Gateway, Start, start_gateway_at
 from tests.gateway.http.test_auth import raw
-from tests.gateway.openai.test_chat import question
+from tests.gateway.routes.test_chat import question
 
 PATH = "/v1/chat/completions"
 POST = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()

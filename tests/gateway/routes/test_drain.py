@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import WITH_IDS, Gateway, Start, start_gateway_at
-from tests.gateway.openai.test_chat import events, question
+from tests.gateway.routes.test_chat import events, question
 from tests.gateway.routes.test_requests import PATH, long
 
 

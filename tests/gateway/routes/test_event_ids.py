@@ -2,7 +2,7 @@
 
 import httpx
 
-from tests.gateway.openai.test_chat import events, question
+from tests.gateway.routes.test_chat import events, question
 
 PATH = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"

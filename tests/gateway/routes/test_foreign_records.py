@@ -17,7 +17,7 @@ from shared.protocol import subjects
 from shared.state.token_log import last_record
 from tests.cluster.conftest import PAGEMILL, ROOT, Cluster
 from tests.gateway.conftest import Gateway
-from tests.gateway.openai.test_chat import events
+from tests.gateway.routes.test_chat import events
 from workers.gateway.core.ids import named_request_id
 
 QUESTION: Any = {

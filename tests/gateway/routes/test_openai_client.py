@@ -15,7 +15,7 @@ from shared.bus.embedded_server import EmbeddedServer
 from shared.protocol import subjects
 from tests.gateway.conftest import Gateway, Start, start_gateway_at
 from tests.gateway.http.test_auth import ALICE, KEYS
-from tests.gateway.openai.test_chat import ROOT, star_url
+from tests.gateway.routes.test_chat import ROOT, star_url
 
 MODEL = ROOT / "ops" / "demo_model"
 TOOLS: Any = [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway, Start
 from tests.gateway.http.test_auth import ALICE, KEYS
-from tests.gateway.openai.test_chat import star_url
+from tests.gateway.routes.test_chat import star_url
 
 pytestmark = pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
 

@@ -19,7 +19,7 @@ from shared.state import request_registry
 from shared.state.token_log import last_record
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import WITH_IDS, Start, free_port
-from tests.gateway.openai.test_chat import events, question
+from tests.gateway.routes.test_chat import events, question
 
 PATH = "/v1/chat/completions"
 LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}

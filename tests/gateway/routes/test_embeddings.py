@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from shared.errors import WorkerFailure
 from shared.protocol.records import TokenChunk, Usage
 from tests.gateway.conftest import Gateway
-from tests.gateway.openai.test_chat import ROOT
+from tests.gateway.routes.test_chat import ROOT
 from workers.gateway.openai.embeddings import EmbeddingAssembler, EmbeddingOptions
 
 MODEL = ROOT / "ops" / "demo_model"

@@ -20,7 +20,7 @@ from shared.protocol.requests import FunctionDefinition, Tool
 from shared.protocol.sampling import StructuredOutputs
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.gateway.conftest import Gateway, start_gateway
-from tests.gateway.openai.test_chat import ROOT
+from tests.gateway.routes.test_chat import ROOT
 from workers.engine.sampling.grammar import to_llguidance
 from workers.engine.sampling.grammar_sandbox import compile_grammar
 from workers.gateway.http.errors import UnsupportedParameter
