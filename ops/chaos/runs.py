@@ -44,7 +44,7 @@ RUNS: dict[str, Settings] = {
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
 }
 
-# These take a minute and a half on two cores, three at a time; the shortest is the last.
+# These take two minutes on two cores, two at a time.
 QUICK: dict[str, Settings] = {
     "fake engine, mixed faults": Settings(
         requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
