@@ -36,7 +36,7 @@ def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
     """
     # As for sampled rows: the prefix cache shares the blocks behind them from now on.
     check_finite(hidden)
-    states_of = hidden.split([num_pooled_rows(s) for s in scheduled])
+    states_of = torch.split(hidden, [num_pooled_rows(s) for s in scheduled])
     for s, states in zip(scheduled, states_of, strict=True):
         sequence, params = s.sequence, s.sequence.request.embedding
         state = _add_to_mean(s, states) if sequence.pools_all_tokens else states[-1]

@@ -26,6 +26,7 @@ from workers.gateway.routes import (
     openai,
     render,
     requests,
+    scores,
     tokenize,
 )
 
@@ -40,8 +41,8 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, embeddings.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES),
-    *(derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
+    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, requests.ROUTES, render.ROUTES),
+    *(generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
 
