@@ -89,6 +89,15 @@ def test_steps_that_the_engine_does_not_run_are_refused(tmp_path: Path) -> None:
         read_pooling(folder, "mean")
 
 
+@pytest.mark.parametrize("path", ["../other", "/tmp", "1_Pooling/../.."])
+def test_a_step_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    folder = write(tmp_path, modes("mean_tokens"), WHOLE)
+    modules = (folder / "modules.json").read_text().replace("1_Pooling", path)
+    (folder / "modules.json").write_text(modules)
+    with pytest.raises(ConfigError, match=r"modules.json: \[1\].path: must be within"):
+        read_pooling(folder, None)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{"])
 def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, modes("mean_tokens"))

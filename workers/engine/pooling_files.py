@@ -46,6 +46,8 @@ def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Po
     if modules.is_file():
         steps = _read(modules, list[_Step])
         for number, step in enumerate(steps):
+            if Path(step.path).is_absolute() or ".." in Path(step.path).parts:
+                raise _refusal(modules, f"[{number}].path", "must be within the model's folder")
             if step.name not in _SERVED_STEPS:
                 raise _refusal(modules, f"[{number}].type", f"{step.name} is not supported")
         normalize = any(step.name == "Normalize" for step in steps)
