@@ -4,10 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
+from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
-from workers.engine.core.sequence import LAST_TOKEN, Pooling
+from shared.protocol.requests import EmbeddingParams
+from shared.protocol.sampling import SamplingParams
+from workers.cli.settings import DEMO_MODEL
+from workers.engine.core.sequence import LAST_TOKEN, EngineRequest, Pooling
+from workers.engine.loader import load
+from workers.engine.main import build_core
 from workers.engine.pooling_files import read_pooling
 
 STEPS = "sentence_transformers.models"
@@ -104,3 +113,35 @@ def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
     (folder / "1_Pooling" / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"1_Pooling/config.json cannot be read"):
         read_pooling(folder, None)
+
+
+def demo_folder(folder: Path, *names: str) -> Path:
+    """Return a folder of the demo model whose pooling has these modes."""
+    for file in Path(DEMO_MODEL).iterdir():
+        (folder / file.name).symlink_to(file)
+    return write(folder, modes(*names), WHOLE[:2])
+
+
+def test_an_engine_pools_as_its_folder_says(tmp_path: Path) -> None:
+    folder = demo_folder(tmp_path, "mean_tokens")
+    prompt = [*range(40, 75)]
+    engine = EngineConfig(kv_cache_mib=64, native=False, max_num_batched_tokens=16)
+    core = build_core(load(ModelConfig(str(folder)), engine), engine)
+    core.add(EngineRequest("e", prompt, [], SamplingParams(), embedding=EmbeddingParams()))
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    reference: Any = AutoModelForImageTextToText.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        states = reference.eval().model(torch.tensor([prompt])).last_hidden_state[0]
+    right = states.double().mean(dim=0).numpy()
+    found = np.frombuffer(outputs[-1].embedding, "<f4")
+    assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+
+
+def test_an_engine_does_not_start_with_a_pooling_that_it_lacks(tmp_path: Path) -> None:
+    folder, engine = demo_folder(tmp_path, "cls_token"), EngineConfig(kv_cache_mib=64, native=False)
+    with pytest.raises(ConfigError, match=r"1_Pooling/config.json: pooling_mode_cls_token"):
+        load(ModelConfig(str(folder)), engine)
+    loaded = load(ModelConfig(str(folder), pooling="mean"), engine)
+    assert loaded.pooling == Pooling("mean", normalize=False)

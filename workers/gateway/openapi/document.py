@@ -107,7 +107,7 @@ def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
 
 def _name(operation: ApiOperation) -> str:
     words = re.findall(r"\w+", operation.path)
-    return "_".join([operation.method.lower(), *words]).replace("v1_", "")
+    return operation.name or "_".join([operation.method.lower(), *words]).replace("v1_", "")
 
 
 def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:

@@ -23,7 +23,9 @@ SCORE = "Score pairs of texts by the similarity of their embeddings"
 RERANK = "Order documents by the similarity of their embeddings with a query's"
 
 
-@ROUTES.endpoint("POST", "/v1/score", SCORE, answer=ScoreList, body=ScoreRequest)
+@ROUTES.endpoint(
+    "POST", "/v1/score", SCORE, answer=ScoreList, body=ScoreRequest, name="post_v1_score"
+)
 @ROUTES.endpoint("POST", "/score", SCORE, answer=ScoreList, body=ScoreRequest)
 async def score(context: AppContext, request: Request, caller: Caller) -> Response:
     read_request_id(request, "score", caller.tenant)
@@ -33,7 +35,9 @@ async def score(context: AppContext, request: Request, caller: Caller) -> Respon
 
 
 @ROUTES.endpoint("POST", "/v2/rerank", RERANK, answer=RerankList, body=RerankRequest)
-@ROUTES.endpoint("POST", "/v1/rerank", RERANK, answer=RerankList, body=RerankRequest)
+@ROUTES.endpoint(
+    "POST", "/v1/rerank", RERANK, answer=RerankList, body=RerankRequest, name="post_v1_rerank"
+)
 @ROUTES.endpoint("POST", "/rerank", RERANK, answer=RerankList, body=RerankRequest)
 async def rerank(context: AppContext, request: Request, caller: Caller) -> Response:
     read_request_id(request, "rerank", caller.tenant)
