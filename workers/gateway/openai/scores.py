@@ -152,10 +152,11 @@ class _PairAssembler(EmbeddingCollector):
         self.check_all()
         vectors = {part: floats_of(data) for part, data in self.embeddings.items()}
         squares = {part: _dot(vector, vector) for part, vector in vectors.items()}
-        return [
-            _cosine(_dot(vectors[a], vectors[b]), squares[a], squares[b])
-            for a, b in self.options.pairs
-        ]
+        score_of = {
+            (a, b): _cosine(_dot(vectors[a], vectors[b]), squares[a], squares[b])
+            for a, b in set(self.options.pairs)
+        }
+        return [score_of[pair] for pair in self.options.pairs]
 
 
 class ScoreAssembler(_PairAssembler):
@@ -185,7 +186,8 @@ class RerankAssembler(_PairAssembler):
 
 
 def _dot(one: Iterable[float], other: Iterable[float]) -> float:
-    return math.fsum(map(mul, one, other))
+    product: float = sum(map(mul, one, other))
+    return product
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:

@@ -7,7 +7,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from workers.gateway.schemas.embeddings import EmbeddingUsage, PooledRequest
 from workers.gateway.schemas.openai_request import Count
 
-MAX_TEXTS = 1024
+MAX_TEXTS = 256
+"""Limit on a list, so on the pairs of a request: an event loop multiplies a pair of embeddings of
+4096 values in 0.2 ms."""
 
 UNSUPPORTED = frozenset(
     {
