@@ -47,6 +47,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     local_tokens: Annotated[int, Meta(ge=0)] = 0
     """With `tower: encoder`, the engine still encodes images of at most this many tokens, and
     therefore loads the vision tower too."""
+    pooling: Literal["last", "mean"] | None = None
+    """The hidden states that embeddings of prompts are made of: the last token's, or the mean over
+    all tokens. By default the folder's `1_Pooling/config.json` decides, and without it, the last
+    token."""
     share_embeddings: bool = False
     """Engines with a vision tower store embeddings for one another, and look there before they
     compute any; see `embeddings`."""

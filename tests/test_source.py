@@ -65,6 +65,7 @@ ALLOWED = {
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
     "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
     "workers.engine.model.peft_format": {".read_bytes"},
+    "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
 }
 
 

@@ -40,7 +40,7 @@ MAX_PARTS = 64
 class RequestRecord(Struct, frozen=True):
     """What a gateway must know of a request, besides its log, to answer for it."""
 
-    kind: Literal["chat", "completion", "embedding", "generate"]
+    kind: Literal["chat", "completion", "embedding", "generate", "rerank", "score"]
     model: str
     tenant: str
     created_s: int

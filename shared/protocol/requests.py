@@ -126,12 +126,13 @@ class Feature(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the final hidden state of the prompt's last token becomes an embedding."""
+    """How the pooled final hidden state of the prompt becomes an embedding."""
 
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     """Number of leading values that are kept; by default all."""
-    normalize: bool = True
-    """Scale the kept values to a Euclidean length of 1."""
+    normalize: bool | None = None
+    """Scale the kept values to a Euclidean length of 1; by default as the model's folder says in
+    `modules.json`, and true without that file."""
 
 
 class GenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,10 +15,12 @@ from shared.models.language import LanguageAdapter
 from shared.models.tower import Tower, load_tower
 from shared.stage.start_reports import SetStep, ignore_step
 from shared.vision.weights import load_weights
+from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
+from workers.engine.pooling_files import read_pooling
 
 READING, PACKING = "reading weights", "packing weights"
 
@@ -37,6 +39,7 @@ class LoadedModel:
     num_blocks: int
     block_size: int
     adapters: Adapters
+    pooling: Pooling = LAST_TOKEN
 
     def encode_part(self, text: str) -> list[int]:
         """Encode text without adding special tokens."""
@@ -70,6 +73,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text_config = config.get_text_config(decoder=True)
     check_supported(config, folder)
+    pooling = read_pooling(folder, model.pooling)
     longest: int = text_config.max_position_embeddings
     max_model_len = min(longest, model.max_model_len or longest)
     dtype = getattr(torch, model.dtype)
@@ -100,6 +104,7 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
         num_blocks=num_blocks,
         block_size=block_size,
         adapters=adapters,
+        pooling=pooling,
     )
 
 

@@ -99,6 +99,7 @@ def build_core(
         encode=loaded.encode_part,
         new_drafter=lambda: _new_drafter(engine.speculative),
         max_drafting_tokens=engine.speculative.max_step_tokens,
+        pooling=loaded.pooling,
     )
 
 

@@ -18,12 +18,11 @@ from shared.errors import InvalidRequest
 from shared.lru import ByteLRU
 from shared.models.tower import Tower
 from shared.protocol.multimodal import PlaceholderRange
-from shared.protocol.requests import EmbeddingParams
 from workers.engine.core.sequence import Batch, EngineRequest, Item, SampledToken, ScheduledSequence
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
 from workers.engine.model.lora import Adapters
+from workers.engine.pooling import check_dimensions, num_pooled_rows, pool
 from workers.engine.sampling.logprobs import logprobs_of
-from workers.engine.sampling.sampler import check_finite
 from workers.engine.sampling.verifier import sample_batch
 
 
@@ -84,7 +83,7 @@ class ModelRunner:
         family = self._model.family
         self._adapters.check(request.adapter)
         family.check(request)
-        _check_dimensions(request.embedding, family.decoder.config.hidden_size)
+        check_dimensions(request.embedding, family.decoder.config.hidden_size)
         if self._tower is None and any(item.embedding is None for item in request.items):
             raise InvalidRequest(
                 "an item has no embedding, and the engine has no tower", field="items"
@@ -159,7 +158,7 @@ class ModelRunner:
         plan = self._model.plan(layout, self._kv_cache)
         self._adapters.assign([s.sequence.request.adapter for s in scheduled], query_start_loc)
         sampling = [i for i, s in enumerate(scheduled) if s.samples and s.sequence.samples_tokens]
-        pooled = [i for i, s in enumerate(scheduled) if s.samples and not s.sequence.samples_tokens]
+        pooled = [i for i, s in enumerate(scheduled) if num_pooled_rows(s)]
         rows: list[int] = []
         for i in sampling:
             stop = query_start_loc[i + 1]
@@ -168,7 +167,9 @@ class ModelRunner:
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + _num_prompt_logprob_rows(s))
         num_logits = len(rows)
-        rows += [query_start_loc[i + 1] - 1 for i in pooled]
+        for i in pooled:
+            stop = query_start_loc[i + 1]
+            rows += range(stop - num_pooled_rows(scheduled[i]), stop)
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
         positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
@@ -183,12 +184,7 @@ class ModelRunner:
         if num_logits > num_sampled:
             _record_prompt_logprobs(logits[num_sampled:num_logits], scheduled)
         if hidden is not None:
-            # As for sampled rows: the prefix cache shares the blocks behind them from now on.
-            check_finite(hidden[num_logits:])
-            for i, state in zip(pooled, hidden[num_logits:], strict=True):
-                sequence = scheduled[i].sequence
-                assert sequence.request.embedding is not None
-                sequence.embedding = _embedding_of(state, sequence.request.embedding)
+            pool(hidden[num_logits:], [scheduled[i] for i in pooled])
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
         for i, sampled_tokens in zip(sampling, sampled, strict=True):
             tokens[i] = sampled_tokens
@@ -300,22 +296,6 @@ def _record_prompt_logprobs(logits: Tensor, scheduled: list[ScheduledSequence]) 
         )
         sequence.prompt_logprobs.update(zip(positions, logprobs, strict=True))
         logits = logits[num_rows:]
-
-
-def _check_dimensions(params: EmbeddingParams | None, hidden_size: int) -> None:
-    if params is not None and params.dimensions is not None and params.dimensions > hidden_size:
-        raise InvalidRequest(
-            f"dimensions {params.dimensions} is more than the model's {hidden_size}",
-            field="embedding.dimensions",
-        )
-
-
-def _embedding_of(hidden: Tensor, params: EmbeddingParams) -> bytes:
-    """Return the first values of a hidden state [hidden_size], as 32-bit floats."""
-    kept = hidden[: params.dimensions]
-    if params.normalize:
-        kept = torch.nn.functional.normalize(kept, dim=0)
-    return kept.cpu().numpy().astype("<f4").tobytes()
 
 
 def _end_of(s: ScheduledSequence) -> int:

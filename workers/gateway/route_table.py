@@ -55,6 +55,8 @@ class ApiOperation(Struct, frozen=True):
     """Whether no API key is needed."""
     counted: bool = False
     """Whether requests count for the limits of the key."""
+    name: str = ""
+    """Operation id, where that made of the path is another operation's."""
     status_of: Callable[[ErrorLike], int] = errors.status_of
 
     @property

@@ -18,7 +18,14 @@ from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
 from tests.fakes import ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
-from workers.engine.core.sequence import Batch, EngineRequest, RequestOutput, SampledToken
+from workers.engine.core.sequence import (
+    LAST_TOKEN,
+    Batch,
+    EngineRequest,
+    Pooling,
+    RequestOutput,
+    SampledToken,
+)
 from workers.engine.cpu.decoder import NativeModel
 from workers.engine.model.flat_model import DecoderModel, FlatModel
 from workers.engine.runner import ModelRunner
@@ -44,12 +51,19 @@ def served(request: pytest.FixtureRequest, reference: Any) -> DecoderModel:
     return FlatModel(family) if request.param == "torch" else NativeModel(family, 1)
 
 
-def core_of(served: DecoderModel, budget: int, runner: ModelRunner | None = None) -> EngineCore:
+def core_of(
+    served: DecoderModel,
+    budget: int,
+    runner: ModelRunner | None = None,
+    pooling: Pooling = LAST_TOKEN,
+    num_blocks: int = NUM_BLOCKS,
+) -> EngineCore:
     return EngineCore(
-        runner or ModelRunner(served, NUM_BLOCKS, BLOCK_SIZE),
+        runner or ModelRunner(served, num_blocks, BLOCK_SIZE),
         lambda token_ids, **_: str(token_ids),
         frozenset(),
-        pool=BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+        pooling=pooling,
+        pool=BlockPool(num_blocks, BLOCK_SIZE),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
         max_model_len=MAX_MODEL_LEN,
@@ -66,7 +80,7 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, list[Reque
     while core.has_work:
         for output in core.step():
             outputs.setdefault(output.request_id, []).append(output)
-    assert core.stats().num_free_blocks == NUM_BLOCKS
+    assert core.stats().num_free_blocks == core.stats().num_blocks
     return outputs
 
 
@@ -74,10 +88,16 @@ def asked(name: str, prompt: list[int], params: EmbeddingParams | None) -> Engin
     return EngineRequest(name, prompt, [], SamplingParams(max_tokens=4), embedding=params)
 
 
-def expected(reference: Any, prompt: list[int], dimensions: int | None, normalize: bool) -> Any:
+def expected(
+    reference: Any,
+    prompt: list[int],
+    dimensions: int | None,
+    normalize: bool | None,
+    mode: str = "last",
+) -> Any:
     with torch.no_grad():
-        states = reference.model(torch.tensor([prompt])).last_hidden_state[0]
-    kept = states[-1][:dimensions].double()
+        states = reference.model(torch.tensor([prompt])).last_hidden_state[0].double()
+    kept = (states.mean(dim=0) if mode == "mean" else states[-1])[:dimensions]
     return (kept / kept.norm() if normalize else kept).numpy()
 
 
@@ -115,6 +135,81 @@ def test_embeddings_are_the_last_hidden_states(
             for found in (alone, outputs)
         ]
         assert tokens[0] == tokens[1]
+
+
+MEAN = Pooling("mean")
+
+
+def assert_mean(
+    reference: Any, request: EngineRequest, output: RequestOutput, *, normalize: bool = True
+) -> None:
+    assert request.embedding is not None
+    prompt, dimensions = request.prompt_token_ids, request.embedding.dimensions
+    right = expected(reference, prompt, dimensions, normalize, "mean")
+    found = np.frombuffer(output.embedding, "<f4")
+    assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_mean_pooling_covers_every_token(reference: Any, served: DecoderModel, budget: int) -> None:
+    """Beside other requests, in chunks, and with a prefix that the cache has."""
+    rng = random.Random(budget)
+    prompts = [[rng.randrange(NUM_TEXT_IDS) for _ in range(n)] for n in (1, 9, 23, MAX_MODEL_LEN)]
+    prompts += prompts[-1][:40], prompts[-1][:40]
+    requests = [
+        asked(f"e{i}", prompt, EmbeddingParams(dimensions=(None, 5)[i % 2]))
+        for i, prompt in enumerate(prompts)
+    ]
+    core = core_of(served, budget, pooling=MEAN)
+    run(core, [asked("cached", prompts[-1], None)])
+    text = asked("text", prompts[-1][:33], None)
+    outputs = run(core, [*requests[:3], text, *requests[3:]])
+    for request in requests:
+        (output,) = outputs[request.request_id]
+        assert_mean(reference, request, output)
+        assert output.usage == Usage(len(request.prompt_token_ids), 0, 0)
+    assert core.stats().prefix_hit_tokens > 0, "the text has found the cached prefix"
+
+
+def test_mean_pooling_begins_again_after_a_preemption(reference: Any, served: DecoderModel) -> None:
+    core = core_of(served, 7, pooling=MEAN, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE)
+    texts = [
+        EngineRequest(f"t{i}", [1 + i, 2, 3], [], SamplingParams(max_tokens=30)) for i in range(3)
+    ]
+    request = asked("e", [*range(1, 36)], EmbeddingParams())
+    (output,) = run(core, [*texts, request])["e"]
+    assert core.stats().num_preemptions > 0
+    assert_mean(reference, request, output)
+
+
+def test_mean_pooling_counts_the_tokens_of_a_repeated_step_once(
+    reference: Any, served: DecoderModel
+) -> None:
+    class Failing(ModelRunner):
+        def run(self, batch: Batch) -> list[list[SampledToken]]:
+            sampled = super().run(batch)
+            if any(s.sequence.request_id == "bad" for s in batch.scheduled):
+                raise RuntimeError("a poisoned request")
+            return sampled
+
+    core = core_of(served, 12, Failing(served, NUM_BLOCKS, BLOCK_SIZE), MEAN)
+    requests = [asked(name, [*range(1, 30)], EmbeddingParams()) for name in ("good", "better")]
+    core.add(requests[0])
+    core.step()
+    outputs = run(core, [asked("bad", [5, 6], None), requests[1]])
+    assert isinstance(outputs["bad"][-1].error, WorkerFailure)
+    for request in requests:
+        assert_mean(reference, request, outputs[request.request_id][-1])
+
+
+def test_the_model_decides_on_normalization_unless_the_request_does(
+    reference: Any, served: DecoderModel
+) -> None:
+    core = core_of(served, 64, pooling=Pooling("mean", normalize=False))
+    for number, normalize in enumerate((None, False, True)):
+        request = asked(f"e{number}", [1, 2, 3], EmbeddingParams(normalize=normalize))
+        (output,) = run(core, [request])[request.request_id]
+        assert_mean(reference, request, output, normalize=bool(normalize))
 
 
 def test_more_dimensions_than_the_model_has_are_refused(served: DecoderModel) -> None:

@@ -53,6 +53,7 @@ def refuse(model_type: str, settings: dict[str, Any]) -> str:
         ("llama", {"rope_parameters": MROPE}, "dynamic rotary"),
         ("gemma3_text", {"rope_parameters": {"full_attention": MROPE}}, "dynamic rotary"),
         ("qwen2_vl", {"text_config": {"rope_parameters": MROPE}}, "dynamic rotary"),
+        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "is a classifier"),
         ("gpt2", {}, "no family"),
         ("bert", {}, "no family"),
         ("idefics3", {}, "no family"),

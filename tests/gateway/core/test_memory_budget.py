@@ -97,6 +97,8 @@ def test_the_size_counts_choices_tokens_and_prompts() -> None:
     scored = answer_size_of(SubmitPlan([request], sampling, {}), {})
     assert scored.max_bytes() == one
     assert scored.limiting_field(one, "generate") == "prompt_logprobs"
+    assert scored.limiting_field(one, "score") == "text_2"
+    assert scored.limiting_field(one, "rerank") == "documents"
 
 
 @given(

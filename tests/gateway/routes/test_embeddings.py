@@ -137,3 +137,4 @@ async def test_models_tell_that_they_embed(gateway: Gateway) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         answer = await http.get("/v1/models/demo")
     assert answer.json()["embeddings"] is True
+    assert answer.json()["scores"] is True

@@ -16,8 +16,13 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/chat/completions": ("chatcmpl-", CHAT),
     "/v1/completions": ("cmpl-", {"prompt": "Hello", "max_tokens": 3}),
     "/v1/embeddings": ("embd-", {"input": "Hello"}),
+    "/v1/score": ("score-", {"text_1": "Hello", "text_2": "A star"}),
+    "/v1/rerank": ("rerank-", {"query": "Hello", "documents": ["A star"]}),
     "/inference/v1/generate": ("gen-", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}),
 }
+
+WITHOUT_STREAM = {"/v1/embeddings", "/v1/score", "/v1/rerank"}
+STREAMED = [path for path in BODIES if path not in WITHOUT_STREAM]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -34,7 +39,7 @@ async def test_an_answer_and_a_refusal_tell_their_id(http: httpx.AsyncClient, pa
     assert len(set(ids)) == 4
 
 
-@pytest.mark.parametrize("path", [path for path in BODIES if "embeddings" not in path])
+@pytest.mark.parametrize("path", STREAMED)
 async def test_a_stream_tells_its_id_before_its_first_event(
     http: httpx.AsyncClient, path: str
 ) -> None:

@@ -16,10 +16,12 @@ from workers.engine.core.kv_events import KVEvents
 from workers.engine.core.request_state import Decode, RequestFactory, RequestState
 from workers.engine.core.scheduler import Scheduler
 from workers.engine.core.sequence import (
+    LAST_TOKEN,
     Batch,
     Drafter,
     EngineRequest,
     LoggedChoice,
+    Pooling,
     RequestOutput,
     SampledToken,
     ScheduledSequence,
@@ -75,11 +77,13 @@ class EngineCore:
         encode: Callable[[str], list[int]] = lambda text: [],
         new_drafter: Callable[[], Drafter | None] = lambda: None,
         max_drafting_tokens: int = 0,
+        pooling: Pooling = LAST_TOKEN,
     ) -> None:
-        """`encode` and `new_drafter` are those of `RequestFactory`."""
+        """`encode`, `new_drafter` and `pooling` are those of `RequestFactory`."""
         self._runner = runner
         self._factory = RequestFactory(
-            tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter
+            *(tokenizer_decode, encode, eos_token_ids, vocab_size, max_model_len, new_drafter),
+            pooling,
         )
         self._pool = pool
         self._scheduler = Scheduler(

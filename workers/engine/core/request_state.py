@@ -9,7 +9,14 @@ from typing import Literal, Protocol
 from shared.protocol.detokenizer import Detokenizer
 from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.sampling import SamplingParams
-from workers.engine.core.sequence import Drafter, EngineRequest, SampledToken, Sequence
+from workers.engine.core.sequence import (
+    LAST_TOKEN,
+    Drafter,
+    EngineRequest,
+    Pooling,
+    SampledToken,
+    Sequence,
+)
 from workers.engine.core.validation import (
     check_placeholders,
     check_prompt,
@@ -153,6 +160,7 @@ class RequestFactory:
     max_model_len: int
     new_drafter: Callable[[], Drafter | None]
     """Creates the drafter of each choice that may have one, see `_may_draft`."""
+    pooling: Pooling = LAST_TOKEN
 
     def create(self, request: EngineRequest) -> RequestState:
         """Return the state of a new request. Raises a RequestError if it could never run."""
@@ -180,6 +188,7 @@ class RequestFactory:
                 token_mask=None if new_token_mask is None else new_token_mask(),
                 drafter=self.new_drafter() if _may_draft(request) else None,
                 prompt_logprobs={} if wants_prompt_logprobs and index == 0 else None,
+                pooling=self.pooling,
             )
             detokenizer = self._new_detokenizer(params)
             choices.append(ChoiceState(sequence, detokenizer, self.eos_token_ids))
@@ -198,8 +207,8 @@ def _may_draft(request: EngineRequest) -> bool:
     """Return whether drafts may follow the tokens of a request.
 
     A token mask is defined only after accepted tokens, and so cannot be applied to drafts. An
-    embedding is the hidden state of the last token that goes through the model, and drafts would go
-    through it behind the prompt.
+    embedding is made of the prompt's hidden states up to the last token that goes through the
+    model, and drafts would go through it behind the prompt.
     """
     return request.new_token_mask is None and request.embedding is None
 

@@ -23,8 +23,8 @@ from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Sta
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
 MAX_PROMPT_LOGITS = 256
-"""Prompt tokens of a step that may need logits, beside the sampled ones: a row of 152,000 logits
-in float32 has 0.6 MB and takes a millisecond to process."""
+"""Prompt tokens of a step that may have outputs, beside the sampled ones: a row of 152,000 logits
+in float32 has 0.6 MB and takes a millisecond to process. Rows of mean pooling have logits too."""
 
 
 @dataclass(slots=True)
@@ -35,10 +35,10 @@ class _StepBudget:
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
 
     def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget, limited to `MAX_PROMPT_LOGITS` for prompt log probabilities."""
-        if sequence.prompt_logprobs is None:
+        """Return the budget, limited to `MAX_PROMPT_LOGITS` if all its tokens have outputs."""
+        if not sequence.needs_all_rows:
             return self.budget
-        requesting = (s for s in self.scheduled.values() if s.sequence.prompt_logprobs is not None)
+        requesting = (s for s in self.scheduled.values() if s.sequence.needs_all_rows)
         return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in requesting))
 
     def add(self, s: ScheduledSequence) -> None:

@@ -6,7 +6,7 @@ They hold token ids, block ids and counts, and do not depend on torch.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,19 @@ from shared.protocol.multimodal import PlaceholderRange
 from shared.protocol.records import ChoiceDelta, TokenLogprobs, Usage
 from shared.protocol.requests import EmbeddingParams
 from shared.protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the model's hidden states become the embedding of a prompt."""
+
+    mode: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    """Whether embeddings of requests that do not say it are scaled to a length of 1."""
+
+
+LAST_TOKEN = Pooling()
+"""The pooling of models that say nothing else."""
 
 
 class Status(Enum):
@@ -130,6 +143,10 @@ class Sequence:
     """Prompt log probabilities computed so far, by position; None if not requested."""
     embedding: bytes = b""
     """Embedding of the prompt in 32-bit floats, once it is computed, if one is requested."""
+    pooling: Pooling = LAST_TOKEN
+    hidden_sums: dict[int, Any] = field(default_factory=dict)
+    """Sums of the hidden states of leading tokens, by their number: before and after the last step.
+    A step that is repeated begins with the same sum."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the KV cache."""
     block_table: list[int] = field(default_factory=list)
@@ -171,10 +188,19 @@ class Sequence:
         return self.request.embedding is None
 
     @property
+    def pools_all_tokens(self) -> bool:
+        """Whether the embedding needs the hidden states of all tokens."""
+        return self.request.embedding is not None and self.pooling.mode == "mean"
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """True if every token of the prompt has an output, and not only the last one."""
+        return self.prompt_logprobs is not None or self.pools_all_tokens
+
+    @property
     def can_read_prefix_cache(self) -> bool:
-        """True if the sequence may use cached blocks, which yield no prompt log probabilities."""
-        skips = self.request.sampling.skip_reading_prefix_cache
-        return not skips and self.prompt_logprobs is None
+        """True if the sequence may use cached blocks, which yield no output for their tokens."""
+        return not self.request.sampling.skip_reading_prefix_cache and not self.needs_all_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ BATCH_ROPE = frozenset({"dynamic", "longrope"})
 # Model types with these prefixes have a state of a fixed size instead of keys and values per token.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma")
 
+# Their heads give a score or a label for a text, which no endpoint returns.
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+
 
 def check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Raises ConfigError, with the reason, for a model that would be answered wrongly."""
@@ -52,6 +55,9 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
     """Yield what the engine would do wrongly with a model, from its config and its text config."""
     if config.is_encoder_decoder or getattr(text, "cross_attention_layers", None):
         yield "uses cross attention, for which the engine has no cache"
+    for architecture in getattr(config, "architectures", None) or []:
+        if architecture.endswith(CLASSIFIERS):
+            yield f"is a classifier ({architecture}), such as a cross-encoder; decoders are served"
     if config.model_type.startswith(RECURRENT):
         yield "keeps a state instead of keys and values, which cannot be paged"
     kinds = getattr(text, "layer_types", None) or []

@@ -20,7 +20,7 @@ from shared.state.log_reader import GRACE_S
 from shared.state.token_log import last_record
 from workers.gateway.app import AppContext
 from workers.gateway.core.assembler import token_ids_to_decode
-from workers.gateway.core.field_names import translate_error
+from workers.gateway.core.field_names import options_of_part, translate_error
 from workers.gateway.core.ids import PREFIXES, format_event_id, named_request_id, part_ids
 from workers.gateway.http import errors
 from workers.gateway.http.auth import Caller
@@ -108,11 +108,12 @@ class ActiveRequest:
                 if record.index * self._assembler.max_events < start:
                     return []
                 self.start_cancel()  # Other parts, if there are any, are of no use alone.
-                raise errors.RequestFailed(self.client_error(record), event_id)
+                raise errors.RequestFailed(self.client_error(record, part), event_id)
 
-    def client_error(self, failure: Failure) -> ErrorInfo:
+    def client_error(self, failure: Failure, part: int | None = None) -> ErrorInfo:
         """Return the error with the field by the name that the request's endpoint has for it."""
-        return translate_error(failure.error, self.record.kind, self.record.options)
+        options = options_of_part(self.record.options, part)
+        return translate_error(failure.error, self.record.kind, options)
 
     def follow_logs(self) -> list[AsyncIterator[LogRecord]]:
         """Return the logs, each read to its end or to the time at which it must have ended."""

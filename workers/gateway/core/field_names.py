@@ -14,6 +14,9 @@ from workers.gateway.http import errors
 _SAMPLING = "sampling_params"
 _TEMPLATE = "template_kwargs"
 
+PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids", "tokens")
+"""Bus fields that errors of a text name."""
+
 CLIENT_FIELDS: dict[str, dict[str, str]] = {
     "chat": {"items": "messages"},
     "completion": {
@@ -24,14 +27,13 @@ CLIENT_FIELDS: dict[str, dict[str, str]] = {
         "sampling_params.prompt_logprobs": "logprobs",
     },
     "embedding": {
-        "messages": "input",
-        "prompt": "input",
-        "prompt_token_ids": "input",
-        "tokens": "input",
+        **dict.fromkeys(PROMPT_FIELDS, "input"),
         "embedding.dimensions": "dimensions",
         "embedding": "model",
     },
     "generate": {"messages": "token_ids", "prompt_token_ids": "token_ids", "items": "features"},
+    "rerank": {**dict.fromkeys(PROMPT_FIELDS, "documents"), "embedding": "model"},
+    "score": {**dict.fromkeys(PROMPT_FIELDS, "text_2"), "embedding": "model"},
 }
 """Client's field by bus field, for each kind of RequestRecord. Others have the same name."""
 
@@ -51,6 +53,14 @@ def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> 
     if bus_field and message.startswith(f"{bus_field}:"):
         message = f"{field}{message[len(bus_field) :]}".removeprefix(":").lstrip()
     return msgspec.structs.replace(error, field=field or None, message=message)
+
+
+def options_of_part(options: Mapping[str, Any], part: int | None) -> Mapping[str, Any]:
+    """Return the options with the client's name of the field that one part is from, if recorded."""
+    fields = options.get("part_fields")
+    if part is None or not fields:
+        return options
+    return {**options, "fields": dict.fromkeys(PROMPT_FIELDS, fields[part])}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,14 @@ from shared.errors import InvalidRequest
 from shared.protocol.messages import RequestRecord
 from workers.gateway.schemas.generate import MAX_ID_LEN
 
-PREFIXES = {"chat": "chatcmpl", "completion": "cmpl", "embedding": "embd", "generate": "gen"}
+PREFIXES = {
+    "chat": "chatcmpl",
+    "completion": "cmpl",
+    "embedding": "embd",
+    "generate": "gen",
+    "rerank": "rerank",
+    "score": "score",
+}
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 

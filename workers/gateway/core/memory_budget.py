@@ -27,6 +27,9 @@ VALUE_BYTES = 96
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
+EMBEDDED_FIELDS = {"embedding": "input", "rerank": "documents", "score": "text_2"}
+"""The field whose texts are embedded, for each kind of RequestRecord that embeds."""
+
 _OPTION = "kept"
 
 
@@ -63,8 +66,8 @@ class AnswerSize(Struct, frozen=True, omit_defaults=True):
 
     def limiting_field(self, num_bytes: int, kind: str) -> str:
         """Return the field of the request that makes up most of `num_bytes`."""
-        if kind == "embedding":
-            return "input"
+        if kind in EMBEDDED_FIELDS:
+            return EMBEDDED_FIELDS[kind]
         if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
         return "prompt_logprobs" if kind == "generate" else "logprobs"
@@ -132,7 +135,7 @@ class AnswerBudget:
             what, advice = "log probabilities", "fewer, or for fewer tokens; a stream has no limit"
             if field == "prompt_logprobs":  # They are never streamed.
                 advice = "fewer, or for fewer tokens"
-            if field == "input":
+            if field in EMBEDDED_FIELDS.values():
                 what, advice = "embeddings", "fewer, or for fewer dimensions"
             raise AnswerTooLarge(
                 f"the {what} of this answer may take {num_bytes // 2**20} MiB, and the limit"

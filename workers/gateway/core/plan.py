@@ -15,7 +15,7 @@ from shared.errors import InvalidRequest
 from shared.protocol.messages import MAX_PARTS
 from shared.protocol.requests import GenerateRequest
 from shared.protocol.sampling import MAX_SEED
-from workers.gateway.schemas.embeddings import EmbeddingRequest
+from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.openai_request import (
     CommonRequest,
     JsonObjectFormat,
@@ -110,7 +110,7 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any]:
     return {"json_schema": schema}
 
 
-def generate_request(request: CommonRequest | EmbeddingRequest, **prompt: Any) -> GenerateRequest:
+def generate_request(request: CommonRequest | PooledRequest, **prompt: Any) -> GenerateRequest:
     """Return the request for the bus. `prompt` are the fields that the endpoint has made of its
     prompt."""
     return GenerateRequest(

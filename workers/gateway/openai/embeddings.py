@@ -27,8 +27,11 @@ from workers.gateway.schemas.embeddings import (
 )
 
 
-class EmbeddingOptions(Struct, frozen=True, kw_only=True):
+class PartOptions(Struct, frozen=True, kw_only=True):
     parts: int = 1
+
+
+class EmbeddingOptions(PartOptions, frozen=True, kw_only=True):
     encoding_format: EncodingFormat = "float"
 
 
@@ -49,20 +52,13 @@ def plan_embedding(request: EmbeddingRequest) -> SubmitPlan:
 
 
 @dataclass(eq=False)
-class EmbeddingAssembler(Assembler):
-    """Assembler of embeddings."""
+class EmbeddingCollector(Assembler):
+    """Base of assemblers that need the embeddings of all parts."""
 
     model: str
-    options: EmbeddingOptions
+    options: PartOptions
     embeddings: dict[int, str] = field(default_factory=dict)
     num_tokens: int = 0
-
-    @classmethod
-    def of_record(
-        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
-    ) -> "EmbeddingAssembler":
-        options = {name: record.options.get(name) for name in EmbeddingOptions.__struct_fields__}
-        return cls(record.model, msgspec.convert(options, EmbeddingOptions))
 
     def add(self, part: int, record: TokenChunk) -> list[Any]:
         if record.embedding is not None:
@@ -73,17 +69,39 @@ class EmbeddingAssembler(Assembler):
         self.num_tokens += usage.prompt_tokens
         return []
 
-    def answer(self) -> EmbeddingList:
+    @property
+    def usage(self) -> EmbeddingUsage:
+        return EmbeddingUsage(self.num_tokens, self.num_tokens)
+
+    def check_all(self) -> None:
         """Raises WorkerFailure if a log has ended without an embedding."""
         num_found, num_inputs = len(self.embeddings), self.options.parts
         if num_found != num_inputs:
             raise WorkerFailure(f"{num_found} of {num_inputs} inputs have an embedding")
+
+
+@dataclass(eq=False)
+class EmbeddingAssembler(EmbeddingCollector):
+    """Assembler of embeddings."""
+
+    options: EmbeddingOptions
+
+    @classmethod
+    def of_record(
+        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
+    ) -> "EmbeddingAssembler":
+        options = {name: record.options.get(name) for name in EmbeddingOptions.__struct_fields__}
+        return cls(record.model, msgspec.convert(options, EmbeddingOptions))
+
+    def answer(self) -> EmbeddingList:
+        """Raises WorkerFailure if a log has ended without an embedding."""
+        self.check_all()
         as_floats = self.options.encoding_format == "float"
         entries = [
             EmbeddingEntry(part, floats_of(data) if as_floats else data)
             for part, data in sorted(self.embeddings.items())
         ]
-        return EmbeddingList(entries, self.model, EmbeddingUsage(self.num_tokens, self.num_tokens))
+        return EmbeddingList(entries, self.model, self.usage)
 
 
 def floats_of(data: str) -> list[float]:

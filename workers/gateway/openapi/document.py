@@ -26,6 +26,7 @@ from workers.gateway.routes import (
     openai,
     render,
     requests,
+    scores,
     tokenize,
 )
 
@@ -40,8 +41,8 @@ async def send(context: AppContext, _: Request, __: Caller) -> Response:
 
 
 TABLES = (
-    *(openai.ROUTES, embeddings.ROUTES, requests.ROUTES, render.ROUTES, generate.ROUTES),
-    *(derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
+    *(openai.ROUTES, embeddings.ROUTES, scores.ROUTES, requests.ROUTES, render.ROUTES),
+    *(generate.ROUTES, derender.ROUTES, tokenize.ROUTES, models.ROUTES, health.ROUTES, ROUTES),
 )
 """All endpoints but those of the web page, in the order of the document."""
 
@@ -106,7 +107,7 @@ def _describe(operation: ApiOperation, schemas: Schemas) -> dict[str, Any]:
 
 def _name(operation: ApiOperation) -> str:
     words = re.findall(r"\w+", operation.path)
-    return "_".join([operation.method.lower(), *words]).replace("v1_", "")
+    return operation.name or "_".join([operation.method.lower(), *words]).replace("v1_", "")
 
 
 def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ class ModelEntry(Struct, frozen=True):
     """The configured limit. The model's own limit is not known here."""
     embeddings: bool = True
     """Whether `/v1/embeddings` takes the model."""
+    scores: bool = True
+    """Whether `/v1/score` and `/v1/rerank` take the model."""
 
 
 class ModelList(Struct, frozen=True):
@@ -48,10 +50,12 @@ async def show_model(context: AppContext, request: Request, _: Caller) -> Respon
 def _entry(context: AppContext, name: str) -> ModelEntry:
     model = context.config.models[name]
     max_len = model.max_model_len or UNSET
+    embeds = has_embeddings(context.pipelines[name])
     return ModelEntry(
         name,
         context.started_s,
         sorted(model.adapters),
         max_model_len=max_len,
-        embeddings=has_embeddings(context.pipelines[name]),
+        embeddings=embeds,
+        scores=embeds,
     )

@@ -164,7 +164,9 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
         path=timeline_of(status),
         now_ms=context.bus.now_ms(),
         result=result,
-        error=UNSET if failure is None else errors.body_of(active.client_error(failure)).error,
+        error=UNSET
+        if failure is None
+        else errors.body_of(active.client_error(failure, lasts.index(failure))).error,
     )
 
 

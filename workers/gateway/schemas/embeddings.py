@@ -1,4 +1,4 @@
-"""Request and response bodies of OpenAI's embeddings. Pure."""
+"""Request and response bodies of OpenAI's embeddings, and the fields of all that embed. Pure."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,15 +9,10 @@ from workers.gateway.schemas.openai_request import Int64, Positive
 EncodingFormat = Literal["float", "base64"]
 
 
-class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    model: str
-    input: Any
-    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
-    encoding_format: EncodingFormat | None = None
-    """`base64`: 32-bit floats, least significant byte first. The default is `float`."""
-    dimensions: Positive | None = None
-    """Number of leading values that are kept and normalized; by default all."""
+class PooledRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that embeddings, scores and rerankings have in common."""
 
+    model: str
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     priority: Int64 | None = None
@@ -30,6 +25,15 @@ class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     user: str | None = None
     """No effect."""
+
+
+class EmbeddingRequest(PooledRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    input: Any
+    """Text, token ids, or a list of either; see `core.plan.prompts_of`."""
+    encoding_format: EncodingFormat | None = None
+    """`base64`: 32-bit floats, least significant byte first. The default is `float`."""
+    dimensions: Positive | None = None
+    """Number of leading values that are kept and normalized; by default all."""
 
 
 class EmbeddingEntry(Struct, frozen=True):

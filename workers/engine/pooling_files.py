@@ -1,0 +1,92 @@
+"""Reader of the files in which sentence-transformers describes a model's pooling.
+
+`modules.json` lists the steps behind the decoder. The configuration of the pooling is in the folder
+of its step, by default `1_Pooling`. A model without these files pools the last token.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import ConfigError
+from workers.engine.core.sequence import Pooling
+
+MODULES, POOLING_FOLDER = "modules.json", "1_Pooling"
+_PREFIX = "pooling_mode_"
+# By the end of the keys that name them, and by the values of the newer key `pooling_mode`.
+_MODES: Mapping[str, Literal["last", "mean"]] = {
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "lasttoken": "last",
+}
+_SERVED_STEPS = frozenset({"Transformer", "Pooling", "Normalize"})
+
+T = TypeVar("T")
+
+
+class _Step(Struct, frozen=True):
+    type: Annotated[str, Meta(min_length=1)]
+    """Dotted name of a class."""
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Pooling:
+    """Return the pooling of the model in `folder`; `configured` overrides the mode in its files.
+
+    Raises ConfigError, which names the file and the key, for what the engine does not compute.
+    """
+    modules, normalize, path = folder / MODULES, True, POOLING_FOLDER
+    if modules.is_file():
+        steps = _read(modules, list[_Step])
+        for number, step in enumerate(steps):
+            if Path(step.path).is_absolute() or ".." in Path(step.path).parts:
+                raise _refusal(modules, f"[{number}].path", "must be within the model's folder")
+            if step.name not in _SERVED_STEPS:
+                raise _refusal(modules, f"[{number}].type", f"{step.name} is not supported")
+        normalize = any(step.name == "Normalize" for step in steps)
+        path = next((step.path for step in steps if step.name == "Pooling"), path)
+    if configured is not None:
+        return Pooling(configured, normalize)
+    file = folder / path / "config.json"
+    return Pooling(_read_mode(file), normalize) if file.is_file() else Pooling("last", normalize)
+
+
+def _read_mode(file: Path) -> Literal["last", "mean"]:
+    found = _read(file, dict[str, Any])
+    key, named = "pooling_mode", found.get("pooling_mode")
+    modes = {
+        name.removeprefix(_PREFIX): name
+        for name, value in found.items()
+        if name.startswith(_PREFIX) and value is True
+    }
+    if named is not None:
+        modes = dict.fromkeys([named] if isinstance(named, str) else named, key)
+    if len(modes) != 1:
+        several = ", ".join(modes.values()) or "none"
+        raise _refusal(file, next(iter(modes.values()), key), f"one mode is needed, not {several}")
+    ((mode, key),) = modes.items()
+    if mode not in _MODES:
+        raise _refusal(
+            file, key, "the engine pools the last token or the mean; models.pooling may set either"
+        )
+    return _MODES[mode]
+
+
+def _read(file: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"models.path: {file} cannot be read: {error}", field="models.path"
+        ) from (error)
+
+
+def _refusal(file: Path, key: str, reason: str) -> ConfigError:
+    return ConfigError(f"models.path: {file}: {key}: {reason}", field="models.path")

@@ -1,0 +1,196 @@
+"""Scores and rerankings: the plans of requests, and the assemblers of their answers. Pure.
+
+A score is the cosine similarity of two embeddings. Each different text is a request of its own on
+the bus, as in a batch of `/v1/embeddings`, however many pairs it is in.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+import msgspec
+
+from shared.errors import InvalidRequest
+from shared.protocol.messages import RequestRecord
+from shared.protocol.requests import EmbeddingParams
+from workers.gateway.core.assembler import TokenBytes
+from workers.gateway.core.field_names import PROMPT_FIELDS
+from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request
+from workers.gateway.openai.embeddings import EmbeddingCollector, PartOptions, floats_of
+from workers.gateway.schemas.embeddings import PooledRequest
+from workers.gateway.schemas.scores import (
+    RerankDocument,
+    RerankList,
+    RerankRequest,
+    RerankResult,
+    ScoreEntry,
+    ScoreList,
+    ScoreRequest,
+)
+
+PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+"""Names under which the two fields of a score may come."""
+
+MAX_RETURNED_BYTES = 256 * 1024
+"""Limit on returned documents: they are in the request's record, from which any gateway answers."""
+
+
+class ScoreOptions(PartOptions, frozen=True, kw_only=True):
+    pairs: list[tuple[int, int]]
+    """The parts of each pair."""
+    top_n: int = 0
+    documents: list[str] | None = None
+
+
+def plan_score(request: ScoreRequest) -> SubmitPlan:
+    """Return the plan of a request. Raises InvalidRequest with the field."""
+    fields = _fields_of(request)
+    first, second = (_texts_of(getattr(request, name)) for name in fields)
+    if len(first) not in (1, len(second)):
+        raise InvalidRequest(
+            f"{fields[0]} has {len(first)} texts and {fields[1]} has {len(second)}: give one text"
+            f" in {fields[0]}, or as many as in {fields[1]}",
+            field=fields[0],
+        )
+    return _plan(request, fields, first, second, {})
+
+
+def plan_rerank(request: RerankRequest) -> SubmitPlan:
+    """Return the plan of a request. Raises InvalidRequest with the field."""
+    documents = [one if isinstance(one, str) else one.text for one in request.documents]
+    options: dict[str, Any] = {"top_n": request.top_n or 0}
+    if request.return_documents is not False:
+        num_bytes = sum(len(text.encode()) for text in documents)
+        if num_bytes > MAX_RETURNED_BYTES:
+            raise InvalidRequest(
+                f"return_documents: the documents have {num_bytes} bytes, over the limit of"
+                f" {MAX_RETURNED_BYTES} for documents in an answer: set it to false",
+                field="return_documents",
+            )
+        options["documents"] = documents
+    return _plan(request, ("query", "documents"), [request.query], documents, options)
+
+
+def _fields_of(request: ScoreRequest) -> tuple[str, str]:
+    names = dict.fromkeys(name for pair in PAIRS for name in pair)
+    given = [name for name in names if getattr(request, name) is not None]
+    for pair in PAIRS:
+        if given == list(pair):
+            return pair
+    if len(given) > 1:
+        raise InvalidRequest(
+            f"give two fields, such as text_1 and text_2, not {', '.join(given)}", field=given[-1]
+        )
+    pair = next((pair for pair in PAIRS if set(given) & set(pair)), PAIRS[0])
+    missing = next(name for name in pair if name not in given)
+    raise InvalidRequest(f"{missing} is missing", field=missing)
+
+
+def _texts_of(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _plan(
+    request: PooledRequest,
+    fields: tuple[str, str],
+    first: Sequence[str],
+    second: Sequence[str],
+    options: dict[str, Any],
+) -> SubmitPlan:
+    """Return the plan, with one part for each different text."""
+    part_of: dict[str, int] = {}
+    part_fields = []
+    for field, texts in zip(fields, (first, second), strict=True):
+        for text in texts:
+            if text not in part_of:
+                part_of[text] = len(part_of)
+                part_fields.append(field)
+    if len(part_of) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"{fields[0]} and {fields[1]} have {len(part_of)} different texts together, and the"
+            f" limit is {MAX_PROMPTS}",
+            field=fields[1],
+        )
+    params = EmbeddingParams(normalize=True)
+    requests = [generate_request(request, embedding=params, prompt=text) for text in part_of]
+    firsts = first if len(first) == len(second) else [*first] * len(second)
+    options |= {
+        "parts": len(requests),
+        "pairs": [(part_of[a], part_of[b]) for a, b in zip(firsts, second, strict=True)],
+        "fields": dict.fromkeys(PROMPT_FIELDS, fields[1]),
+        "part_fields": part_fields,
+    }
+    return SubmitPlan(requests, {}, options, durable=bool(request.durable))
+
+
+@dataclass(eq=False)
+class _PairAssembler(EmbeddingCollector):
+    """Base of assemblers that compare embeddings."""
+
+    options: ScoreOptions
+    request_id: str = ""
+    created_s: int = 0
+
+    @classmethod
+    def of_record(
+        cls, request_id: str, record: RequestRecord, token_bytes: TokenBytes
+    ) -> "_PairAssembler":
+        known = ScoreOptions.__struct_fields__
+        given = {name: value for name, value in record.options.items() if name in known}
+        options = msgspec.convert(given, ScoreOptions)
+        return cls(record.model, options, request_id=request_id, created_s=record.created_s)
+
+    def scores(self) -> list[float]:
+        """Return the similarity of each pair. Raises WorkerFailure if an embedding is missing."""
+        self.check_all()
+        vectors = {part: floats_of(data) for part, data in self.embeddings.items()}
+        squares = {part: _dot(vector, vector) for part, vector in vectors.items()}
+        score_of = {
+            (a, b): _cosine(_dot(vectors[a], vectors[b]), squares[a], squares[b])
+            for a, b in set(self.options.pairs)
+        }
+        return [score_of[pair] for pair in self.options.pairs]
+
+
+class ScoreAssembler(_PairAssembler):
+    """Assembler of scores."""
+
+    def answer(self) -> ScoreList:
+        """Raises WorkerFailure if a log has ended without an embedding."""
+        entries = [ScoreEntry(index, score) for index, score in enumerate(self.scores())]
+        return ScoreList(self.request_id, self.created_s, self.model, entries, self.usage)
+
+
+class RerankAssembler(_PairAssembler):
+    """Assembler of documents in the order of their relevance."""
+
+    def answer(self) -> RerankList:
+        """Raises WorkerFailure if a log has ended without an embedding."""
+        documents = self.options.documents
+        results = [
+            RerankResult(index, score)
+            if documents is None
+            else RerankResult(index, score, RerankDocument(documents[index]))
+            for index, score in enumerate(self.scores())
+        ]
+        results.sort(key=lambda result: result.relevance_score, reverse=True)
+        kept = results[: self.options.top_n or None]
+        return RerankList(self.request_id, self.model, kept, self.usage)
+
+
+def _dot(one: Iterable[float], other: Iterable[float]) -> float:
+    product: float = sum(map(mul, one, other))
+    return product
+
+
+def _cosine(product: float, square: float, other_square: float) -> float:
+    """Return the cosine of two vectors by their products; 0 for a vector without a direction."""
+    length = math.sqrt(square * other_square)
+    return max(-1.0, min(1.0, product / length)) if length else 0.0
