@@ -102,6 +102,8 @@ class AttemptRecord(Versioned, frozen=True):
     log_len: int
     """Records in the token log at its beginning. More records at a later attempt mean progress."""
     outcome: Literal["open", "requeued", "failed"] = "open"
+    model: str = ""
+    """Empty in records of coordinators, and of workers before this field."""
 
 
 class MediaHead(Versioned, frozen=True):

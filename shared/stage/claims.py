@@ -116,7 +116,8 @@ class ClaimedJobs:
 
     async def record_attempt(self, job: Job, log_len: int) -> None:
         number, now_ms = job.delivery.attempt, self._bus.now_ms()
-        attempt = AttemptRecord(self._stage, self._worker, number, now_ms, log_len)
+        model = subjects.model_of_stage(job.delivery.subject)
+        attempt = AttemptRecord(self._stage, self._worker, number, now_ms, log_len, model=model)
         job.attempts.append(attempt)
         await self._publish(job, attempt)
 

@@ -2,7 +2,7 @@
 
 Nothing keeps a list of requests. This one has those of which a trace is among the latest messages
 of token logs, attempts and gateways' records, and those in a stage. Fields of which nothing is
-stored are None: the model of an ended request is known from a gateway's record alone.
+stored are None: the model of an ended request is known from its attempts and a gateway's record.
 """
 
 import asyncio
@@ -115,6 +115,7 @@ class RequestTable:
             attempt, trace = decode_attempt(message.data), self.add_name(message.subject)
             if trace is not None and attempt is not None:
                 trace.attempts.append(attempt)
+                trace.model = trace.model or attempt.model or None
                 trace.see(attempt.began_ms)
 
     def add_record(self, request_id: str, record: RequestRecord) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 
+import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import STALE_READ_S, Bus
-from shared.errors import Fenced
+from shared.errors import DecodeError, Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
 from shared.protocol.messages import RequestRecord, decode_job_record
@@ -17,13 +18,14 @@ SEARCH_PAUSES_S = (0.0, 0.75, 0.75)
 MAX_HOLDERS = 8
 
 _decode = or_none(decode_job_record)
+_log = structlog.get_logger()
 
 
 async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str) -> RequestRecord:
     """Register `holder` as responsible for a request, and return the request's record.
 
     `record` is stored only if there is none yet. `holder` is a unique name that begins with the
-    worker's name and a colon. Raises PayloadTooLarge or Unavailable.
+    worker's name and a colon. Raises DecodeError, PayloadTooLarge or Unavailable.
     """
     while True:
         try:
@@ -40,7 +42,10 @@ async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str
 
 
 async def unregister(bus: Bus, request_id: str, holder: str) -> bool:
-    """Remove `holder`. Return whether the request has no live holder left. Raises Unavailable."""
+    """Remove `holder`. Return whether the request has no live holder left.
+
+    Raises DecodeError or Unavailable.
+    """
     record = await _change_holders(
         bus, request_id, lambda holders: [other for other in holders if other != holder]
     )
@@ -76,10 +81,20 @@ async def find(bus: Bus, request_id: str) -> RequestRecord | None:
 async def _change_holders(
     bus: Bus, request_id: str, change: Callable[[list[str]], list[str]]
 ) -> RequestRecord | None:
-    """Apply `change` to the holders. Return the new record, or None if there is no record."""
+    """Apply `change` to the holders. Return the new record, or None if there is no record.
+
+    Raises DecodeError for bytes that are no record. A newer gateway may have written them, so they
+    stay.
+    """
     subject = subjects.job(request_id)
     while (stored := await bus.read_last(subjects.JOBS_STREAM, subject)) is not None:
-        record = decode_job_record(stored.data)
+        record = _decode(stored.data)
+        if record is None:
+            _log.warning("request_record_undecodable", request_id=request_id)
+            raise DecodeError(
+                f"the stored record of request {request_id} cannot be read: use another id",
+                field="request_id",
+            )
         changed = replace(record, holders=change(record.holders))
         if changed.holders == record.holders:
             return record

@@ -21,7 +21,7 @@ from shared.protocol.records import error_info
 from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.fake_terminal import FakeTerminal
-from tests.cluster.conftest import ROOT
+from tests.cluster.conftest import PAGEMILL, ROOT
 from workers.cli import settings
 from workers.cli.ask import print_error
 from workers.cli.commands.logs import logs
@@ -68,6 +68,28 @@ def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
     assert entry == {"name": "chat-page", "sha256": digest, "tenant": "acme"}
     assert made not in done.stderr
     assert len(made) > 40
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("chat <&-", 1, "error invalid_request: stdin is closed: chat reads messages from it\n"),
+        ("check >&-", 0, "ok: embedded default\n"),
+        ("where r-1 --nats nats://127.0.0.1:9 2>&-", 1, ""),
+    ],
+)
+def test_a_closed_stream_ends_no_command_with_a_traceback(
+    tmp_path: Path, command: str, code: int, said: str
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {command}', "sh", *PAGEMILL],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:

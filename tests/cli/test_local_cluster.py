@@ -50,7 +50,10 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     config = Config({}, nats=nats, start_silence_s=1.0)
     log_file = tmp_path / "workers.log"
     cluster = LocalCluster(config, None, [WorkerSpec("coordinator")], log_file=log_file)
+    cluster.show = shown = Shown()
     starting = asyncio.create_task(cluster.start())
+    await asyncio.sleep(0)
+    assert shown.titles == ["coordinator"]
     try:
         while not (pids := cluster.pids("coordinator")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -60,6 +63,14 @@ async def test_a_worker_that_stands_still_ends_the_start(tmp_path: Path) -> None
     finally:
         os.kill(pids[0], signal.SIGCONT)
         await cluster.stop()
+
+
+class Shown(readiness.Quiet):
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def progress(self, title: str, text: str) -> None:
+        self.titles.append(title)
 
 
 class Forks(LocalCluster):

@@ -19,6 +19,7 @@ from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
 from tests import preloaded
 from tests.cli.hub_server import COMMIT, Faults, Hub, etag_of
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli.commands.models import pull_model
 from workers.cli.models import download
 from workers.cli.models.download import check_disk
 from workers.cli.models.hub import RemoteFile, RemoteModel, translated
@@ -296,6 +297,52 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
         json.loads("<html>")
 
 
+@pytest.mark.parametrize(
+    "info",
+    [
+        [1],
+        {"sha": COMMIT},
+        {"id": NAME, "sha": COMMIT, "siblings": 7},
+        {"id": NAME, "sha": COMMIT, "siblings": [{"size": 3}]},
+        {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": 5}]},
+        {
+            "id": NAME,
+            "sha": COMMIT,
+            "siblings": [{"rfilename": WEIGHTS, "size": 1, "lfs": {"x": 1}}],
+        },
+        {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": WEIGHTS, "size": "big"}]},
+        {"id": NAME, "sha": 7, "siblings": [{"rfilename": name, "blobId": 7} for name in SERVED]},
+    ],
+)
+def test_json_of_another_shape_is_one_line(hub: Hub, tmp_path: Path, info: object) -> None:
+    hub.faults = Faults(info=info)
+    done = run(hub, tmp_path, "pull", NAME)
+    assert done.returncode == 1
+    began, said = done.stderr.splitlines()
+    assert began == "asking the hub …"
+    assert said.startswith("error unavailable: ")
+    assert "is no hub" in said
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a\tb"])
+def test_an_endpoint_that_is_no_url_is_one_line(tmp_path: Path, url: str) -> None:
+    done = run(None, tmp_path, "pull", NAME, HF_ENDPOINT=url)
+    said = done.stderr.removeprefix("asking the hub …\n")
+    assert (done.returncode, said.count("\n")) == (1, 1)
+    assert said.startswith("error ")
+    assert "HF_ENDPOINT" in said
+
+
+def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
+    for use in (lambda: find_local(NAME), lambda: pull_model(NAME)):
+        with pytest.raises(ConfigError, match="it is no URL") as raised:
+            use()
+        assert raised.value.field == "HF_ENDPOINT"
+
+
 def test_a_revision_is_served_from_its_folder(hub: Hub, tmp_path: Path) -> None:
     """The name stands for the main branch."""
     done = run(hub, tmp_path, "pull", NAME, "--revision", COMMIT)
@@ -334,6 +381,19 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
     assert rows["org/whisper"]["state"] == "refused"
     assert "cross attention" in rows["org/whisper"]["reason"]
+
+
+@pytest.mark.parametrize("options", [(), ("--pull",)])
+def test_up_names_what_a_folder_lacks(tmp_path: Path, options: tuple[str, ...]) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(DEMO, folder)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": WEIGHTS}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for given in ("own", "./own", str(folder)):
+        done = run(None, tmp_path, "up", given, *options)
+        assert done.returncode == 78
+        assert f"{folder} is incomplete, it lacks model-00001-of-00002.safetensors" in done.stderr
+        assert "pull" not in done.stderr
 
 
 def test_up_refuses_what_it_cannot_serve(hub: Hub, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from shared.bus.bus import Bus
+from shared.bus.connection import BROKER_DEADLINE_S
+from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import Unavailable
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import BlobAddress, Heartbeat, StartReport
 from workers.cli.process_usage import Usage, usage_of
-from workers.cli.readiness import Quiet, wait_ready
+from workers.cli.readiness import Quiet, read_signs, wait_ready
 from workers.roles import WorkerSpec
 
 ENGINE = WorkerSpec("engine", "demo")
@@ -57,6 +59,18 @@ async def test_progress_is_shown_until_the_first_heartbeat(bus: Bus, sleeper: Pr
     beat = Heartbeat("engine", "engine-s", "0", sleeper.pid, ["demo"], {})
     await bus.publish_heartbeat("engine-s", to_json(beat))
     assert await waiting == [beat]
+
+
+async def test_a_broker_without_streams_has_no_signs_and_answers_at_once(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, 0)
+    await asyncio.to_thread(server.start)
+    bus = await Bus.connect(server.url, "test")
+    try:
+        async with asyncio.timeout(BROKER_DEADLINE_S / 2):
+            assert await read_signs(bus) == ([], [])
+    finally:
+        await bus.close()
+        await asyncio.to_thread(server.stop)
 
 
 async def test_a_worker_of_another_machine_with_the_same_process_id_is_not_ours(

@@ -25,8 +25,11 @@ RUN = secrets.token_hex(4)
 MODEL = f"model/{RUN}"
 
 
-async def attempt(bus: Bus, request_id: str, stage: str, outcome: str = "open") -> None:
-    record = AttemptRecord(stage, f"{stage}-1", 1, bus.now_ms() - 5000, 0, outcome)  # type: ignore[arg-type]
+async def attempt(
+    bus: Bus, request_id: str, stage: str, outcome: str = "open", model: str = ""
+) -> None:
+    began_ms = bus.now_ms() - 5000
+    record = AttemptRecord(stage, f"{stage}-1", 1, began_ms, 0, outcome, model)  # type: ignore[arg-type]
     await bus.publish_without_id(subjects.attempts(request_id), to_json(record))
 
 
@@ -69,6 +72,9 @@ async def filled(broker: EmbeddedServer, bus: Bus) -> Bus:
         await registered(bus, f"two-{RUN}", parts=2)
         await finish(bus, f"two-{RUN}-1")
         await attempt(bus, "item_abc", "encoder")
+        await attempt(bus, f"direct-{RUN}", "coordinator")
+        await attempt(bus, f"direct-{RUN}", "engine", model=MODEL)
+        await end_request(bus, f"direct-{RUN}", 1, Cancelled("by its client"), [])
     return bus
 
 
@@ -91,6 +97,8 @@ async def test_each_state_is_told_with_what_is_known(filled: Bus) -> None:
     assert done.age_s >= 8
     cancelled = rows[f"cancelled-{RUN}"]
     assert (cancelled.end, cancelled.model) == ("cancelled", None)
+    direct = rows[f"direct-{RUN}"]
+    assert (direct.end, direct.model) == ("cancelled", MODEL)
     running = rows[f"running-{RUN}"]
     assert (running.stage, running.model, running.completion_tokens) == ("engine", MODEL, 4)
     assert rows[f"queued-{RUN}"].age_s is None

@@ -1,5 +1,6 @@
 """Lines about a start, on a terminal and elsewhere."""
 
+import asyncio
 import io
 import os
 import pty
@@ -18,17 +19,56 @@ def test_plain_lines_come_at_most_every_few_seconds() -> None:
         now = tenth / 10
         display.progress("engine demo", f"reading weights, {tenth} of 100 GB")
         display.progress("renderer", "warming up")
+        display.tick()
     display.ready("engine demo", 10.0)
     display.close()
     lines = [" ".join(line.split()) for line in written.getvalue().splitlines()]
     at = int(10 * PROGRESS_S)
     assert lines == [
-        f"engine demo reading weights, {at} of 100 GB",
-        "renderer warming up",
-        f"engine demo reading weights, {2 * at} of 100 GB",
+        f"engine demo reading weights, {at} of 100 GB, 4 s",
+        "renderer warming up, 4 s",
+        f"engine demo reading weights, {2 * at} of 100 GB, 8 s",
+        "renderer warming up, 8 s",
         "engine demo ready in 10.0 s",
     ]
     assert "\x1b" not in written.getvalue()
+
+
+def test_time_counts_from_the_beginning_of_a_step_and_a_line_that_was_printed_is_enough() -> None:
+    now = 0.0
+    written = io.StringIO()
+    display = StartDisplay(Console(file=written), live=False, clock=lambda: now)
+    for second in range(14):
+        now = float(second)
+        display.progress("engine demo", "starting" if second < 6 else "compiling kernels")
+        if second == 3:
+            display.ready("renderer", 3.0)
+        display.tick()
+    display.ready("engine demo", 13.0)
+    now = 60.0
+    display.tick()
+    lines = [" ".join(line.split()) for line in written.getvalue().splitlines()]
+    assert lines == [
+        "renderer ready in 3.0 s",
+        "engine demo compiling kernels, 1 s",
+        "engine demo compiling kernels, 5 s",
+        "engine demo ready in 13.0 s",
+    ]
+
+
+async def test_a_terminal_counts_the_seconds_of_a_step() -> None:
+    now = 0.0
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, _environ={})
+    display = StartDisplay(console, live=True, clock=lambda: now)
+    display.open()
+    display.progress("engine demo", "compiling kernels")
+    now = 15.0
+    ticks = asyncio.create_task(display.keep_current())
+    await asyncio.sleep(0)
+    ticks.cancel()
+    assert "compiling kernels, 15 s" in written.getvalue()
+    display.close()
 
 
 def test_a_name_is_no_markup() -> None:

@@ -27,6 +27,7 @@ from tests.cluster.streams import text_of
 RED = ROOT / "ops" / "demo_images" / "red.png"
 LONG = "/params max_tokens=900 ignore_eos=true temperature=0"
 LIMIT_S = 60.0
+MAX_PROMPT_LEN = 4
 REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 
 
@@ -65,16 +66,26 @@ class Terminal:
         self._at = found.end()
         return found
 
+    async def prompted(self) -> None:
+        """Wait for the prompt behind the latest output.
+
+        What is typed before is echoed at once, in the middle of that output.
+        """
+        self._at = max(0, self._at - MAX_PROMPT_LEN)
+        await self.until(r"(> |\.\.\. )$")
+
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
     async def say(self, line: str, pattern: str) -> re.Match[str]:
+        await self.prompted()
         self.type(line + "\n")
         await self.until(re.escape(line))
         return await self.until(pattern)
 
     async def ask(self, line: str) -> tuple[str, str]:
         """Return the answer and its request id."""
+        await self.prompted()
         self.type(line + "\n")
         await self.until(re.escape(line) + r"\s*\n")
         at = self._at
@@ -83,7 +94,7 @@ class Terminal:
 
     async def close(self) -> int:
         """Press Ctrl-D and return the exit code."""
-        await self.until("> $")
+        await self.prompted()
         self.type("\x04")
         return await asyncio.to_thread(self._wait)
 

@@ -17,7 +17,7 @@ from shared.stage.runtime import EXIT_CONFIG
 from workers.cli import readiness
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
-from workers.cli.start_watch import Show
+from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
 
 _log = structlog.get_logger()
@@ -67,6 +67,8 @@ class LocalCluster:
 
         Raises ConfigError or Unavailable when a worker cannot become ready.
         """
+        for title in titles_of(self._specs):
+            self.show.progress(title, "starting")
         if not self.url:
             self._broker = EmbeddedServer(self._store_dir, self._config.nats.port)
             await asyncio.to_thread(self._broker.start)

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 from shared.blobs.server import host_id
 from shared.bus.bus import Bus
 from shared.errors import Unavailable
+from shared.protocol import subjects
 from shared.protocol.messages import Heartbeat, StartReport
 from workers.cli.process_usage import usage_of
 from workers.cli.start_watch import Observation, Show, StartWatch
@@ -80,6 +81,8 @@ async def read_signs(bus: Bus) -> tuple[list[Heartbeat], list[StartReport]]:
     Both are empty until the first worker has created the stream that holds them.
     """
     try:
+        # A read of a stream that does not exist is tried again for BROKER_DEADLINE_S.
+        await bus.stream_size(subjects.WORKERS_STREAM)
         return await bus.read_heartbeats(), await bus.read_start_reports()
     except Unavailable:
         return [], []

@@ -1,5 +1,6 @@
 """Lines that `pagemill up` prints to stderr: what starts, what is ready, and how it ends."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ from rich.text import Text
 
 from workers.cli.terminal import discard_buffered
 
-# A line about a worker that still starts comes at most this often.
+# Lines about the workers that still start come where nothing else was printed for so long.
 PROGRESS_S = 4.0
+TICK_S = 0.5
 TITLE_LEN = 22
 
 
@@ -27,8 +29,10 @@ class StartDisplay:
         self._console = console
         self._clock = clock
         self._title_to_text: dict[str, str] = {}
-        self._shown: dict[str, tuple[float, str]] = {}
-        """Time and text of the last plain line about each worker."""
+        self._title_to_step: dict[str, tuple[str, float]] = {}
+        """The step that each worker is at, and when it has begun."""
+        self._printed_s = clock()
+        """Time of the last plain line."""
         self._live = Live(console=console, transient=True, auto_refresh=False) if live else None
 
     def open(self) -> None:
@@ -41,6 +45,19 @@ class StartDisplay:
             self._attempt(self._live.stop)
             self._live = None
 
+    async def keep_current(self) -> None:
+        """Show how long the workers have been at their steps, until this is cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(TICK_S)
+
+    def tick(self) -> None:
+        if self._live is not None:
+            self._refresh(self._live)
+        elif self._clock() - self._printed_s >= PROGRESS_S:
+            for line in self._lines():
+                self.say(line)
+
     def ready(self, title: str, after_s: float) -> None:
         self._title_to_text.pop(title, None)
         if self._live is not None:
@@ -48,27 +65,33 @@ class StartDisplay:
         self.say(f"{title:<{TITLE_LEN}} ready in {after_s:.1f} s")
 
     def progress(self, title: str, text: str) -> None:
-        if self._live is not None:
-            if self._title_to_text.get(title) != text:
-                self._title_to_text[title] = text
+        # Behind the comma is how much of the step is done.
+        step = text.partition(",")[0]
+        if self._title_to_step.get(title, ("", 0.0))[0] != step:
+            self._title_to_step[title] = step, self._clock()
+        if self._title_to_text.get(title) != text:
+            self._title_to_text[title] = text
+            if self._live is not None:
                 self._refresh(self._live)
-            return
-        now_s = self._clock()
-        at_s, before = self._shown.setdefault(title, (now_s, ""))
-        if text != before and now_s - at_s >= PROGRESS_S:
-            self._shown[title] = now_s, text
-            self.say(_line(title, text))
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line as it is: it may hold names from the configuration."""
+        self._printed_s = self._clock()
         self._attempt(
             lambda: self._console.print(Text(text, style=style), soft_wrap=True, highlight=False)
         )
 
     def _refresh(self, live: Live) -> None:
-        lines = [_line(title, text) for title, text in self._title_to_text.items()]
-        shown = Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis")
+        shown = Text("\n".join(self._lines()), style="dim", no_wrap=True, overflow="ellipsis")
         self._attempt(lambda: live.update(shown, refresh=True))
+
+    def _lines(self) -> list[str]:
+        """Return a line about each worker that is not ready."""
+        now_s = self._clock()
+        return [
+            f"{title:<{TITLE_LEN}} {text}, {now_s - self._title_to_step[title][1]:.0f} s"
+            for title, text in self._title_to_text.items()
+        ]
 
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
@@ -78,7 +101,3 @@ class StartDisplay:
             self._live = None
             self._console.quiet = True
             discard_buffered(self._console.file)
-
-
-def _line(title: str, text: str) -> str:
-    return f"{title:<{TITLE_LEN}} {text}"

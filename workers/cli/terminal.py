@@ -29,6 +29,9 @@ errors = Console(stderr=True)
 
 def run_app(app: App) -> NoReturn:
     """Run the command line in `sys.argv`, and exit with the code that the command returns."""
+    # A stream that the caller has closed is None, and takes no lines.
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         code = app(result_action="return_value")
     except PagemillError as error:

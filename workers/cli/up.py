@@ -46,10 +46,12 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
 
     call_on_signals(stop_or_requeue, on_hangup=stopping.set)
     display.open()
+    ticks = asyncio.create_task(display.keep_current())
     start = asyncio.create_task(cluster.start())
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        ticks.cancel()
         display.close()
         if start.done():
             start.result()
@@ -60,6 +62,7 @@ async def _run(cluster: LocalCluster, display: StartDisplay) -> int:
             await stop
         display.say("draining …")
     finally:
+        ticks.cancel()
         start.cancel()
         with contextlib.suppress(asyncio.CancelledError, PagemillError):
             await start

@@ -228,6 +228,7 @@ async def test_our_own_error_is_retried_then_kept_and_told(
     assert (letter.attempts, letter.input, letter.worker) == (2, b"task", "renderer-test")
     assert letter.request == request
     assert [attempt.outcome for attempt in letter.history] == ["open", "failed", "open"]
+    assert {attempt.model for attempt in letter.history} == {model}
     assert "secret" in letter.traceback
     await assert_nothing_more(inbox)
     # Whoever ends a request acknowledges it where it was accepted.

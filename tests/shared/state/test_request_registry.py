@@ -7,8 +7,11 @@ import secrets
 import msgspec
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
+from shared.errors import DecodeError
+from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat, RequestRecord
 from shared.protocol.requests import GenerateRequest, Message, encode_request
@@ -65,6 +68,21 @@ async def test_dead_holders_do_not_count(bus: Bus) -> None:
     for name in ("gateway-dead:a", "gateway-alive:b"):
         await request_registry.register(bus, request_id, note, name)
     assert await request_registry.unregister(bus, request_id, "gateway-alive:b")
+
+
+@pytest.mark.parametrize("data", [b"x", b"\xff", b"[]", b'{"kind": 3}'])
+async def test_bytes_that_are_no_record_refuse_their_id(bus: Bus, data: bytes) -> None:
+    request_id = f"job-{secrets.token_hex(6)}"
+    await bus.append(subjects.job(request_id), data, 0)
+    note = RequestRecord("chat", "demo", "a", 1, False)
+    with capture_logs() as logs, pytest.raises(DecodeError, match=request_id):
+        await request_registry.register(bus, request_id, note, "gateway-1:a")
+    assert [log["event"] for log in logs] == ["request_record_undecodable"]
+    with pytest.raises(DecodeError):
+        await request_registry.unregister(bus, request_id, "gateway-1:a")
+    stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
+    assert stored is not None
+    assert stored.data == data
 
 
 def test_a_value_that_was_given_is_sent_though_it_is_a_default() -> None:

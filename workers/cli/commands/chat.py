@@ -1,5 +1,8 @@
 """The command `pagemill chat`."""
 
+import sys
+
+from shared.errors import InvalidRequest
 from shared.telemetry import logs
 from workers.cli.chat import state_file
 from workers.cli.chat.connection import Connection
@@ -27,6 +30,8 @@ def chat(
     resume
         Continue the latest conversation, and its answer if that is unfinished.
     """
+    if sys.stdin is None:
+        raise InvalidRequest("stdin is closed: chat reads messages from it", field="stdin")
     url, default_model = find_url_and_model(config, nats, model)
     path = state_file.find_path()
     conversation = state_file.read(path) if resume else Conversation(default_model)

@@ -13,7 +13,7 @@ from workers.cli import settings
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import connected, errors, print_json, print_line
+from workers.cli.terminal import connected, errors, print_json, print_line, print_note
 from workers.roles import all_roles
 
 EXIT_INTERRUPTED = 130
@@ -48,11 +48,13 @@ def pull(name: str, /, *, revision: str | None = None, dir: Path | None = None) 
 
 def pull_model(name: str, revision: str | None = None, folder: Path | None = None) -> Path:
     """Download a model and show the progress on stderr. Raises PagemillError."""
-    # The hub's client takes a quarter of a second to import, which no other command needs.
-    from workers.cli.models.download import download
-    from workers.cli.models.hub import find_model
-
+    local.check_endpoint()
     with PullDisplay(errors, live=errors.is_terminal) as display:
+        display.say("asking the hub …")
+        # The hub's client takes a quarter of a second to import, which no other command needs.
+        from workers.cli.models.download import download
+        from workers.cli.models.hub import find_model
+
         model = find_model(name, revision)
         display.say(f"{name}: {len(model.files)} files, {decimal(model.size)}")
         return download(model, folder, display)
@@ -73,6 +75,8 @@ async def models(
     configured = [local.LocalModel(name, Path(model.path)) for name, model in loaded.models.items()]
     served = await _read_served(nats or settings.nats_url(loaded))
     cached = [model for model in local.list_cached() if model.name not in loaded.models]
+    if configured or cached:
+        print_note("checking which models can be served …")
     rows = await asyncio.to_thread(_describe, configured, cached, served)
     known = {row["name"] for row in rows}
     rows += [{"name": name, "state": "served"} for name in sorted(served - known)]

@@ -12,7 +12,13 @@ import yaml
 from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
-from workers.cli.models.local import LocalModel, count_parameters, find_local, missing_files
+from workers.cli.models.local import (
+    LocalModel,
+    count_parameters,
+    find_local,
+    is_folder,
+    missing_files,
+)
 from workers.cli.models.memory import ModelNeeds, Plan, available_bytes, make_plan
 from workers.cli.models.reports import Report, check_folders
 
@@ -39,9 +45,11 @@ def find_models(given: Sequence[str]) -> list[LocalModel]:
                 field="models",
             )
         if missing := missing_files(model.folder):
+            place, remedy = model.name, f"run `pagemill pull {model.name}`"
+            if is_folder(name):
+                place, remedy = str(model.folder), "copy that into the folder"
             raise ConfigError(
-                f"{model.name} is incomplete, it lacks {', '.join(missing[:3])}: run"
-                f" `pagemill pull {model.name}`",
+                f"{place} is incomplete, it lacks {', '.join(missing[:3])}: {remedy}",
                 field="models",
             )
         models.append(model)

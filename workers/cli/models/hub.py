@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, ModelInfo, constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -50,6 +50,15 @@ SMALL_FILES = frozenset(
 )
 # They become names of files.
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+# The library raises some of these for JSON of another shape than a hub's.
+NO_HUB = (
+    httpx2.HTTPError,
+    httpx2.InvalidURL,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 REQUIRED = ("config.json", "tokenizer.json")
 
 
@@ -82,10 +91,14 @@ def find_model(name: str, revision: str | None) -> RemoteModel:
     """Ask the hub for the files of a model. Raises PagemillError."""
     with translated(name, revision):
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        return _read_info(name, revision, info)
+
+
+def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
     files = [
         RemoteFile(
             sibling.rfilename,
-            sibling.size or 0,
+            int(sibling.size or 0),
             sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id or "",
         )
         for sibling in info.siblings or []
@@ -112,13 +125,7 @@ def translated(name: str, revision: str | None, target: Path | None = None) -> I
     """Raise the errors of the library and of the disk as PagemillError, with what to do."""
     try:
         yield
-    except (
-        HfHubHTTPError,
-        httpx2.HTTPError,
-        RevisionResolutionError,
-        ValueError,
-        OSError,
-    ) as error:
+    except (HfHubHTTPError, OSError, RevisionResolutionError, *NO_HUB) as error:
         raise _translate(error, name, revision, target) from error
 
 
@@ -155,14 +162,14 @@ def _translate(
             return _translate_status(error.response.status_code, name)
         case OfflineModeIsEnabled():
             return Unavailable("HF_HUB_OFFLINE is set: unset it to download")
-        case httpx2.HTTPError() | RevisionResolutionError() | ValueError():
+        case OSError():
+            return _translate_disk(error, name, target)
+        case _:
             return Unavailable(
                 f"{where} cannot be reached, or is no hub ({type(error).__name__}: {error}); check"
                 " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
                 " where it stopped"
             )
-        case _:
-            return _translate_disk(error, name, target)
 
 
 def _translate_disk(error: Exception, name: str, target: Path | None) -> PagemillError:

@@ -1,10 +1,12 @@
 """Models on this machine: folders in Hugging Face format, and those of the hub's cache."""
 
 import math
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,8 +30,20 @@ class WeightIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
+def check_endpoint() -> None:
+    """Raises ConfigError for an HF_ENDPOINT with which the hub's library cannot be imported."""
+    try:
+        urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    except ValueError as error:
+        raise ConfigError(f"it is no URL: {error}", field="HF_ENDPOINT") from error
+
+
 def list_cached() -> list[LocalModel]:
-    """Return the models of the hub's cache, each with the commit that is served."""
+    """Return the models of the hub's cache, each with the commit that is served.
+
+    Raises ConfigError.
+    """
+    check_endpoint()
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -46,12 +60,17 @@ def list_cached() -> list[LocalModel]:
     return models
 
 
+def is_folder(given: str) -> bool:
+    """Return whether this is a path, and not a name in the hub's cache."""
+    return given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file()
+
+
 def find_local(given: str) -> LocalModel | None:
     """Return the model of a folder or of the hub's cache; None for one that is not here.
 
     A folder is served under its own name. Raises ConfigError for a path that is no model.
     """
-    if given.startswith((".", "/", "~")) or (Path(given) / "config.json").is_file():
+    if is_folder(given):
         try:
             folder = Path(given).expanduser().absolute()
         except RuntimeError as error:
