@@ -24,6 +24,8 @@ from workers.cli.models import download
 from workers.cli.models.download import check_disk
 from workers.cli.models.hub import RemoteFile, RemoteModel, translated
 from workers.cli.models.local import find_local
+from workers.engine.core.sequence import Pooling
+from workers.engine.pooling_files import read_pooling
 
 DEMO = ROOT / "ops" / "demo_model"
 NAME = "org/demo"
@@ -41,6 +43,12 @@ SERVED = set(FILES) - {
     "consolidated.safetensors",
     "README.md",
 }
+# The pooling of sentence-transformers, with a name that would leave the folder.
+POOLING = {
+    "modules.json": b'[{"type": "models.Pooling", "path": "1_Pooling"}]',
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+}
+OUTSIDE = {"../1_Pooling/config.json": b"{}", "1_Pooling/x/config.json": b"{}"}
 WEIGHTS = "model.safetensors"
 NO_BROKER = ("--nats", "nats://127.0.0.1:9")
 
@@ -48,7 +56,8 @@ NO_BROKER = ("--nats", "nats://127.0.0.1:9")
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     unsupported = {**FILES, "config.json": b'{"model_type": "whisper"}'}
-    with Hub({NAME: FILES, "org/whisper": unsupported, "org/pickled": {"a.bin": b"x"}}) as server:
+    models = {NAME: FILES, "org/whisper": unsupported, "org/pickled": {"a.bin": b"x"}}
+    with Hub(models | {"org/pooled": FILES | POOLING | OUTSIDE}) as server:
         yield server
 
 
@@ -76,8 +85,8 @@ def run(
     return preloaded.run(*arguments, cwd=folder, env=environment(hub, folder, **more))
 
 
-def snapshot(folder: Path) -> Path:
-    return folder / "hf" / "hub" / "models--org--demo" / "snapshots" / COMMIT
+def snapshot(folder: Path, model: str = "demo") -> Path:
+    return folder / "hf" / "hub" / f"models--org--{model}" / "snapshots" / COMMIT
 
 
 def partials(folder: Path) -> list[Path]:
@@ -97,6 +106,19 @@ def test_only_what_serving_needs_is_downloaded_into_the_cache(hub: Hub, tmp_path
     hub.requests.clear()
     assert run(hub, tmp_path, "pull", NAME).returncode == 0
     assert [path for method, path, _ in hub.requests if method == "GET"] == []
+
+
+@pytest.mark.parametrize("options", [(), ("--dir", "here")])
+def test_the_pooling_of_a_model_is_downloaded(
+    hub: Hub, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = run(hub, tmp_path, "pull", "org/pooled", *options)
+    assert done.returncode == 0, done.stderr
+    if not options:
+        assert (snapshot(tmp_path, "pooled") / "modules.json").exists()
+    (config,) = tmp_path.rglob("1_Pooling/config.json")
+    assert read_pooling(config.parents[1], None) == Pooling("mean", normalize=False)
+    assert {path for _, path, _ in hub.requests} == SERVED | set(POOLING)
 
 
 def test_a_folder_gets_plain_files(hub: Hub, tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def test_a_step_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> N
         read_pooling(folder, None)
 
 
+def test_a_pooling_without_its_file_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, None, WHOLE)
+    with pytest.raises(ConfigError, match=r"1_Pooling/config.json cannot be read"):
+        read_pooling(folder, None)
+    assert read_pooling(folder, "mean") == Pooling("mean")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{"])
 def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, modes("mean_tokens"))

@@ -51,11 +51,14 @@ def read_pooling(folder: Path, configured: Literal["last", "mean"] | None) -> Po
             if step.name not in _SERVED_STEPS:
                 raise _refusal(modules, f"[{number}].type", f"{step.name} is not supported")
         normalize = any(step.name == "Normalize" for step in steps)
-        path = next((step.path for step in steps if step.name == "Pooling"), path)
+        pooled = [step.path for step in steps if step.name == "Pooling"]
+        path = pooled[0] if pooled else ""
     if configured is not None:
         return Pooling(configured, normalize)
     file = folder / path / "config.json"
-    return Pooling(_read_mode(file), normalize) if file.is_file() else Pooling("last", normalize)
+    if not path or not (modules.is_file() or file.is_file()):
+        return Pooling("last", normalize)
+    return Pooling(_read_mode(file), normalize)
 
 
 def _read_mode(file: Path) -> Literal["last", "mean"]:

@@ -112,7 +112,7 @@ def _link(model: RemoteModel, cache: Path) -> Path:
             raise CorruptDownload(
                 f"{file.name} of {model.name}: the hub tells two checksums", field=file.name
             )
-        folder = linked.parent
+        folder = linked.parents[file.name.count("/")]
     # The revision is recorded last, so that its name never leads to an incomplete folder.
     resolved = HfApi().resolve_revision(model.name, revision=model.revision, cache_dir=cache)
     if resolved.resolved != model.commit:
@@ -130,6 +130,7 @@ def _has(target: Path, file: RemoteFile, folder: Path | None) -> bool:
 def _fetch(model: RemoteModel, file: RemoteFile, target: Path, progress: Progress) -> None:
     """Download one file, or the rest of it, and check it."""
     partial = _partial_of(target)
+    partial.parent.mkdir(exist_ok=True)
     # A link in its place would lead the bytes to another file.
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "ab") as out:

@@ -27,8 +27,9 @@ from huggingface_hub.errors import (
 
 from shared.errors import AccessDenied, ConfigError, DiskFull, NotFound, PagemillError, Unavailable
 
-# Names without a folder: nothing else of a repository is ever written.
+# Names of a few forms, which lead out of no folder: nothing else of a repository is ever written.
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+POOLING = re.compile(r"\d_Pooling/config\.json")
 SMALL_FILES = frozenset(
     {
         "added_tokens.json",
@@ -37,6 +38,7 @@ SMALL_FILES = frozenset(
         "config.json",
         "generation_config.json",
         "merges.txt",
+        "modules.json",
         "model.safetensors.index.json",
         "preprocessor_config.json",
         "processor_config.json",
@@ -84,7 +86,8 @@ class RemoteModel:
 
 def is_needed(name: str) -> bool:
     """Return whether serving needs a file of this name."""
-    return name in SMALL_FILES or WEIGHTS.fullmatch(name) is not None
+    forms = (WEIGHTS, POOLING)
+    return name in SMALL_FILES or any(form.fullmatch(name) for form in forms)
 
 
 def find_model(name: str, revision: str | None) -> RemoteModel:
