@@ -24,6 +24,7 @@ from shared.native import library
 from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.support import layer_windows
 
 TOKEN_GROUP = 8
@@ -82,6 +83,8 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
         return f"there are no kernels for {config.model_type!r}"
     decoder: Any = family.decoder
     layer = decoder.layers[0]
+    if isinstance(layer.mlp.gate_proj, Int8Linear):
+        return "its weights are int8"
     if config.hidden_act != "silu" or layer.mlp.gate_proj.bias is not None:
         return "its MLP is of another kind"
     if config.hidden_size % 16 or config.intermediate_size % 16:
