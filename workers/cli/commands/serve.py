@@ -62,8 +62,8 @@ def up(
             config = _generate(models, config, wishes, pull)
         elif pull or wishes != Wishes():
             raise ConfigError(
-                "--pull, --dtype, --max-model-len and --quantization belong to models that are named"
-                " on the command line",
+                "--pull, --dtype, --max-model-len and --quantization belong to models that are"
+                " named on the command line",
                 field="models",
             )
         file = settings.find_config_file(config)

@@ -167,7 +167,7 @@ class Int8Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         decoder: Any = model.get_decoder()  # type: ignore[operator]
         dtype = self.quantization_config.dtype  # type: ignore[attr-defined]
-        for name, weight in decoder.layers.named_parameters():
+        for weight in decoder.layers.parameters():
             # transformers has the experts of a layer in one tensor, and most weights in those.
             if weight.dim() > 2:
                 _refuse(f"the experts of {model.config.model_type!r} are not linear layers")
