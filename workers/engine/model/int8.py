@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -165,7 +165,7 @@ class Int8Quantizer(HfQuantizer):
     """Replaces the layers of a decoder before transformers reads their weights."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        decoder: Any = model.get_decoder()  # type: ignore[operator]
+        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         dtype = self.quantization_config.dtype  # type: ignore[attr-defined]
         for weight in decoder.layers.parameters():
             # transformers has the experts of a layer in one tensor, and most weights in those.
@@ -200,11 +200,9 @@ class _Quantize(ConversionOps):
         input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
-        *,
-        model: Any = None,
-        missing_keys: Any = None,
         **kwargs: Any,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, list[Tensor]]:
+        model, missing_keys = kwargs["model"], kwargs["missing_keys"]
         for name, value in input_dict.items():
             owner = name.rpartition(".")[0]
             layer = model.get_submodule(owner)
