@@ -5,8 +5,9 @@ UV := $(BIN)/uv
 JOBS ?= 3
 PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway/vllm shared/codec shared/protocol)
 PEERS ?= peers
+MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -91,6 +92,9 @@ bench-peers: .venv/dev  ## us against engines installed in PEERS, see install.sh
 	$(BIN)/python -m ops.install --group bench
 	$(BIN)/python -m ops.bench.peers --peers $(PEERS) --out $(PEERS)/figures.jsonl
 	$(BIN)/python -m ops.bench.peers.plot $(PEERS)/figures.jsonl
+
+bench-int8: .venv/dev  ## int8 weights beside full ones, MODEL a folder; 5 minutes
+	$(BIN)/python -m ops.bench.int8 $(MODEL)
 
 bench-rendering: .venv/dev  ## first request after a start, requests a second; 2 minutes
 	$(BIN)/python -m ops.bench.rendering

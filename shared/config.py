@@ -37,6 +37,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Folder in Hugging Face format, relative to the configuration file."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """In float64 an answer does not depend on the other requests of its batch."""
+    quantization: Literal["int8"] | None = None
+    """`int8` rounds the linear layers of the decoder to 8 bits while they are read, with one scale
+    per output channel. All else keeps `dtype`, which must be `bfloat16` or `float32`; the products
+    are fast with `bfloat16` only."""
     max_model_len: Positive | None = None
     """Limit on prompt and answer together, in tokens; by default the model's own limit."""
     max_images: Annotated[int, Meta(ge=0)] = 8

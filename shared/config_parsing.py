@@ -132,6 +132,12 @@ def _faults_of_models(config: Config) -> Iterator[Fault]:
         for adapter in model.adapters:
             if not is_model_name(adapter):
                 yield Fault(f"models.{name}.adapters", f"the name {adapter!r} {MODEL_NAME_RULE}")
+        if model.quantization is not None:
+            key = f"models.{name}.quantization"
+            if model.dtype not in ("float32", "bfloat16"):
+                yield Fault(key, f"int8 needs dtype bfloat16 or float32, and it is {model.dtype}")
+            if model.adapters:
+                yield Fault(key, "int8 and LoRA adapters exclude each other")
 
 
 def _faults_of_sections(config: Config) -> Iterator[Fault]:

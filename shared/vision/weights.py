@@ -12,15 +12,21 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shared.errors import ConfigError
 
 
 def load_weights(
-    model_class: Any, folder: Path, dtype: torch.dtype, device: str, without: Sequence[str] = ()
+    model_class: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    without: Sequence[str] = (),
+    quantization: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load a model for inference. `without` names submodules that are left out: they are None, and
-    their weights are not read.
+    their weights are not read. `quantization` is applied to each tensor as it is read.
 
     Raises ConfigError.
     """
@@ -32,6 +38,7 @@ def load_weights(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            quantization_config=quantization,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"models.path: {folder}: {error}", field="models.path") from error

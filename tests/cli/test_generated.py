@@ -30,3 +30,20 @@ def test_another_up_leaves_the_file_of_a_running_one_alone(
     ]
     assert lens == [512, 256]
     assert set(first.parent.iterdir()) == {first, second}
+
+
+def test_int8_is_written_for_the_engine_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reports = check_folders([DEMO_MODEL])
+    monkeypatch.setattr(generated, "check_folders", lambda _: reports)
+    file, lines = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
+    entry = yaml.safe_load(file.read_text())["models"]["demo"]
+    assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")
+    # Without int8, they take 5.3 MB in bfloat16.
+    assert "demo: weights 4.1 MB as int8 and bfloat16" in lines[0]
+    monkeypatch.setenv("PAGEMILL_ENGINE__DEVICE", "cuda")
+    file, _ = write_config([LocalModel("demo", DEMO_MODEL)], Wishes(quantization="int8"))
+    entry = yaml.safe_load(file.read_text())["models"]["demo"]
+    assert (entry["quantization"], entry["dtype"]) == ("int8", "bfloat16")

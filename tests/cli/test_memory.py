@@ -44,6 +44,18 @@ def test_other_types_are_exact_where_that_fits() -> None:
     assert make_plan([half], 8 * GIB).shares[0].dtype == "bfloat16"
 
 
+def test_int8_weights_take_a_byte_each() -> None:
+    rounded = ModelNeeds(
+        "r", 2_200_000_000, 28 * 2 * 2 * 128, 4096, "float16", None, None, 2 * 10**9
+    )
+    with pytest.raises(ConfigError, match="4400000000 bytes"):
+        make_plan([BILLIONS], 5 * GIB - GIB // 2)
+    plan = make_plan([rounded], 5 * GIB - GIB // 2)
+    (share,) = plan.shares
+    assert (share.dtype, share.weights_bytes) == ("bfloat16", 2 * 10**9 + 2 * 200_000_000)
+    assert "weights 2.4 GB as int8 and bfloat16," in plan.lines()[0]
+
+
 def test_what_is_set_is_kept() -> None:
     wished = ModelNeeds("w", 1000, 384, 4096, "float16", "float64", 300)
     plan = make_plan([wished], 4 * GIB, kv_cache_mib=100)

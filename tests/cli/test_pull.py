@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -56,7 +56,11 @@ NO_BROKER = ("--nats", "nats://127.0.0.1:9")
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     unsupported = {**FILES, "config.json": b'{"model_type": "whisper"}'}
-    models = {NAME: FILES, "org/whisper": unsupported, "org/pickled": {"a.bin": b"x"}}
+    models: dict[str, Mapping[str, bytes]] = {
+        NAME: FILES,
+        "org/whisper": unsupported,
+        "org/pickled": {"a.bin": b"x"},
+    }
     with Hub(models | {"org/pooled": FILES | POOLING | OUTSIDE}) as server:
         yield server
 

@@ -56,6 +56,17 @@ def test_the_environment_overrides_any_field() -> None:
             ["pagemill.yaml", "models.demo.adapters", r"a\tb", "printable"],
         ),
         ("models: {demo: {path: a, adapters: {b: 1}}}", {}, ["models.demo.adapters", "str"]),
+        ("models: {demo: {path: a, quantization: int4}}", {}, ["demo.quantization", "int4"]),
+        (
+            "models: {demo: {path: a, quantization: int8, dtype: float64}}",
+            {},
+            ["pagemill.yaml", "models.demo.quantization", "bfloat16 or float32", "float64"],
+        ),
+        (
+            "models: {demo: {path: a, quantization: int8, adapters: {b: c}}}",
+            {},
+            ["models.demo.quantization", "LoRA adapters"],
+        ),
         (GOOD + "\nengine: {block_size: many}", {}, ["engine.block_size", "int"]),
         (GOOD + "\nengien: {}", {}, ["engien"]),
         (

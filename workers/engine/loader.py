@@ -18,6 +18,7 @@ from shared.vision.weights import load_weights
 from workers.engine.core.sequence import LAST_TOKEN, Pooling
 from workers.engine.cpu.decoder import NativeModel, unsupported_reason
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, FlatModel, StepInputs
+from workers.engine.model.int8 import quantization_of, report_on
 from workers.engine.model.lora import Adapters, load_adapters
 from workers.engine.model.support import check_supported
 from workers.engine.pooling_files import read_pooling
@@ -83,7 +84,11 @@ def _load(model: ModelConfig, engine: EngineConfig, set_step: SetStep) -> Loaded
     excluded = () if tower is None else tower.modules
     model_class = registry.find_model_class(config)
     set_step(READING)
-    family = registry.adapt(load_weights(model_class, folder, dtype, engine.device, excluded))
+    quantization = quantization_of(config, dtype) if model.quantization else None
+    weights = load_weights(model_class, folder, dtype, engine.device, excluded, quantization)
+    if quantization is not None:
+        report_on(weights)
+    family = registry.adapt(weights)
     needs_tower = tower is not None and (model.tower == "engine" or model.local_tokens > 0)
     adapters = load_adapters(family, model.adapters)
     decoder = _build_decoder(

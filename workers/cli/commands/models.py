@@ -78,6 +78,10 @@ async def models(
     if configured or cached:
         print_note("checking which models can be served …")
     rows = await asyncio.to_thread(_describe, configured, cached, served)
+    for row in rows:
+        entry = loaded.models.get(str(row["name"]))
+        if entry is not None and entry.quantization is not None:
+            row["quantization"] = entry.quantization
     known = {row["name"] for row in rows}
     rows += [{"name": name, "state": "served"} for name in sorted(served - known)]
     if json:
@@ -145,9 +149,10 @@ def _print_table(rows: Sequence[dict[str, object]]) -> None:
 def _cells(row: dict[str, object]) -> tuple[str, str, str, str]:
     size = row.get("size_bytes")
     reason = row.get("reason")
+    state = ", ".join(str(row[key]) for key in ("state", "quantization") if key in row)
     return (
         str(row["name"]),
         str(row.get("family") or "-"),
         decimal(size) if isinstance(size, int) else "-",
-        f"{row['state']}: {reason}" if reason else str(row["state"]),
+        f"{state}: {reason}" if reason else state,
     )

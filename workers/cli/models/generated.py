@@ -14,12 +14,13 @@ from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from workers.cli.models.local import (
     LocalModel,
+    count_int8_parameters,
     count_parameters,
     find_local,
     is_folder,
     missing_files,
 )
-from workers.cli.models.memory import ModelNeeds, Plan, available_bytes, make_plan
+from workers.cli.models.memory import INT8_DTYPE, ModelNeeds, Plan, available_bytes, make_plan
 from workers.cli.models.reports import Report, check_folders
 
 FILE = "pagemill-up-{digest}.yaml"
@@ -32,6 +33,7 @@ class Wishes:
 
     dtype: str | None = None
     max_model_len: int | None = None
+    quantization: str | None = None
 
 
 def find_models(given: Sequence[str]) -> list[LocalModel]:
@@ -95,6 +97,8 @@ def _choose(
     }
     if base.engine.device != "cpu":
         wanted = {"dtype": wishes.dtype, "max_model_len": wishes.max_model_len}
+        if wishes.quantization is not None:
+            wanted |= {"dtype": wishes.dtype or INT8_DTYPE, "quantization": wishes.quantization}
         for entry, report in zip(entries.values(), reports, strict=True):
             chosen = {"dtype": report.dtype, **{k: v for k, v in wanted.items() if v is not None}}
             entry.update({name: value for name, value in chosen.items() if value is not None})
@@ -102,6 +106,8 @@ def _choose(
     plan = _plan(models, reports, wishes, base)
     for share in plan.shares:
         entries[share.name] |= {"dtype": share.dtype, "max_model_len": share.max_model_len}
+        if wishes.quantization is not None:
+            entries[share.name]["quantization"] = wishes.quantization
     engine = {"kv_cache_mib": plan.kv_cache_mib}
     return {"models": entries, "engine": engine}, plan.lines()
 
@@ -118,6 +124,7 @@ def _plan(
             report.dtype,
             wishes.dtype,
             wishes.max_model_len,
+            0 if wishes.quantization is None else count_int8_parameters(model.folder),
         )
         for model, report in zip(models, reports, strict=True)
     ]

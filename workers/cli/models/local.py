@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from shared.errors import ConfigError
 
 # safetensors has the same limit.
 MAX_HEADER_BYTES = 100_000_000
+# Names of weights: the matrices in a decoder's layers are its linear layers.
+_IN_DECODER = re.compile(r"(^|\.)layers\.\d+\.")
+_IN_TOWER = re.compile(r"(^|\.)(visual|vision_)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +112,24 @@ def size_on_disk(folder: Path) -> int:
 
 def count_parameters(folder: Path) -> int:
     """Return how many numbers the weights of a folder are. Raises ConfigError."""
+    return sum(math.prod(tensor.shape) for _, tensor in _read_headers(folder))
+
+
+def count_int8_parameters(folder: Path) -> int:
+    """Return how many of them an engine with `quantization: int8` rounds. Raises ConfigError."""
     return sum(
         math.prod(tensor.shape)
-        for file in sorted(folder.glob("*.safetensors"))
-        for tensor in _read_header(file)
+        for name, tensor in _read_headers(folder)
+        if len(tensor.shape) == 2 and _IN_DECODER.search(name) and not _IN_TOWER.search(name)
     )
 
 
-def _read_header(file: Path) -> Iterator[Tensor]:
+def _read_headers(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from _read_header(file)
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with file.open("rb") as weights:
             (header_len,) = struct.unpack("<Q", weights.read(8))
@@ -124,6 +138,6 @@ def _read_header(file: Path) -> Iterator[Tensor]:
             header = msgspec.json.decode(weights.read(header_len), type=dict[str, msgspec.Raw])
         for name, raw in header.items():
             if name != "__metadata__":
-                yield msgspec.json.decode(raw, type=Tensor)
+                yield name, msgspec.json.decode(raw, type=Tensor)
     except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file} is not a safetensors file: {error}", field="models") from error

@@ -18,6 +18,8 @@ NUM_LONG_SEQUENCES = 16
 STEP_TOKENS = 256
 MIN_KV_CACHE_MIB = 64
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# torch's products with int8 weights are fast in this type only.
+INT8_DTYPE = "bfloat16"
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -34,9 +36,12 @@ class ModelNeeds:
     saved_dtype: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
+    num_int8_parameters: int = 0
+    """The parameters that are loaded as int8; all others have the dtype."""
 
     def weights_bytes(self, dtype: str) -> int:
-        return self.num_parameters * ITEM_BYTES[dtype]
+        num_full = self.num_parameters - self.num_int8_parameters
+        return num_full * ITEM_BYTES[dtype] + self.num_int8_parameters
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of the KV cache for one token."""
@@ -51,6 +56,7 @@ class Share:
     dtype: str
     max_model_len: int
     weights_bytes: int
+    is_int8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         return [
-            f"{share.name}: weights {decimal(share.weights_bytes)} as {share.dtype},"
+            f"{share.name}: weights {decimal(share.weights_bytes)} as"
+            f" {'int8 and ' if share.is_int8 else ''}{share.dtype},"
             f" max_model_len {share.max_model_len}, KV cache {self.kv_cache_mib} MiB,"
             f" of {decimal(self.available)} of free memory"
             for share in self.shares
@@ -74,7 +81,7 @@ def make_plan(
     """Divide the memory among models. Raises ConfigError where the weights do not fit.
 
     A model that was saved in bfloat16 stays so. Others are served in float32, which is exact, or in
-    bfloat16 where that does not fit.
+    bfloat16 where that does not fit. With int8 all are served in bfloat16.
     """
     dtypes = [model.dtype or _exact_dtype(model) for model in models]
     if _rest(models, dtypes, available) <= 0:
@@ -100,13 +107,15 @@ def make_plan(
     )
     mib = kv_cache_mib or max(MIN_KV_CACHE_MIB, -(-min(budget, wanted) // 2**20))
     shares = [
-        Share(model.name, dtype, length, model.weights_bytes(dtype))
+        Share(model.name, dtype, length, model.weights_bytes(dtype), model.num_int8_parameters > 0)
         for model, dtype, length in zip(models, dtypes, lengths, strict=True)
     ]
     return Plan(shares, mib, available)
 
 
 def _exact_dtype(model: ModelNeeds) -> str:
+    if model.num_int8_parameters:
+        return INT8_DTYPE
     return "bfloat16" if model.saved_dtype == "bfloat16" else "float32"
 
 

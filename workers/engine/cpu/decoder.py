@@ -24,6 +24,7 @@ from shared.native import library
 from shared.native.tower_kernels import MAX_HEAD_DIM, PANEL
 from workers.engine.model.attention import KVCache
 from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.support import layer_windows
 
 TOKEN_GROUP = 8
@@ -82,8 +83,8 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
         return f"there are no kernels for {config.model_type!r}"
     decoder: Any = family.decoder
     layer = decoder.layers[0]
-    if config.hidden_act != "silu" or layer.mlp.gate_proj.bias is not None:
-        return "its MLP is of another kind"
+    if reason := _unsupported_mlp(layer.mlp, config.hidden_act):
+        return reason
     if config.hidden_size % 16 or config.intermediate_size % 16:
         return "its sizes are not multiples of 16"
     if layer.self_attn.head_dim % 8 or layer.self_attn.head_dim > MAX_HEAD_DIM:
@@ -95,6 +96,14 @@ def unsupported_reason(family: LanguageAdapter, block_size: int) -> str | None:
     loaded = library.load()
     if loaded is None or (dtype == torch.bfloat16 and not loaded.pagemill_has_bf16()):
         return "there are no kernels on this machine"
+    return None
+
+
+def _unsupported_mlp(mlp: Any, activation: str) -> str | None:
+    if isinstance(mlp.gate_proj, Int8Linear):
+        return "its weights are int8"
+    if activation != "silu" or mlp.gate_proj.bias is not None:
+        return "its MLP is of another kind"
     return None
 
 

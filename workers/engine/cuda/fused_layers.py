@@ -26,6 +26,7 @@ from workers.engine.cuda.kernels.rotary import (
     tabulate_rotary,
     write_cache,
 )
+from workers.engine.model.int8 import Int8Linear
 from workers.engine.model.support import layer_windows
 
 ATTENTION = "pagemill_kernels"
@@ -39,7 +40,7 @@ def fuse_layers(decoder: PreTrainedModel, num_position_rows: int) -> bool:
     model: Any = decoder
     if "llama_like" not in find_decoder_traits(model.config):
         return False
-    if not all(_is_silu(layer.mlp) for layer in model.layers):
+    if not all(_is_silu(layer.mlp) and not _is_int8(layer.mlp) for layer in model.layers):
         return False
     like = model.norm.weight
     max_positions = model.config.max_position_embeddings
@@ -134,6 +135,10 @@ AttentionInterface.register(ATTENTION, attention_of_layer)
 
 def _is_silu(mlp: Any) -> bool:
     return hasattr(mlp, "gate_proj") and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+
+
+def _is_int8(mlp: Any) -> bool:
+    return isinstance(mlp.gate_proj, Int8Linear)
 
 
 def _concat_projections(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:

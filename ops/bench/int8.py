@@ -1,0 +1,192 @@
+"""Compare int8 weights with full ones: the same model, the same texts, the same run.
+
+Accuracy is that of every token of the texts, against the model in float32: the share of tokens with
+the same likeliest successor, the mean Kullback-Leibler divergence, and the ratio of perplexities.
+The row of bfloat16 shows what that type alone changes. Speed is relative to the first row of the
+second table, each at its best of several turns. Peak memory is that of a process that only loads
+the weights.
+
+    python -m ops.bench.models smollm2 FOLDER
+    python -m ops.bench.int8 FOLDER [--text FILE ...]
+"""
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from ops.bench.peers.machine import peak_bytes
+from ops.bench.speculation import PASSAGES
+from shared.config import EngineConfig, ModelConfig
+from workers.engine.loader import LoadedModel, load
+from workers.engine.model.flat_model import BatchLayout, DecoderModel, StepInputs
+
+DOCUMENTS = Path(__file__).parents[2] / "docs" / "concepts"
+WINDOW = 256
+NUM_REPEATS = 3
+NUM_DECODED = 24
+NUM_STREAMS = (1, 4, 16)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    dtype: Any
+    quantization: Any = None
+    native: bool = True
+
+    def load(self, folder: Path) -> LoadedModel:
+        model = ModelConfig(
+            path=str(folder), dtype=self.dtype, quantization=self.quantization, max_model_len=1024
+        )
+        return load(model, EngineConfig(native=self.native, block_size=BLOCK_SIZE))
+
+
+BASE = Variant("float32", "float32")
+VARIANTS = (
+    Variant("bfloat16", "bfloat16"),
+    Variant("bfloat16 on torch", "bfloat16", native=False),
+    Variant("int8, bfloat16", "bfloat16", "int8"),
+    Variant("int8, float32", "float32", "int8"),
+)
+
+
+@torch.inference_mode()
+def run_step(model: DecoderModel, cache: Any, tokens: Tensor, start: int, rows: Tensor) -> Tensor:
+    """Compute a step of sequences in equal states, [num_sequences, num_tokens]; return logits."""
+    num_seqs, num_tokens = tokens.shape
+    num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
+    layout = BatchLayout(
+        [range(i * num_blocks, (i + 1) * num_blocks) for i in range(num_seqs)],
+        [i * num_tokens for i in range(num_seqs + 1)],
+        [start + num_tokens] * num_seqs,
+    )
+    positions = torch.arange(start, start + num_tokens).repeat(num_seqs)
+    step = StepInputs(
+        model.embed(tokens.flatten()),
+        positions.expand(model.family.num_position_rows, -1),
+        model.plan(layout, cache),
+        cache,
+        rows,
+    )
+    return model.forward(step)
+
+
+def read_logits(model: DecoderModel, tokens: Tensor) -> Tensor:
+    cache = model.new_cache(-(-len(tokens) // BLOCK_SIZE), BLOCK_SIZE)
+    logits = run_step(model, cache, tokens[None], 0, torch.arange(len(tokens)))
+    return logits.float().log_softmax(-1)
+
+
+def compare(base: LoadedModel, other: LoadedModel, windows: list[Tensor]) -> tuple[float, ...]:
+    """Return top-1 agreement, mean KL divergence and the ratio of perplexities."""
+    same, divergence, surprise, num_tokens = 0.0, 0.0, 0.0, 0
+    for tokens in windows:
+        full, rounded = (read_logits(each.model, tokens)[:-1] for each in (base, other))
+        same += float((full.argmax(-1) == rounded.argmax(-1)).sum())
+        divergence += float((full.exp() * (full - rounded)).sum())
+        following = tokens[1:, None]
+        surprise += float((full.gather(1, following) - rounded.gather(1, following)).sum())
+        num_tokens += len(following)
+    ratio = torch.tensor(surprise / num_tokens).exp()
+    return same / num_tokens, divergence / num_tokens, float(ratio)
+
+
+def decode(model: DecoderModel, num_streams: int) -> float:
+    """Return the seconds of a decode step of so many sequences."""
+    length = 128
+    num_blocks = -(-(length + NUM_DECODED) // BLOCK_SIZE)
+    cache = model.new_cache(num_blocks * num_streams, BLOCK_SIZE)
+    token, rows = torch.ones(num_streams, 1, dtype=torch.int64), torch.arange(num_streams)
+    start_s = time.perf_counter()
+    for position in range(length, length + NUM_DECODED):
+        run_step(model, cache, token, position, rows)
+    return (time.perf_counter() - start_s) / NUM_DECODED
+
+
+def prefill(model: DecoderModel, window: Tensor) -> float:
+    cache = model.new_cache(-(-len(window) // BLOCK_SIZE), BLOCK_SIZE)
+    start_s = time.perf_counter()
+    run_step(model, cache, window[None], 0, torch.tensor([len(window) - 1]))
+    return time.perf_counter() - start_s
+
+
+def time_in_turns(loaded: list[LoadedModel], run: Callable[[DecoderModel], float]) -> list[str]:
+    """Return the speed of each model relative to the first one."""
+    turns = [[run(each.model) for each in loaded] for _ in range(NUM_REPEATS)]
+    best = [min(times) for times in zip(*turns, strict=True)]
+    return [f"{best[0] / seconds:.2f}" for seconds in best]
+
+
+def measure_peak(folder: Path, variant: Variant) -> int:
+    command = [sys.executable, "-m", "ops.bench.int8", str(folder), "--only", variant.name]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def read_windows(folder: Path, files: list[Path]) -> list[Tensor]:
+    texts = [file.read_text() for file in files] or [*PASSAGES, *_read_documents()]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    token_ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return [torch.tensor(ids[:WINDOW]) for ids in token_ids if len(ids) > 1]
+
+
+def _read_documents() -> list[str]:
+    return [part for file in sorted(DOCUMENTS.glob("*.md")) for part in _parts(file.read_text())]
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in text.split("\n## ") if len(part) > WINDOW]
+
+
+def report(folder: Path, files: list[Path]) -> None:
+    windows = read_windows(folder, files)
+    base = BASE.load(folder)
+    loaded = [variant.load(folder) for variant in VARIANTS]
+    num_tokens = sum(map(len, windows))
+    accuracy = Table("weights", "same top-1", "mean KL", "perplexity ratio")
+    for variant, each in zip(VARIANTS, loaded, strict=True):
+        same, divergence, ratio = compare(base, each, windows)
+        accuracy.add_row(variant.name, f"{100 * same:.1f} %", f"{divergence:.5f}", f"{ratio:.4f}")
+    console = Console(width=120)
+    console.print(f"{len(windows)} texts, {num_tokens} tokens", accuracy)
+    speed = Table("weights", *(f"decode, {n} at once" for n in NUM_STREAMS), "prefill", "peak MB")
+    columns = [time_in_turns(loaded, partial(decode, num_streams=n)) for n in NUM_STREAMS]
+    window = torch.ones(512, dtype=torch.int64)
+    columns.append(time_in_turns(loaded, partial(prefill, window=window)))
+    columns.append([f"{measure_peak(folder, variant) / 1e6:,.0f}" for variant in VARIANTS])
+    for variant, *cells in zip(VARIANTS, *columns, strict=True):
+        speed.add_row(variant.name, *cells)
+    console.print(speed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--text", type=Path, nargs="*", default=[])
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only is None:
+        report(given.model, given.text)
+        return
+    (variant,) = (variant for variant in VARIANTS if variant.name == given.only)
+    with contextlib.redirect_stdout(sys.stderr):
+        variant.load(given.model)
+    sys.stdout.write(f"{peak_bytes(os.getpid())}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Weight-only int8: rounding, layers, whole models against transformers, and what is refused."""
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ops.bench.int8 import compare
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from shared.models.registry import adapt
+from shared.models.tower import Tower
+from shared.vision.weights import load_weights
+from tests.engine.model.test_parity import (
+    DEMO_MODEL,
+    Twins,
+    answers_of,
+    build,
+    make_cases,
+    run_core,
+    widen,
+)
+from workers.cli.models.local import count_int8_parameters
+from workers.engine.cpu.decoder import unsupported_reason
+from workers.engine.cuda.fused_layers import fuse_layers
+from workers.engine.loader import load
+from workers.engine.model.flat_model import FlatModel
+from workers.engine.model.int8 import (
+    MAX_PACKED_ROWS,
+    Int8Linear,
+    dequantize,
+    int8_layers,
+    quantization_of,
+    quantize,
+    report_on,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+    exponent=st.floats(-30, 30),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32),
+)
+def test_no_weight_is_off_by_more_than_half_a_step(
+    shape: tuple[int, int], exponent: float, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(shape, generator=generator) * 10**exponent).to(dtype)
+    weight[0] = 0
+    integers, scale = quantize(weight, dtype)
+    assert (integers.dtype, scale.dtype) == (torch.int8, dtype)
+    steps = scale.double()[:, None]
+    error = (integers.double() * steps - weight.double()).abs()
+    assert bool((error <= steps * 0.5001).all())
+    assert not integers[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_inputs", [64, 40], ids=["packed", "odd"])
+@pytest.mark.parametrize("num_rows", [1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 300])
+def test_a_layer_computes_the_product_with_its_rounded_weights(
+    dtype: torch.dtype, has_bias: bool, num_inputs: int, num_rows: int
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(num_inputs, 1111, has_bias, dtype=dtype).requires_grad_(False)
+    layer = Int8Linear(linear, dtype)
+    layer.fill(linear.weight)
+    hidden = torch.randn(1, num_rows, num_inputs, dtype=dtype)
+    weight = dequantize(layer.weight, layer.scale.double())
+    bias = None if linear.bias is None else linear.bias.double()
+    expected = nn.functional.linear(hidden.double(), weight, bias)
+    # A bfloat16 has 8 bits: the sums, their scaling and the bias are each rounded.
+    tolerance = 1e-5 if dtype == torch.float32 else 3 * 2**-8
+    torch.testing.assert_close(
+        layer(hidden).double(), expected, rtol=tolerance, atol=tolerance * 0.5
+    )
+    assert 0.001 < layer.error < 0.02
+
+
+def load_int8(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model.save_pretrained(folder)
+    quantization = quantization_of(model.config, dtype)
+    return load_weights(type(model), folder, dtype, "cpu", (), quantization)
+
+
+def with_rounded_weights(model: PreTrainedModel, served: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy for transformers, with the weights that the integers of `served` stand for."""
+    reference = copy.deepcopy(model)
+    for name, layer in int8_layers(served):
+        linear: Any = reference.get_submodule(name)
+        linear.weight.data = dequantize(layer.weight, layer.scale)
+    return reference
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen3_vl"])
+def test_the_engine_yields_the_tokens_of_transformers_with_rounded_weights(
+    name: str, tmp_path: Path
+) -> None:
+    model = build(name).eval().requires_grad_(False)
+    widen(model)
+    served = load_int8(model, tmp_path, torch.float32)
+    family = adapt(served)
+    assert unsupported_reason(family, 16) == "its weights are int8"
+    assert not fuse_layers(family.decoder, family.num_position_rows)
+    tower = None if family.tower is None else Tower(family.tower, family.model)
+    twins = Twins(with_rounded_weights(model, served), FlatModel(family), tower)
+    cases = make_cases(twins.sees)
+    answers, _ = run_core(twins, cases, num_blocks=64, budget=13, steps_between=1)
+    assert answers == answers_of(twins, cases)
+
+
+def test_only_linear_layers_of_the_decoder_are_rounded(tmp_path: Path) -> None:
+    model = build("qwen2_vl").eval()
+    served = load_int8(model, tmp_path, torch.bfloat16)
+    names = [name for name, _ in int8_layers(served)]
+    assert len(names) == 3 * 7
+    assert all(".layers." in name and "visual" not in name for name in names)
+    left = {name for name, tensor in served.named_parameters() if tensor.dtype != torch.bfloat16}
+    assert not left
+    assert sum(layer.weight.numel() for _, layer in int8_layers(served)) == count_int8_parameters(
+        tmp_path
+    )
+
+
+def test_each_full_weight_is_dropped_before_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[weakref.ref[Tensor]] = []
+    fill = Int8Linear.fill
+
+    def watched(self: Int8Linear, weight: Tensor) -> None:
+        assert all(earlier() is None for earlier in taken)
+        taken.append(weakref.ref(weight))
+        fill(self, weight)
+
+    monkeypatch.setattr(Int8Linear, "fill", watched)
+    model = build("llama").eval()
+    served = load_int8(model, tmp_path, torch.float32)
+    assert len(taken) == 3 * 7
+    saved = sum(3 * layer.weight.numel() for _, layer in int8_layers(served))
+    assert saved == report_on(served).saved_bytes > 0
+
+
+def test_the_demo_model_is_reported_and_close_to_its_full_weights() -> None:
+    engine = EngineConfig(kv_cache_mib=64, native=False)
+    with capture_logs() as events:
+        rounded = load(ModelConfig(str(DEMO_MODEL), quantization="int8"), engine)
+    (event,) = [event for event in events if event["event"] == "weights_quantized"]
+    assert event["num_layers"] == 21
+    assert 0.001 < event["mean_weight_error"] <= event["worst_weight_error"] < 0.02
+    full = load(ModelConfig(str(DEMO_MODEL)), engine)
+    tokens = torch.tensor(full.encode_part("What color is this image? " * 8))
+    same_share, divergence, _ = compare(full, rounded, [tokens])
+    assert same_share > 0.9
+    assert 0 < divergence < 0.02
+    assert compare(full, full, [tokens]) == (1.0, 0.0, 1.0)
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the experts of 'qwen3_vl_moe'") as refused:
+        load_int8(build("qwen3_vl_moe"), tmp_path, torch.float32)
+    assert refused.value.field == "models.quantization"
+
+
+def test_quantized_folders_are_refused() -> None:
+    config = build("llama").config
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ConfigError, match="quantized already"):
+        quantization_of(config, torch.float32)
