@@ -21,9 +21,10 @@ install: .venv/installed  ## what running needs; `make test` installs the tools 
 	$(BIN)/python -m ops.install --group dev
 	touch $@
 
-# Otherwise all processes of the tests would compile the same modules at the same time.
+# Otherwise all processes of the tests would compile the same modules at the same time, and rewrite
+# the assertions of the same tests.
 .venv/bytecode: .venv/dev
-	$(BIN)/python -c "import tests.preloaded, workers.encoder.worker, workers.engine.main"
+	-$(BIN)/pytest --collect-only --quiet > /dev/null
 	touch $@
 
 # torch has a version there and no hashes: its CPU and CUDA builds of one version are other files.
