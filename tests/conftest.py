@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -22,6 +23,9 @@ from shared.errors import ConfigError, PagemillError
 # run in Triton's interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# `nohup` and a shell's `&` ignore these signals, and so would all processes of the tests.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read by torch at its import; workers set it as well.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
