@@ -25,6 +25,29 @@ class _View:
         self.sent: dict[int, tuple[int, int]] = {}
 
 
+class _Holders:
+    """A set of engines of which any number can be chosen at random in no time."""
+
+    __slots__ = ("engines", "places")
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.places: dict[int, int] = {}
+
+    def add(self, engine: Engine) -> None:
+        if engine.number not in self.places:
+            self.places[engine.number] = len(self.engines)
+            self.engines.append(engine)
+
+    def discard(self, engine: Engine) -> None:
+        place = self.places.pop(engine.number, None)
+        if place is not None:
+            last = self.engines.pop()
+            if last is not engine:
+                self.engines[place] = last
+                self.places[last.number] = place
+
+
 class KVAware(Push):
     """The engine with the least work ahead and of its own, as far as heartbeats and news tell."""
 
@@ -32,7 +55,7 @@ class KVAware(Push):
 
     def __init__(self, num_routers: int = 1, stale_s: float = 0.0, steals: bool = False) -> None:
         self._num_routers, self._stale_s, self._steals = num_routers, stale_s, steals
-        self._index: dict[Key, dict[Engine, None]] = {}
+        self._index: dict[Key, _Holders] = {}
         self._news: deque[tuple[float, Key, Engine, bool]] = deque()
         self._views: dict[int, _View] = {}
 
@@ -62,10 +85,10 @@ class KVAware(Push):
         while self._news and self._news[0][0] <= now_s:
             _, key, engine, is_stored = self._news.popleft()
             if is_stored:
-                self._index.setdefault(key, {})[engine] = None
+                self._index.setdefault(key, _Holders()).add(engine)
             elif holders := self._index.get(key):
-                holders.pop(engine, None)
-                if not holders:
+                holders.discard(engine)
+                if not holders.engines:
                     del self._index[key]
 
     def _choose(self, simulation: Simulation, request: Request, router: int) -> Engine:
@@ -74,7 +97,10 @@ class KVAware(Push):
         live = simulation.live
         hits = dict.fromkeys(simulation.random.sample(live, min(NUM_SAMPLED, len(live))), 0)
         for key, tokens in request.chain[:-1]:  # deeper ones overwrite
-            for _, engine in zip(range(NUM_HOLDERS), self._index.get(key, ()), strict=False):
+            holders = self._index[key].engines if key in self._index else []
+            if len(holders) > NUM_HOLDERS:
+                holders = simulation.random.sample(holders, NUM_HOLDERS)
+            for engine in holders:
                 if not engine.is_draining:
                     hits[engine] = tokens
         best, least = live[0], float("inf")

@@ -50,7 +50,7 @@ def slot_key(request: SlotRequest, block_size: int) -> str:
         return content_hash(*scope, "conversation", request.conversation)
     num_image_tokens = sum(item.placeholder.length for item in request.items)
     if request.items and 2 * num_image_tokens >= len(request.token_ids):
-        return content_hash(*scope, "image", request.items[0].mm_hash)
+        return content_hash(*scope, "item", request.items[0].mm_hash)
     num_blocks = beginning_blocks(len(request.token_ids) // block_size)
     if num_blocks:
         return content_hash(*scope, "beginning", *_beginning(request, num_blocks * block_size))

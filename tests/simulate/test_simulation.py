@@ -16,8 +16,8 @@ EXPECTED: dict[str, tuple[float, float, float, int]] = {
     "shared queue, least loaded first": (0.107, 0.269, 0.354, 0),
     "slots, thieves at random": (0.029, 0.284, 0.6204, 113),
     "slots, thieves by backlog": (0.029, 0.3, 0.6232, 75),
-    "KV-aware push": (0.033, 0.59, 0.6345, 0),
-    "KV-aware with stealing": (0.03, 0.267, 0.6426, 193),
+    "KV-aware push": (0.033, 0.519, 0.6384, 0),
+    "KV-aware with stealing": (0.031, 0.258, 0.6401, 159),
 }
 EXPECTED_SCALED: dict[str, tuple[float, float, int]] = {
     "own policy": (30.687, 0.739, 32),
