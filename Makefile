@@ -98,7 +98,7 @@ bench-rendering: .venv/dev  ## first request after a start, requests a second; 2
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
 
-simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engines; 4 minutes
+simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engines
 	$(BIN)/python -m ops.simulate report
 	$(BIN)/python -m ops.simulate big
 
