@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -102,6 +102,10 @@ bench-rendering: .venv/dev  ## first request after a start, requests a second; 2
 
 bench-serve: .venv/dev  ## vLLM's load client against our door, 0 errors; 3 minutes
 	$(BIN)/python -m ops.interop.load --peers $(PEERS)
+
+simulate: .venv/dev  ## the tables of docs/concepts/scaling.md, and 10,000 engines
+	$(BIN)/python -m ops.simulate report
+	$(BIN)/python -m ops.simulate big
 
 interop: .venv/dev  ## our renderer and engines with those of vLLM, installed in PEERS; 3 minutes
 	$(BIN)/python -m ops.interop --peers $(PEERS)

@@ -1,0 +1,1 @@
+"""Simulated engines under a simulated load: which routing and which scaling is worth building."""

@@ -1,0 +1,53 @@
+"""Run the simulator: `report` prints the tables of the documentation, `big` a run of full size."""
+
+import argparse
+import resource
+import sys
+import time
+
+from ops.simulate.kv_aware import KVAware
+from ops.simulate.loads import bursty_chat
+from ops.simulate.report import routing_tables, scaling_table
+from ops.simulate.simulation import Simulation, quantile
+
+BIG_ENGINES, BIG_REQUESTS, BIG_ROUTERS = 10_000, 1_000_000, 64
+BIG_RATE = 9.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ops.simulate", description=__doc__)
+    parser.add_argument("run", choices=("report", "big"))
+    parser.add_argument("--engines", type=int)
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.run == "report":
+        for line in routing_tables(options.engines or 16, options.requests or 20_000, options.seed):
+            say(line)
+        for line in scaling_table(options.seed):
+            say(line)
+    else:
+        run_big(options.engines or BIG_ENGINES, options.requests or BIG_REQUESTS, options.seed)
+
+
+def run_big(num_engines: int, num_requests: int, seed: int) -> None:
+    """Run KV-aware routers with stealing, and tell what the run itself has cost."""
+    began_s = time.process_time()
+    requests = bursty_chat(num_requests, BIG_RATE * num_engines, seed)
+    router = KVAware(BIG_ROUTERS, 1.0, steals=True)
+    figures = Simulation(requests, router, num_engines, seed).run()
+    cpu_s = time.process_time() - began_s
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    ttft = [quantile(figures.ttft_s, part) for part in (0.5, 0.99)]
+    say(f"{num_engines} engines, {num_requests} requests in {requests[-1].arrived_s:.0f} s")
+    say(f"TTFT p50 {ttft[0]:.3f} s, p99 {ttft[1]:.3f} s; from cache {figures.hit_rate:.1%}")
+    say(f"stolen {figures.num_stolen / num_requests:.1%}; CPU {cpu_s:.0f} s, {peak_mib} MiB")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Autoscalers of a simulated pool: the product's own policy, and KEDA with its defaults."""
+
+import math
+from collections import deque
+
+from ops.simulate.simulation import Simulation
+from shared.scaling.memory import Memory
+from shared.scaling.policy import decide
+from shared.scaling.pools import (
+    PoolFigures,
+    PoolSettings,
+    ScalingSettings,
+    WorkerLoad,
+    choose_victims,
+)
+
+COLD_S = 45.0
+POOL = "engine"
+
+
+class OwnPolicy:
+    """Runs `shared.scaling` with the figures that the broker and the heartbeats would tell."""
+
+    period_s = 2.0
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = ScalingSettings({POOL: settings})
+        self._memory: Memory = {}
+
+    def look(self, simulation: Simulation) -> None:
+        now_s, oldest_s = simulation.now_s, simulation.oldest_s()
+        pending = simulation.num_pending() + sum(len(e.waiting) for e in simulation.engines)
+        in_flight = simulation.num_in_flight()
+        figures = PoolFigures(
+            pending,
+            in_flight - pending,
+            0.0 if oldest_s is None else now_s - oldest_s,
+            len(simulation.live),
+            {str(e.number): now_s - at_s for e, at_s in simulation.starting.items()},
+            num_draining=len(simulation.engines) - len(simulation.live),
+        )
+        decisions, self._memory = decide(self._settings, {POOL: figures}, self._memory, now_s)
+        for _ in range(decisions[POOL].start):
+            simulation.start_engine(COLD_S)
+        _drain(simulation, decisions[POOL].stop)
+        simulation.figures.sizes.append((now_s, len(simulation.live), in_flight))
+
+
+class Keda:
+    """KEDA's scaler and the autoscaler of Kubernetes, with their default times."""
+
+    period_s = 30.0
+
+    def __init__(self, settings: PoolSettings, window_s: float = 300.0) -> None:
+        self._settings, self._window_s = settings, window_s
+        self._wants: deque[tuple[float, int]] = deque()
+
+    def look(self, simulation: Simulation) -> None:
+        now_s, in_flight = simulation.now_s, simulation.num_in_flight()
+        want = min(self._settings.max, math.ceil(in_flight / self._settings.per_engine))
+        self._wants.append((now_s, want))
+        while self._wants[0][0] < now_s - self._window_s:
+            self._wants.popleft()
+        for _ in range(want - len(simulation.live) - len(simulation.starting)):
+            simulation.start_engine(COLD_S)
+        _drain(simulation, len(simulation.live) - max(want for _, want in self._wants))
+        simulation.figures.sizes.append((now_s, len(simulation.live), in_flight))
+
+
+def _drain(simulation: Simulation, count: int) -> None:
+    by_name = {str(engine.number): engine for engine in simulation.live}
+    loads = [WorkerLoad(name, engine.num_held) for name, engine in by_name.items()]
+    for name in choose_victims(loads, count):
+        simulation.drain(by_name[name])

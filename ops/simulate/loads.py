@@ -1,0 +1,100 @@
+"""Simulated loads: bursty chats, one popular image, requests that share nothing."""
+
+import random
+from collections.abc import Callable
+
+from ops.simulate.engine import Link, Request
+
+BURST = 3.0
+"""In 5 of 25 seconds the rate is this times the mean."""
+IMAGE_TOKENS = 1024
+IMAGE_S = 0.04
+# First numbers of the names of beginnings.
+TEMPLATE, CHAT, IMAGE, QUESTION, SINGLE, ANSWER = range(6)
+
+
+def bursty_chat(num_requests: int, rate: float, seed: int, gap_s: float = 0.0) -> list[Request]:
+    """Chats of several turns, questions about popular images, single prompts; in bursts.
+
+    With `gap_s`, nobody asks anything for this time in the middle.
+    """
+    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    lengths = [rnd.randint(300, 1500) for _ in range(200)]
+    templates = rnd.choices(range(200), [1 / (i + 1) for i in range(200)], k=num_requests)
+    images = rnd.choices(range(4000), [1 / (i + 1) ** 0.8 for i in range(4000)], k=num_requests)
+    for session in range(num_requests):
+        factor = BURST if now_s % 25 >= 20 else (5 - BURST) / 4
+        now_s += rnd.expovariate(rate / 2.49 * factor)
+        kind, template = rnd.random(), templates[session]
+        if kind < 0.45:
+            found += _chat(rnd, now_s, session, ((TEMPLATE, template), lengths[template]))
+        elif kind < 0.75:
+            template %= 20
+            beginning = ((TEMPLATE, template), lengths[template])
+            found.append(_question(rnd, now_s, session, beginning, images[session]))
+        else:
+            found.append(_single(rnd, now_s, session))
+        if len(found) >= 1.3 * num_requests:
+            break
+    found.sort(key=lambda request: request.arrived_s)
+    del found[num_requests:]
+    for request in found[len(found) // 2 :]:
+        request.arrived_s += gap_s
+    return found
+
+
+def hot_image(num_requests: int, rate: float, seed: int) -> list[Request]:
+    """Questions about one image, under one template."""
+    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    for session in range(num_requests):
+        now_s += rnd.expovariate(rate)
+        found.append(_question(rnd, now_s, session, ((TEMPLATE, 0), 800), 0))
+    return found
+
+
+def no_sharing(num_requests: int, rate: float, seed: int) -> list[Request]:
+    """Single prompts, each with a beginning of its own."""
+    rnd, found, now_s = random.Random(seed), list[Request](), 0.0
+    for session in range(num_requests):
+        now_s += rnd.expovariate(rate)
+        found.append(_single(rnd, now_s, session))
+    return found
+
+
+LOADS: dict[str, tuple[Callable[[int, float, int], list[Request]], float]] = {
+    "bursty chat": (bursty_chat, 9.8),
+    "one hot image": (hot_image, 20.0),
+    "no sharing": (no_sharing, 5.0),
+}
+"""Loads by name, each with its requests a second and engine."""
+
+
+def _chat(rnd: random.Random, at_s: float, session: int, beginning: Link) -> list[Request]:
+    found, chain, length = [], [beginning], beginning[1]
+    for turn in range(min(12, 1 + int(rnd.expovariate(1 / 4)))):
+        prompt = length + rnd.randint(20, 500)
+        answer = 1 + int(rnd.lognormvariate(4.7, 0.7))
+        length = prompt + answer
+        chain.append(((CHAT, session, turn), length))
+        found.append(Request(at_s, prompt, answer, tuple(chain)))
+        at_s += rnd.expovariate(1 / 6) + answer * 0.02
+    return found
+
+
+def _question(
+    rnd: random.Random, at_s: float, session: int, beginning: Link, image: int
+) -> Request:
+    (_, template), length = beginning
+    prompt = length + IMAGE_TOKENS + rnd.randint(10, 80)
+    answer = 1 + int(rnd.lognormvariate(4.2, 0.6))
+    seen = ((IMAGE, template, image), length + IMAGE_TOKENS)
+    chain = (beginning, seen, ((QUESTION, session), prompt + answer))
+    return Request(at_s, prompt, answer, chain, IMAGE_S, IMAGE_TOKENS)
+
+
+def _single(rnd: random.Random, at_s: float, session: int) -> Request:
+    prompt = min(16_000, int(rnd.lognormvariate(6.8, 0.9)) + 50)
+    answer = 1 + int(rnd.lognormvariate(4.9, 0.8))
+    return Request(
+        at_s, prompt, answer, (((SINGLE, session), prompt), ((ANSWER, session), prompt + answer))
+    )

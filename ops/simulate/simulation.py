@@ -1,0 +1,263 @@
+"""The event loop: arrivals, steps of engines, ticks of routers and of the autoscaler."""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ops.simulate.engine import Cost, Engine, Key, Request
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a run is judged by. Times are of requests that arrived after `counted_from_s`."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    answer_s: list[float] = field(default_factory=list)
+    num_ended: int = 0
+    num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_stolen: int = 0
+    num_started: int = 0
+    engine_s: float = 0.0
+    sizes: list[tuple[float, int, int]] = field(default_factory=list)
+    """Time, ready engines and requests in flight, at each look of the autoscaler."""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hit_tokens / max(1, self.num_prompt_tokens)
+
+
+def quantile(values: list[float], part: float) -> float:
+    """Return a quantile of `values`, to a millisecond; 0 of none."""
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(part * len(ordered)))], 3) if ordered else 0.0
+
+
+class Router(Protocol):
+    """Decides which engine serves a request."""
+
+    needs_news: bool
+    """Whether it is told of changes of caches."""
+    tick_s: float
+    """How often `tick` is called; 0 for never."""
+
+    def route(self, simulation: "Simulation", request: Request) -> None:
+        """Give the request to an engine, or keep it until one asks."""
+
+    def ask(self, simulation: "Simulation", engine: Engine) -> None:
+        """Give a waiting request to an engine that may have room."""
+
+    def idle(self, simulation: "Simulation", engine: Engine) -> None:
+        """Give an engine without prefills what waits for another one."""
+
+    def tick(self, simulation: "Simulation") -> None:
+        """Renew what lasts for `tick_s`."""
+
+    def hear(self, at_s: float, key: Key, engine: Engine, is_stored: bool) -> None:
+        """Note that an engine has cached a beginning or dropped it."""
+
+    def change(self, simulation: "Simulation") -> None:
+        """Follow a change of the engines."""
+
+    def num_waiting(self) -> int:
+        """Return how many requests wait for any engine."""
+
+    def oldest_s(self) -> float | None:
+        """Return the arrival of the oldest of these; None if there is none."""
+
+
+class Scaler(Protocol):
+    """Decides how many engines there are."""
+
+    period_s: float
+
+    def look(self, simulation: "Simulation") -> None:
+        """Start and drain engines."""
+
+
+Event = tuple[float, int, Engine | None, int]
+ARRIVAL, START, TICK, LOOK = 0, -1, -2, -3
+"""In place of the version of an engine's plan."""
+
+
+class Simulation:
+    """One run. Routers and scalers see its engines, and act through its methods."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        router: Router,
+        num_engines: int,
+        seed: int,
+        scaler: Scaler | None = None,
+        cost: Cost | None = None,
+    ) -> None:
+        self.requests, self.router, self.scaler = requests, router, scaler
+        self.cost = cost or Cost()
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.figures = Figures()
+        self.engines: list[Engine] = []
+        """Ready engines, those that drain included."""
+        self.live: list[Engine] = []
+        """Ready engines that take requests."""
+        self.starting: dict[Engine, float] = {}
+        """Engines that are not ready, and when they were asked for."""
+        self.held: deque[Request] = deque()
+        """Requests for a pool without engines."""
+        self.busy: dict[Engine, None] = {}
+        """Engines with a queue of their own, the longest busy first."""
+        # The first fifth warms the caches.
+        self.counted_from_s = 0.0 if scaler else requests[len(requests) // 5].arrived_s
+        self.max_todo = 2.0 * self.cost.step_tokens
+        self._events: list[Event] = []
+        self._order = self._num_made = 0
+        for _ in range(0 if scaler else num_engines):
+            self._join(self._new_engine())
+
+    def run(self) -> Figures:
+        index, num_requests, events = 0, len(self.requests), self._events
+        if self.scaler:
+            self._push(0.0, None, LOOK)
+        if self.router.tick_s:
+            self._push(0.0, None, TICK)
+        while self.figures.num_ended < num_requests or (self.scaler and self.engines):
+            if index < num_requests and (
+                not events or self.requests[index].arrived_s <= events[0][0]
+            ):
+                self.now_s = self.requests[index].arrived_s
+                self.submit(self.requests[index])
+                index += 1
+                continue
+            self.now_s, _, engine, kind = heapq.heappop(events)
+            if engine is None:
+                self._tick(kind)
+            elif kind == START:
+                self._join(engine)
+            elif kind == engine.version:
+                self._settle(engine)
+        self.figures.engine_s += sum(self.now_s - engine.since_s for engine in self.engines)
+        return self.figures
+
+    # -- what routers do ------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        if self.live:
+            self.router.route(self, request)
+        else:
+            self.held.append(request)
+
+    def give(self, engine: Engine, request: Request) -> None:
+        """Put a request into an engine's own queue."""
+        engine.add(request)
+        if engine.steps_ahead == 0:
+            self._plan(engine)
+        elif engine.steps_ahead > 1 and (end_s := engine.cut(self.now_s)) is not None:
+            self._wake(engine, end_s)
+
+    def begin(self, engine: Engine, request: Request) -> None:
+        """Begin a stolen request at once, in a step that is being planned."""
+        self.figures.num_stolen += 1
+        engine.begin(request)
+
+    # -- what scalers do ------------------------------------------------------------------------
+
+    def start_engine(self, cold_s: float) -> None:
+        engine = self._new_engine()
+        self.starting[engine] = self.now_s
+        self._push(self.now_s + cold_s, engine, START)
+
+    def drain(self, engine: Engine) -> None:
+        engine.is_draining = True
+        self.live.remove(engine)
+        self.router.change(self)
+        if not engine.num_held:
+            self._leave(engine)
+
+    def num_in_flight(self) -> int:
+        return sum(engine.num_held for engine in self.engines) + self.num_pending()
+
+    def num_pending(self) -> int:
+        return len(self.held) + self.router.num_waiting()
+
+    def oldest_s(self) -> float | None:
+        """Return when the oldest waiting request arrived."""
+        found = [engine.waiting[0].arrived_s for engine in self.busy if engine.waiting]
+        found += [self.held[0].arrived_s] if self.held else []
+        routed = self.router.oldest_s()
+        return min(found if routed is None else [*found, routed], default=None)
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def _push(self, at_s: float, engine: Engine | None, kind: int) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (at_s, self._order, engine, kind))
+
+    def _wake(self, engine: Engine, at_s: float) -> None:
+        engine.version += 1
+        self._push(at_s, engine, engine.version)
+
+    def _tick(self, kind: int) -> None:
+        if kind == LOOK:
+            assert self.scaler
+            self.scaler.look(self)
+            self._push(self.now_s + self.scaler.period_s, None, LOOK)
+        else:
+            self.router.tick(self)
+            self._push(self.now_s + self.router.tick_s, None, TICK)
+
+    def _new_engine(self) -> Engine:
+        self._num_made += 1
+        self.figures.num_started += 1
+        news: Callable[[Key, bool], None] | None = None
+        engine = Engine(self._num_made, self.now_s, self.cost, news)
+        if self.router.needs_news:
+            engine.news = lambda key, stored: self.router.hear(self.now_s, key, engine, stored)
+        return engine
+
+    def _join(self, engine: Engine) -> None:
+        self.starting.pop(engine, None)
+        self.engines.append(engine)
+        self.live.append(engine)
+        self.router.change(self)
+        held, self.held = self.held, deque()
+        for request in held:
+            self.submit(request)
+        self.router.ask(self, engine)
+
+    def _leave(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        self.figures.engine_s += self.now_s - engine.since_s
+
+    def _settle(self, engine: Engine) -> None:
+        figures = self.figures
+        first, last = engine.settle()
+        for request in first:
+            if request.arrived_s >= self.counted_from_s:
+                figures.ttft_s.append(self.now_s - request.arrived_s)
+                figures.num_prompt_tokens += request.prompt
+                figures.num_hit_tokens += request.hit
+        for request in last:
+            figures.num_ended += 1
+            if request.arrived_s >= self.counted_from_s:
+                figures.answer_s.append(self.now_s - request.arrived_s)
+        engine.steps_ahead = 1  # what comes now is planned with the rest
+        if not engine.is_draining:
+            self.router.ask(self, engine)
+        self._plan(engine)
+        if engine.is_draining and not engine.num_held:
+            self._leave(engine)
+
+    def _plan(self, engine: Engine) -> None:
+        engine.admit(self.max_todo)
+        if engine.waiting:
+            self.busy[engine] = None
+        else:
+            self.busy.pop(engine, None)
+            if not engine.prefills and not engine.is_draining:
+                self.router.idle(self, engine)
+        if (end_s := engine.plan(self.now_s)) is not None:
+            self._wake(engine, end_s)

@@ -1,0 +1,134 @@
+"""Nouns of autoscaling: settings of pools, their figures, and what is decided about them. Pure.
+
+A pool is the workers of one stage of one model. Times are seconds of any one clock that does not
+go back.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from shared.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+Reason = Literal[
+    "demand", "oldest", "woken", "idle", "pinned", "min", "max", "budget", "given_up", "no_figures"
+]
+
+
+class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one pool, and when it grows and shrinks."""
+
+    min: Count = 0
+    """Workers that there always are."""
+    max: Positive = 1
+    """Workers that there are at most."""
+    per_engine: Positive = 16
+    """Tasks in its queue or in flight for each worker."""
+    oldest_s: Seconds = 2.0
+    """The pool grows by a quarter when the oldest waiting task is older than this."""
+    idle_s: Seconds = 60.0
+    """The pool shrinks to the most workers that were wanted in this time."""
+    start_timeout_s: Seconds = 300.0
+    """A worker that has not become ready after this time is given up."""
+    priority: int = 0
+    """Pools of a higher priority are served first when the budget is too small for all."""
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ConfigError(f"min: {self.min} is more than max, {self.max}", field="min")
+
+
+class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """All pools of a cluster, the order in which requests pass them, and their common budget."""
+
+    pools: dict[str, PoolSettings]
+    edges: tuple[tuple[str, str], ...] = ()
+    """The pipelines' edges between pools, each from its source to its target."""
+    budget: Count | None = None
+    """Workers of all pools together; None for no limit but their own."""
+
+    def __post_init__(self) -> None:
+        num_min = sum(pool.min for pool in self.pools.values())
+        if self.budget is not None and num_min > self.budget:
+            message = f"budget: {self.budget} is less than the pools' min together, {num_min}"
+            raise ConfigError(message, field="budget")
+        for edge in self.edges:
+            for name in edge:
+                if name not in self.pools:
+                    raise ConfigError(f"edges: no pool {name!r}", field="edges")
+
+
+class PoolFigures(Struct, frozen=True):
+    """What is known of one pool at one moment: its queue, and its workers."""
+
+    pending: int
+    """Tasks that wait in the queues of both lanes."""
+    in_flight: int
+    """Tasks of both lanes that workers have claimed and not acknowledged."""
+    oldest_s: float
+    """Age of the oldest pending task; 0 if there is none."""
+    num_running: int
+    """Workers that are ready and do not drain."""
+    starting: Mapping[str, float] = {}
+    """Workers that are not ready yet, and the time since they were asked for."""
+    num_pinned: int = 0
+    """Running workers whose arena holds payloads that other workers have not fetched yet."""
+    num_draining: int = 0
+    """Workers that finish what they have; they still use the budget."""
+    num_heard: int = 0
+    """Requests for the pool's model that were heard since the last look."""
+
+
+class PoolDecision(Struct, frozen=True):
+    """What one look at a pool has led to."""
+
+    wanted: int
+    """Workers that the pool is to have."""
+    start: int
+    """Workers to ask for now."""
+    stop: int
+    """Workers to drain now, see `choose_victims`."""
+    give_up: tuple[str, ...]
+    """Starting workers that are not waited for any longer."""
+    reason: Reason
+    """The rule that has set `wanted`."""
+
+
+class WorkerLoad(Struct, frozen=True):
+    """One worker of a pool that may have to go."""
+
+    name: str
+    num_in_flight: int = 0
+    num_pinned: int = 0
+    is_ready: bool = True
+
+
+def choose_victims(workers: Iterable[WorkerLoad], count: int) -> list[str]:
+    """Choose at most `count` workers to drain: first those that start, then the least loaded.
+
+    A worker with pinned payloads is never chosen: the payloads would have to be made again.
+    """
+    free = [worker for worker in workers if worker.num_pinned == 0]
+    free.sort(key=lambda worker: (worker.is_ready, worker.num_in_flight, worker.name))
+    return [worker.name for worker in free[: max(0, count)]]
+
+
+def downstream_of(edges: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Return the pools that each source of an edge leads to, directly or through others."""
+    targets: dict[str, set[str]] = {}
+    for source, target in edges:
+        targets.setdefault(source, set()).add(target)
+    found: dict[str, set[str]] = {}
+    for source in targets:
+        todo, reached = [source], set[str]()
+        while todo:
+            new = targets.get(todo.pop(), set()) - reached
+            reached |= new
+            todo += new
+        found[source] = reached
+    return found

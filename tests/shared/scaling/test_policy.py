@@ -1,0 +1,314 @@
+"""Properties of the autoscaling policy."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import ConfigError
+from shared.scaling.memory import MAX_HOLD, RETRY_S, Memory
+from shared.scaling.policy import decide
+from shared.scaling.pools import (
+    PoolDecision,
+    PoolFigures,
+    PoolSettings,
+    ScalingSettings,
+    WorkerLoad,
+    choose_victims,
+)
+
+NAMES = ("renderer", "encoder", "engine")
+EDGES = (("renderer", "encoder"), ("renderer", "engine"))
+QUIET = PoolFigures(0, 0, 0.0, 0)
+
+
+@st.composite
+def pool_settings(draw: st.DrawFn) -> PoolSettings:
+    least = draw(st.integers(0, 4))
+    return PoolSettings(
+        min=least,
+        max=least + draw(st.integers(1, 12)),
+        per_engine=draw(st.integers(1, 20)),
+        idle_s=draw(st.sampled_from([0.0, 10.0, 60.0])),
+        priority=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def scaling_settings(draw: st.DrawFn) -> ScalingSettings:
+    pools = {name: draw(pool_settings()) for name in NAMES}
+    least = sum(pool.min for pool in pools.values())
+    budget = draw(st.none() | st.integers(least, least + 20))
+    return ScalingSettings(pools, EDGES, budget)
+
+
+STARTS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1000), max_size=6)
+FIGURES = st.builds(
+    PoolFigures,
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.floats(0, 100),
+    st.integers(0, 20),
+    STARTS,
+    st.integers(0, 20),
+    st.integers(0, 5),
+    st.integers(0, 3),
+)
+LOOKS = st.lists(
+    st.tuples(st.floats(0.1, 100), st.fixed_dictionaries({n: st.none() | FIGURES for n in NAMES})),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(scaling_settings(), LOOKS)
+def test_limits_hold_whatever_the_figures_say(
+    scaling: ScalingSettings, looks: list[tuple[float, dict[str, PoolFigures | None]]]
+) -> None:
+    memory: Memory = {}
+    now_s, before = 0.0, dict[str, int]()
+    for passed_s, figures in looks:
+        now_s += passed_s
+        decisions, memory = decide(scaling, figures, memory, now_s)
+        for name, decision in decisions.items():
+            pool = scaling.pools[name]
+            assert pool.min <= decision.wanted <= pool.max
+            assert not (decision.start and decision.stop)
+            if figures[name] is None:
+                assert decision == PoolDecision(before[name], 0, 0, (), "no_figures")
+        if scaling.budget is not None:
+            assert sum(d.wanted for d in decisions.values()) <= scaling.budget
+        assert {n for n in NAMES if figures[n] is not None} <= decisions.keys()
+        before = {name: decision.wanted for name, decision in decisions.items()}
+
+
+@given(scaling_settings(), LOOKS)
+def test_starts_never_lead_beyond_the_budget_but_for_a_min(
+    scaling: ScalingSettings, looks: list[tuple[float, dict[str, PoolFigures | None]]]
+) -> None:
+    memory: Memory = {}
+    now_s = 0.0
+    for passed_s, figures in looks:
+        now_s += passed_s
+        decisions, memory = decide(scaling, figures, memory, now_s)
+        if scaling.budget is None or None in figures.values():
+            continue
+        known = {name: seen for name, seen in figures.items() if seen is not None}
+        used = sum(s.num_running + len(s.starting) + s.num_draining for s in known.values())
+        asked = {n: d.start for n, d in decisions.items() if d.wanted > scaling.pools[n].min}
+        assert sum(asked.values()) <= max(0, scaling.budget - used)
+
+
+class Pool:
+    """An actuator of one pool: it starts and stops what it is told, after a cold start."""
+
+    def __init__(self, settings: PoolSettings, cold_s: float, num_running: int = 0) -> None:
+        self.settings = ScalingSettings({"engine": settings})
+        self.cold_s, self.num_running = cold_s, num_running
+        self.starting: dict[str, float] = {}
+        self.memory: Memory = {}
+        self.now_s = 0.0
+        self.num_asked = 0
+        self.decision = PoolDecision(0, 0, 0, (), "demand")
+
+    def look(
+        self, pending: int, in_flight: int = 0, oldest_s: float = 0.0, step_s: float = 2.0
+    ) -> int:
+        self.now_s += step_s
+        for name, at_s in list(self.starting.items()):
+            if self.now_s - at_s >= self.cold_s:
+                del self.starting[name]
+                self.num_running += 1
+        ages = {name: self.now_s - at_s for name, at_s in self.starting.items()}
+        seen = PoolFigures(pending, in_flight, oldest_s, self.num_running, ages)
+        decisions, self.memory = decide(self.settings, {"engine": seen}, self.memory, self.now_s)
+        self.decision = decision = decisions["engine"]
+        for name in decision.give_up:
+            del self.starting[name]
+        for _ in range(decision.start):
+            self.num_asked += 1
+            self.starting[f"w{self.num_asked}"] = self.now_s
+        self.num_running -= decision.stop
+        return decision.wanted
+
+
+@given(
+    pool_settings(),
+    st.lists(st.tuples(st.integers(0, 300), st.floats(0, 10)), max_size=10),
+    st.integers(0, 20),
+)
+def test_zero_demand_leads_to_min_within_idle_s(
+    settings: PoolSettings, before: list[tuple[int, float]], num_running: int
+) -> None:
+    pool = Pool(settings, cold_s=5.0, num_running=num_running)
+    for pending, oldest_s in before:
+        pool.look(pending, oldest_s=oldest_s)
+    for _ in range(int(settings.idle_s / 2) + 1):
+        pool.look(0)
+    assert pool.decision.wanted == settings.min
+
+
+@given(pool_settings(), st.integers(0, 300), st.integers(0, 100), st.floats(0, 2))
+def test_constant_figures_lead_to_one_size(
+    settings: PoolSettings, pending: int, in_flight: int, oldest_s: float
+) -> None:
+    pool = Pool(settings, cold_s=5.0)
+    sizes = [pool.look(pending, in_flight, oldest_s) for _ in range(100)]
+    assert len(set(sizes[1:])) == 1
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.floats(2, 30), st.integers(1, 64), st.sampled_from([10.0, 60.0]))
+def test_a_constant_load_makes_the_pool_swing_ever_more_rarely(
+    load: int, answer_s: float, per_engine: int, idle_s: float
+) -> None:
+    """Each worker answers 8 requests at a time; the policy's `per_engine` may be far from that."""
+    pool = Pool(PoolSettings(max=64, per_engine=per_engine, idle_s=idle_s), cold_s=6.0)
+    rate, waiting, turns, sizes = load / answer_s, 0.0, 0, [0, 0]
+    for look in range(1200):
+        waiting += 2 * (rate - min(8 * pool.num_running, waiting) / answer_s)
+        behind = max(0.0, waiting - 8 * pool.num_running)
+        oldest_s = behind / rate if behind >= 1 else 0.0
+        wanted = pool.look(round(behind), round(waiting - behind), oldest_s)
+        if wanted != sizes[1]:
+            turns += look >= 600 and (wanted < sizes[1]) and sizes[1] > sizes[0]
+            sizes = [sizes[1], wanted]
+    assert turns <= 1 + 1200 / (MAX_HOLD * idle_s)
+
+
+def test_what_cannot_start_is_given_up_told_and_not_asked_again_for_a_minute() -> None:
+    pool = Pool(PoolSettings(min=1, max=8, per_engine=1), cold_s=1e9)
+    asked, told = [], []
+    for _ in range(400):
+        pool.look(3)
+        asked += [pool.now_s] * pool.decision.start
+        told += [pool.now_s] * len(pool.decision.give_up)
+    assert asked[:6] == [2.0, 2.0, 2.0, 364.0, 364.0, 364.0]
+    assert told[:3] == [304.0, 304.0, 304.0]
+
+
+@given(LOOKS, pool_settings())
+def test_a_start_given_up_blocks_starts_for_a_minute(
+    looks: list[tuple[float, dict[str, PoolFigures | None]]], pool: PoolSettings
+) -> None:
+    scaling = ScalingSettings({"engine": pool})
+    memory: Memory = {}
+    now_s = 0.0
+    told: dict[str, float] = {}
+    for passed_s, figures in looks:
+        now_s += passed_s
+        decisions, memory = decide(scaling, {"engine": figures["engine"]}, memory, now_s)
+        seen = figures["engine"]
+        if seen is not None:
+            told = {
+                name: at_s
+                for name, at_s in told.items()
+                if name in seen.starting or now_s < at_s + RETRY_S
+            }
+        for decision in decisions.values():
+            told = dict.fromkeys(decision.give_up, now_s) | told
+            if any(now_s < at_s + RETRY_S for at_s in told.values()):
+                assert decision.start == 0
+
+
+@given(st.permutations(NAMES), st.integers(0, 30), st.integers(0, 30))
+def test_the_budget_goes_to_the_higher_priority(order: list[str], budget: int, load: int) -> None:
+    pools = {n: PoolSettings(max=10, per_engine=1, priority=i) for i, n in enumerate(order)}
+    scaling = ScalingSettings(pools, budget=budget)
+    figures = {name: PoolFigures(load, 0, 0.0, 0) for name in NAMES}
+    decisions, _ = decide(scaling, figures, {}, 0.0)
+    left = budget
+    for name in reversed(order):
+        assert decisions[name].wanted == min(load, 10, left)
+        left -= decisions[name].wanted
+
+
+def test_pools_of_one_priority_take_turns() -> None:
+    pools = {name: PoolSettings(max=10, per_engine=1) for name in NAMES}
+    scaling = ScalingSettings(pools, budget=10)
+    figures = {n: PoolFigures(k, 0, 0.0, 0) for n, k in zip(NAMES, (9, 1, 9), strict=True)}
+    decisions, _ = decide(scaling, figures, {}, 0.0)
+    assert {n: d.wanted for n, d in decisions.items()} == {"engine": 5, "renderer": 4, "encoder": 1}
+
+
+def test_what_another_pool_gives_back_is_used_when_its_workers_have_gone() -> None:
+    pools = {"low": PoolSettings(max=4), "high": PoolSettings(max=4, per_engine=1, priority=1)}
+    scaling = ScalingSettings(pools, budget=4)
+    low, high = PoolFigures(64, 0, 0.0, 4), PoolFigures(3, 0, 0.0, 0)
+    decisions, memory = decide(scaling, {"low": low, "high": high}, {}, 0.0)
+    assert (decisions["low"].stop, decisions["low"].reason) == (3, "budget")
+    assert decisions["high"].start == 0
+    low = PoolFigures(64, 0, 0.0, 1, num_draining=1)
+    decisions, _ = decide(scaling, {"low": low, "high": high}, memory, 2.0)
+    assert decisions["high"].start == 2
+
+
+def test_a_request_for_a_model_wakes_all_of_its_pools() -> None:
+    scaling = ScalingSettings({name: PoolSettings() for name in NAMES}, EDGES)
+    heard = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 0, 0.0, 0, num_heard=1)}
+    decisions, _ = decide(scaling, heard, {}, 0.0)
+    assert {d.start for d in decisions.values()} == {1}
+    rendering = dict.fromkeys(NAMES, QUIET) | {"renderer": PoolFigures(0, 1, 0.0, 1)}
+    decisions, _ = decide(scaling, rendering, {}, 0.0)
+    assert [decisions[name].reason for name in NAMES] == ["demand", "woken", "woken"]
+
+
+def test_the_oldest_task_makes_the_pool_a_quarter_larger_unless_something_starts() -> None:
+    scaling = ScalingSettings({"engine": PoolSettings(max=20)})
+    for starting, wanted in (({}, 10), ({"w": 1.0}, 9)):
+        seen = PoolFigures(16, 112, 3.0, 8, starting)
+        decision = decide(scaling, {"engine": seen}, {}, 0.0)[0]["engine"]
+        assert decision.wanted == wanted
+
+
+def test_a_pool_is_not_shrunk_below_its_pinned_workers() -> None:
+    scaling = ScalingSettings({"encoder": PoolSettings(max=9, idle_s=0)})
+    seen = PoolFigures(0, 0, 0.0, 5, num_pinned=3)
+    decision = decide(scaling, {"encoder": seen}, {}, 0.0)[0]["encoder"]
+    _, memory = decide(scaling, {"encoder": seen}, {}, 0.0)
+    decision = decide(scaling, {"encoder": seen}, memory, 1.0)[0]["encoder"]
+    assert (decision.stop, decision.reason) == (2, "pinned")
+
+
+def test_a_new_leader_keeps_what_is_there_for_idle_s() -> None:
+    pool = Pool(PoolSettings(max=8), cold_s=5.0, num_running=6)
+    assert [pool.look(0), pool.look(0)] == [6, 6]
+
+
+def test_the_time_without_figures_is_not_idle() -> None:
+    scaling = ScalingSettings({"engine": PoolSettings(max=8)})
+    memory: Memory = {}
+    busy, idle = PoolFigures(64, 0, 0.0, 4), PoolFigures(0, 0, 0.0, 4)
+    _, memory = decide(scaling, {"engine": busy}, memory, 0.0)
+    _, memory = decide(scaling, {"engine": None}, memory, 300.0)
+    decisions, memory = decide(scaling, {"engine": idle}, memory, 302.0)
+    assert decisions["engine"].stop == 0
+    decisions, _ = decide(scaling, {"engine": idle}, memory, 400.0)
+    assert decisions["engine"].stop == 4
+
+
+@given(
+    st.lists(
+        st.builds(WorkerLoad, st.text(), st.integers(0, 5), st.integers(0, 1), st.booleans()),
+        unique_by=lambda w: w.name,
+    ),
+    st.integers(-1, 8),
+)
+def test_victims_hold_nothing_pinned_and_are_the_least_loaded(
+    workers: list[WorkerLoad], count: int
+) -> None:
+    chosen = choose_victims(workers, count)
+    free = {worker.name: worker for worker in workers if not worker.num_pinned}
+    assert len(chosen) == min(max(0, count), len(free))
+    left = [worker for name, worker in free.items() if name not in chosen]
+    for name in chosen:
+        victim = (free[name].is_ready, free[name].num_in_flight)
+        assert all(victim <= (other.is_ready, other.num_in_flight) for other in left)
+
+
+def test_settings_that_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match="min: 3 is more than max, 2"):
+        PoolSettings(min=3, max=2)
+    with pytest.raises(ConfigError, match="budget: 1 is less than the pools' min together, 2"):
+        ScalingSettings({"engine": PoolSettings(min=2, max=2)}, budget=1)
+    with pytest.raises(ConfigError, match="edges: no pool 'encoder'"):
+        ScalingSettings({"engine": PoolSettings()}, (("engine", "encoder"),))

@@ -1,0 +1,112 @@
+"""The simulator: exact figures of small runs, and what every run must keep."""
+
+import math
+
+import pytest
+
+from ops.simulate.engine import Cost, Engine, Key, Request
+from ops.simulate.loads import LOADS, bursty_chat
+from ops.simulate.report import ROUTERS, SCALERS, run_router, run_scaler
+from ops.simulate.routers import SharedQueue, slot_of
+from ops.simulate.simulation import Figures, Simulation, quantile
+
+EXPECTED: dict[str, tuple[float, float, float, int]] = {
+    "round robin": (0.044, 0.203, 0.3651, 0),
+    "shared queue, in turns": (0.043, 0.159, 0.3607, 0),
+    "shared queue, least loaded first": (0.107, 0.269, 0.354, 0),
+    "slots, thieves at random": (0.029, 0.284, 0.6204, 113),
+    "slots, thieves by backlog": (0.029, 0.3, 0.6232, 75),
+    "KV-aware push": (0.033, 0.519, 0.6384, 0),
+    "KV-aware with stealing": (0.031, 0.258, 0.6401, 159),
+}
+EXPECTED_SCALED: dict[str, tuple[float, float, int]] = {
+    "own policy": (30.687, 0.739, 32),
+    "KEDA": (42.257, 2.316, 32),
+}
+
+
+def summary(figures: Figures) -> tuple[float, float, float, int]:
+    ttft = quantile(figures.ttft_s, 0.5), quantile(figures.ttft_s, 0.99)
+    return (*ttft, round(figures.hit_rate, 4), figures.num_stolen)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_sixteen_engines_have_exactly_these_figures(router: str) -> None:
+    figures = run_router(router, "bursty chat", 16, 5000, seed=1)
+    assert figures.num_ended == 5000
+    assert summary(figures) == EXPECTED[router]
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a_scaled_pool_has_exactly_these_figures(scaler: str) -> None:
+    figures = run_scaler(scaler, 5000, 16, seed=1)
+    assert figures.num_ended == 5000
+    found = quantile(figures.ttft_s, 0.5), round(figures.engine_s / 5000, 3), figures.num_started
+    assert found == EXPECTED_SCALED[scaler]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("load", LOADS)
+def test_every_request_is_answered_and_nothing_is_left(router: str, load: str) -> None:
+    make, rate = LOADS[load]
+    requests = make(500, 3 * rate, 2)
+    simulation = Simulation(requests, ROUTERS[router](3), 3, 2)
+    figures = simulation.run()
+    assert figures.num_ended == 500
+    assert simulation.num_in_flight() == 0
+    for engine in simulation.engines:
+        assert (engine.context, engine.todo, engine.queued, engine.num_held) == (0, 0, 0, 0)
+        assert engine.cached == sum(engine.cache.values()) <= engine.cost.kv_tokens
+
+
+def test_a_lone_request_takes_what_the_cost_says() -> None:
+    cost = Cost()
+    request = Request(0.0, 3000, 11, (((0, 1), 3000), ((0, 2), 3011)))
+    figures = Simulation([request], SharedQueue(), 1, 1).run()
+    first_s = 2 * cost.step_s + 3000 * cost.token_s
+    assert figures.ttft_s == [pytest.approx(first_s)]
+    context = sum(range(3000, 3010))
+    decode_s = 10 * (cost.step_s + cost.token_s) + context * cost.context_s
+    assert figures.answer_s == [pytest.approx(first_s + decode_s)]
+
+
+def test_a_leap_ends_with_the_step_that_is_under_way() -> None:
+    engine = Engine(1, 0.0, Cost(), None)
+    engine.add(Request(0.0, 100, 50, (((0, 1), 100), ((0, 2), 150))))
+    engine.admit(math.inf)
+    first_s = engine.plan(0.0)
+    assert first_s is not None
+    engine.settle()
+    end_s = engine.plan(first_s)
+    assert end_s is not None
+    assert engine.steps_ahead == 49
+    step_s = (end_s - first_s) / 49
+    cut_s = engine.cut(first_s + 2.5 * step_s)
+    assert cut_s == pytest.approx(first_s + 3 * step_s, rel=1e-4)
+    assert engine.steps_ahead == 3
+
+
+def test_the_prefix_cache_drops_what_was_used_least_recently() -> None:
+    told: list[tuple[Key, bool]] = []
+    cost = Cost(kv_tokens=250)
+    engine = Engine(1, 0.0, cost, lambda key, stored: told.append((key, stored)))
+    for number in (1, 2, 1, 3):
+        engine.add(Request(0.0, 100, 1, (((number,), 100), ((number, 0), 101))))
+        engine.admit(math.inf)
+        engine.plan(0.0)
+        engine.settle()
+    assert engine.cache.keys() >= {(1,), (3,)}
+    assert ((2,), False) in told
+    assert engine.cached <= 250
+
+
+def test_questions_about_one_image_have_one_slot_and_chats_mostly() -> None:
+    requests = bursty_chat(3000, 100.0, 1)
+    by_chat: dict[int, set[int]] = {}
+    for request in requests:
+        for key, _ in request.chain[1:-1]:
+            if key[0] == 1:
+                by_chat.setdefault(key[1], set()).add(slot_of(request, 64))
+    assert sum(len(slots) == 1 for slots in by_chat.values()) > len(by_chat) / 2
+    hot = {slot_of(request, 64) for request in LOADS["one hot image"][0](100, 100.0, 1)}
+    assert len(hot) <= 2
