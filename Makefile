@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -39,6 +39,15 @@ lock:  ## renew requirements.lock: the newest versions that pyproject.toml allow
 
 wheel: .venv/installed  ## dist/pagemill-*.whl, for pipx and `uv tool install`
 	$(UV) build --wheel --system-certs --build-constraints requirements.lock
+
+# The hashes are checked when the image is built.
+image-wheels: .venv/installed  ## compose/wheels: what an image needs that is built without an index
+	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' requirements.lock > compose/wheels/constraints.txt
+	$(BIN)/pip download --quiet --dest compose/wheels --constraint compose/wheels/constraints.txt \
+		. hatchling uv
+
+image:  ## the image `pagemill`, by Docker
+	docker build --file compose/Dockerfile --tag pagemill .
 
 wheel-check: .venv/installed  ## the wheel alone, in an empty environment, answers; part of CI
 	$(BIN)/python -m ops.wheel_check
