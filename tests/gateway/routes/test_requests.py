@@ -11,22 +11,17 @@ import httpx
 import pytest
 
 from shared.bus.bus import Bus
-from shared.client import follow
 from shared.config import DeliveryConfig, NatsConfig
 from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.messages import RequestRecord
-from shared.protocol.records import Finish
 from shared.state import request_registry
 from shared.state.token_log import last_record
 from tests.cluster.conftest import Cluster
 from tests.gateway.conftest import WITH_IDS, Start, free_port
 from tests.gateway.routes.test_chat import events, question
-from workers.gateway.core.ids import named_request_id
 
 PATH = "/v1/chat/completions"
-# A record in a form that this version does not know.
-NEWER = b'{"kind": {"name": "chat", "version": 2}}'
 LONG = {"stream": True, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 300}
 
 
@@ -328,38 +323,6 @@ async def test_a_request_that_could_not_be_recorded_is_cancelled(
     while not cancels and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     assert [subjects.last_token(subject)[:9] for subject in cancels] == ["chatcmpl-"]
-
-
-async def test_a_record_of_a_newer_gateway_is_asked_for_again(
-    http: httpx.AsyncClient, bus: Bus
-) -> None:
-    """Under another id, as the error for a client's fault would ask for, it would run twice."""
-    name = f"newer-{time.time_ns()}"
-    request_id = named_request_id("chat", "", name)
-    await bus.append(subjects.job(request_id), NEWER, 0)
-    body, headers = question("Describe it."), {"x-request-id": name}
-    refused = await http.post(PATH, json=body, headers=headers)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"]) == (503, "unavailable")
-    assert error["param"] == "X-Request-Id"
-    assert await last_record(bus, request_id) is None
-    stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
-    assert stored is not None
-    assert stored.data == NEWER
-    await bus.purge(subjects.JOBS_STREAM, subjects.job(request_id))
-    assert (await http.post(PATH, json=body, headers=headers)).status_code == 200
-
-
-async def test_a_request_that_a_newer_gateway_has_recorded_is_not_cancelled(
-    http: httpx.AsyncClient, bus: Bus
-) -> None:
-    headers = {"x-request-id": f"newer-{time.time_ns()}"}
-    async with http.stream("POST", PATH, json=long(max_tokens=900), headers=headers) as stream:
-        await anext(stream.aiter_lines())
-        request_id = stream.headers["x-request-id"]
-        await bus.publish_without_id(subjects.job(request_id), NEWER)
-    log = [record async for record in follow(bus, request_id, timeout_s=60)]
-    assert isinstance(log[-1], Finish), log[-1]
 
 
 async def test_a_record_without_a_published_request_is_not_waited_for(
