@@ -3,7 +3,12 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+import pytest
+
+from tests.conftest import ALLOWED_SKIPS
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,9 +41,20 @@ def test_that_passes():
 """
 
 
-def test_failures_and_time_limits_are_listed(tmp_path: Path) -> None:
+def test_every_reason_of_a_mark_may_skip_all_of_its_tests(request: pytest.FixtureRequest) -> None:
+    """So that the run passes on a machine that lacks something, whatever this one has."""
+    marks = (mark for item in request.session.items for mark in item.iter_markers("skipif"))
+    reasons = Counter(mark.kwargs["reason"] for mark in marks)
+    allowed = {reason: ALLOWED_SKIPS.get(reason, 0) for reason in reasons}
+    assert reasons <= Counter(allowed), "raise the numbers of ALLOWED_SKIPS"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_failures_and_time_limits_are_listed(tmp_path: Path, workers: str) -> None:
+    """In one process, and in a worker of pytest-xdist, as in `make test`."""
     (tmp_path / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-q", str(tmp_path)]
+    options = ["-p", "tests.conftest", "--numprocesses", workers, "-q"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout
     assert "2 failed, 1 passed" in done.stdout

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shared.config import DeliveryConfig
 from shared.stage.runtime import EXIT_CONFIG
 from workers.cli.local_cluster import STOP_GRACE_S
@@ -39,10 +41,10 @@ def test_the_page_names_the_lines_of_the_unit() -> None:
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """Where systemd is installed: its check wants a program that exists."""
+    """The check of systemd wants a program that exists."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
-        return
+        pytest.skip("needs systemd-analyze")
     unit = tmp_path / UNIT.name
     text = UNIT.read_text()
     unit.write_text(text.replace("/opt/pagemill/.venv/bin/pagemill", sys.executable))

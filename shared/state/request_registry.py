@@ -7,7 +7,7 @@ import structlog
 from msgspec.structs import replace
 
 from shared.bus.bus import STALE_READ_S, Bus
-from shared.errors import DecodeError, Fenced
+from shared.errors import DecodeError, Fenced, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import or_none, to_json
 from shared.protocol.messages import RequestRecord, decode_job_record
@@ -25,7 +25,10 @@ async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str
     """Register `holder` as responsible for a request, and return the request's record.
 
     `record` is stored only if there is none yet. `holder` is a unique name that begins with the
-    worker's name and a colon. Raises DecodeError, PayloadTooLarge or Unavailable.
+    worker's name and a colon.
+
+    Raises PayloadTooLarge, or Unavailable, also for a record that cannot be read. The gateway that
+    has written it answers the request, which would be computed twice under another id.
     """
     while True:
         try:
@@ -34,9 +37,12 @@ async def register(bus: Bus, request_id: str, record: RequestRecord, holder: str
             return record
         except Fenced:
             # The stored record may be this one, if its ack was lost.
-            stored = await _change_holders(
-                bus, request_id, lambda holders: [*holders, holder][-MAX_HOLDERS:]
-            )
+            try:
+                stored = await _change_holders(
+                    bus, request_id, lambda holders: [*holders, holder][-MAX_HOLDERS:]
+                )
+            except DecodeError as error:
+                raise Unavailable(error.message, field="X-Request-Id") from error
             if stored is not None:
                 return stored
 
@@ -92,8 +98,8 @@ async def _change_holders(
         if record is None:
             _log.warning("request_record_undecodable", request_id=request_id)
             raise DecodeError(
-                f"the stored record of request {request_id} cannot be read: use another id",
-                field="request_id",
+                f"the stored record of request {request_id} cannot be read, perhaps because a newer"
+                " gateway has written it"
             )
         changed = replace(record, holders=change(record.holders))
         if changed.holders == record.holders:

@@ -6,7 +6,9 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import nats
 import pytest
 
@@ -15,8 +17,9 @@ from ops.token_logs import read_log
 from shared.bus.bus import Bus
 from shared.client import ask, new_request_id
 from shared.protocol import subjects
-from shared.protocol.records import Failure, Finish, LogRecord
+from shared.protocol.records import Failure, Finish, LogRecord, TokenChunk
 from shared.protocol.requests import GenerateRequest, ImagePart, ImageURL, Message, TextPart
+from shared.state import request_registry, request_status
 from tests.cluster.conftest import (
     IMAGE_HOST,
     Cluster,
@@ -30,8 +33,15 @@ from tests.cluster.conftest import (
 from tests.cluster.streams import assert_gapless, attempts_of, text_of, tokens_of
 from tests.renderer.canary import Canary, send
 from workers.cli.ask import build_request
+from workers.gateway.core.ids import named_request_id, part_ids
 
 LONG = {"ignore_eos": True, "max_tokens": 900}
+# No text begins with that of another, whose prefix would be cached.
+TEXTS = [f"{number} texts: " + "What can you do? " * 40 for number in range(120)]
+BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/embeddings": ("embedding", {"input": TEXTS[:60]}),
+    "/v1/score": ("score", {"text_1": TEXTS[60], "text_2": TEXTS[61:]}),
+}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,52 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
     for choice in range(8):
         assert re.fullmatch(words, text_of(records, choice))
         assert tokens_of(records, choice) == tokens_of(undisturbed, choice)
+
+
+@pytest.mark.parametrize("path", BATCHES)
+async def test_an_engine_killed_amid_embeddings(cluster: Cluster, client: Bus, path: str) -> None:
+    kind, texts = BATCHES[path]
+    body, name = {"model": "demo"} | texts, new_request_id()
+    engine = await cluster.pid(client, "engine")
+    url = next(beat.url for beat in await client.read_heartbeats() if beat.url is not None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+        asking = http.post(path, json=body, headers={"x-request-id": name})
+        running = asyncio.create_task(asking)
+        parts = await _wait_until_embedding(client, named_request_id(kind, "", name))
+        os.kill(engine, signal.SIGSTOP)
+        claimed = [part for part in parts if await _is_in_engine(client, part)]
+        os.kill(engine, signal.SIGKILL)
+        told = await running
+        undisturbed = await http.post(path, json=body)
+    assert (told.status_code, told.json()["usage"]) == (200, undisturbed.json()["usage"])
+    for one, other in zip(told.json()["data"], undisturbed.json()["data"], strict=True):
+        field = "embedding" if kind == "embedding" else "score"
+        assert one[field] == pytest.approx(other[field], abs=1e-5)
+    logs = {part: await read_log(client, part) for part in parts}
+    for records in logs.values():
+        assert_gapless(records)
+        (chunk, final) = records
+        assert isinstance(chunk, TokenChunk)
+        assert chunk.embedding is not None
+        assert isinstance(final, Finish)
+    # What the engine had sent before it was stopped may have arrived after it.
+    assert any(attempts_of(logs[part]) > [1] for part in claimed)
+
+
+async def _wait_until_embedding(bus: Bus, request_id: str) -> list[str]:
+    """Return the ids of the request's parts as soon as an engine has claimed one of them."""
+    async with asyncio.timeout(20):
+        while True:
+            record = await request_registry.find(bus, request_id)
+            parts = [] if record is None else part_ids(request_id, record)
+            for part in parts:
+                if await _is_in_engine(bus, part):
+                    return parts
+
+
+async def _is_in_engine(bus: Bus, part: str) -> bool:
+    status = await request_status.find(bus, part)
+    return (status.state, status.stage) == ("running", "engine")
 
 
 async def test_a_grammar_that_kills_its_compiler_harms_nobody(

@@ -29,6 +29,7 @@ from shared.state.token_log import decode_record
 from tests import preloaded
 from tests.cluster.conftest import ROOT, Cluster, answer, living, request_text
 from tests.cluster.streams import assert_gapless, text_of, tokens_of
+from tests.npm import install, needs_npm
 from tests.renderer.media.test_media_attacks import jpeg_of_many_scans, webp
 from workers.cli.ask import build_request
 
@@ -387,16 +388,11 @@ def test_the_python_example_imports_nothing_of_ours(cluster: Cluster) -> None:
     assert "workers" not in source
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
+@needs_npm
 def test_the_node_example(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("ask.mjs", "package.json", "package-lock.json"):
         shutil.copy(ROOT / "ops" / "examples" / name, tmp_path)
-    quiet = ("--no-audit", "--no-fund", "--fetch-retries=0")
-    installed = run("npm", "ci", "--prefix", str(tmp_path), *quiet)
-    # No answer at all, as where a proxy's certificate is known to another environment only.
-    if unreached := re.search(r"request to \S+ failed, reason: .*", installed.stderr):
-        pytest.skip(f"npm could not reach its registry: {unreached[0]}")
-    assert installed.returncode == 0, installed.stderr
+    install(tmp_path)
     done = run(
         "node", str(tmp_path / "ask.mjs"), "What color is it?", str(RED), NATS_URL=cluster.url
     )

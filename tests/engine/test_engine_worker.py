@@ -22,6 +22,7 @@ from shared.protocol.records import Failure, TokenChunk
 from shared.protocol.sampling import StructuredOutputs
 from shared.stage.runtime import Context
 from shared.state import dead_letters
+from tests.accepted import consume_requests, next_request
 from tests.engine.core.test_kv_events import put_task
 from tests.fakes import FakeRunner
 from workers.engine import worker as engine_worker
@@ -317,10 +318,9 @@ async def test_the_faster_lane_is_taken_while_the_slower_waits(bus: Bus) -> None
 async def test_a_task_that_cannot_be_read_is_over_at_once(bus: Bus) -> None:
     """Its request does not stay in flight until its deadline."""
     model, request_id = "unreadable", f"unreadable-{secrets.token_hex(8)}"
-    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    requests = await consume_requests(bus)
     await bus.publish(subjects.request(model), b"what the client wrote", request_id)
-    while (accepted := await requests.next()).subject != subjects.request(model):
-        await accepted.retry(600)  # Of another test.
+    accepted = await next_request(requests, model)
     worker, _, context = await start_worker(bus, model, EngineConfig())
     serving = asyncio.create_task(worker.serve())
     await bus.publish(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from shared.bus.bus import Bus
 from tests import preloaded
 from tests.cluster.conftest import CONFIG, PAGEMILL, Cluster, start_cluster, stop_cluster
 
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 # Streams with event ids.
 WITH_IDS = {"accept": "text/event-stream"}
 

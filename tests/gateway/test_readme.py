@@ -6,7 +6,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.cluster.conftest import Cluster
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, needs_curl
 from tests.gateway.routes.test_chat import ROOT
 
 _MARKED = re.compile(r"^<!-- run(?:: (.+?))? -->\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -52,8 +51,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str:
-    if "curl " in block.source and shutil.which("curl") is None:
-        pytest.skip("needs curl")
     env = os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
@@ -76,7 +73,15 @@ def run(block: Block, gateway: Gateway, cluster: Cluster, commands: Path) -> str
 
 
 @pytest.mark.parametrize(
-    "block", BLOCKS, ids=[f"{block.page}-{i}" for i, block in enumerate(BLOCKS)]
+    "block",
+    [
+        pytest.param(
+            block,
+            id=f"{block.page}-{number}",
+            marks=[needs_curl] if "curl " in block.source else [],
+        )
+        for number, block in enumerate(BLOCKS)
+    ],
 )
 def test_a_marked_block_runs(
     block: Block, gateway: Gateway, cluster: Cluster, commands: Path

@@ -2,6 +2,8 @@
 
 python -m ops.bench.models smollm2 FOLDER
 PAGEMILL_SMOLLM2=FOLDER pytest tests/engine/model/test_real_weights.py
+
+Other runs deselect these tests.
 """
 
 import os
@@ -30,7 +32,7 @@ QUESTIONS = [
 ]
 
 pytestmark = [
-    pytest.mark.skipif(FOLDER is None, reason="PAGEMILL_SMOLLM2 names no folder"),
+    pytest.mark.needs_folder("PAGEMILL_SMOLLM2"),
     pytest.mark.timeout(600),
 ]
 

@@ -1,20 +1,17 @@
 """Run the examples of docs/reference/http-api.md, as a reader would type them."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.conftest import ROOT
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, needs_curl
 
 PAGE = ROOT / "docs" / "reference" / "http-api.md"
 BLOCKS = re.findall(r"```\n(curl .*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@needs_curl
 def test_every_command_of_the_reference_works(gateway: Gateway, tmp_path: Path) -> None:
     """The examples run in order, because some use the results of others."""
     assert len(BLOCKS) >= 6

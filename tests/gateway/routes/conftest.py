@@ -8,7 +8,9 @@ from ops.browser import ENTER, MISSING, Browser, browsing
 from tests.gateway.conftest import Gateway
 
 needs_browser = [
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.skipif(
+        MISSING is not None, reason="needs Debian's packages chromium and chromium-driver"
+    ),
     pytest.mark.timeout(180),
 ]
 

@@ -1,10 +1,11 @@
-"""Requests whose logs hold messages of others, as stock clients and `pagemill follow` see them."""
+"""Requests whose logs or records are those of others, as clients and `pagemill follow` see them."""
 
 import asyncio
 import json
 import os
 import secrets
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,12 +13,15 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from shared import client
 from shared.bus.bus import Bus
 from shared.protocol import subjects
+from shared.protocol.records import Finish
 from shared.state.token_log import last_record
 from tests.cluster.conftest import PAGEMILL, ROOT, Cluster
 from tests.gateway.conftest import Gateway
-from tests.gateway.routes.test_chat import events
+from tests.gateway.routes.test_chat import events, question
+from tests.gateway.routes.test_requests import PATH, long
 from workers.gateway.core.ids import named_request_id
 
 QUESTION: Any = {
@@ -29,6 +33,8 @@ QUESTION: Any = {
 }
 OPTIONS = {"ignore_eos": True, "durable": True}
 LIMIT_S = 90
+# A record in a form that this version does not know.
+NEWER = b'{"kind": {"name": "chat", "version": 2}}'
 
 
 @pytest.fixture
@@ -137,3 +143,35 @@ async def test_an_answer_that_is_not_streamed_is_whole(
         )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
+
+
+async def test_a_record_of_a_newer_gateway_is_asked_for_again(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    """Under another id, as the error for a client's fault would ask for, it would run twice."""
+    name = f"newer-{time.time_ns()}"
+    request_id = named_request_id("chat", "", name)
+    await bus.append(subjects.job(request_id), NEWER, 0)
+    body, headers = question("Describe it."), {"x-request-id": name}
+    refused = await http.post(PATH, json=body, headers=headers)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (503, "unavailable")
+    assert error["param"] == "X-Request-Id"
+    assert await last_record(bus, request_id) is None
+    stored = await bus.read_last(subjects.JOBS_STREAM, subjects.job(request_id))
+    assert stored is not None
+    assert stored.data == NEWER
+    await bus.purge(subjects.JOBS_STREAM, subjects.job(request_id))
+    assert (await http.post(PATH, json=body, headers=headers)).status_code == 200
+
+
+async def test_a_request_that_a_newer_gateway_has_recorded_is_not_cancelled(
+    http: httpx.AsyncClient, bus: Bus
+) -> None:
+    headers = {"x-request-id": f"newer-{time.time_ns()}"}
+    async with http.stream("POST", PATH, json=long(max_tokens=900), headers=headers) as stream:
+        await anext(stream.aiter_lines())
+        request_id = stream.headers["x-request-id"]
+        await bus.publish_without_id(subjects.job(request_id), NEWER)
+    log = [record async for record in client.follow(bus, request_id, timeout_s=60)]
+    assert isinstance(log[-1], Finish), log[-1]

@@ -42,6 +42,7 @@ from shared.state import dead_letters, output_ends
 from shared.state.token_log import LogWriter, end_request
 from shared.telemetry.deltas import samples_of, total
 from shared.telemetry.metrics import Metrics
+from tests.accepted import consume_requests, next_request
 
 PIPELINE = pipeline_of(ModelConfig("nowhere"))
 TO_ENGINE = PIPELINE.edges_into("engine")[0]
@@ -111,9 +112,9 @@ async def accept(
     """A client's request, taken by a coordinator and put off for long."""
     request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
     subject = subjects.request(model)
-    inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    inbox = await consume_requests(bus)
     await bus.publish_without_id(subject, request, headers)
-    delivery = await asyncio.wait_for(inbox.next(), 5)
+    delivery = await next_request(inbox, model)
     await delivery.retry(600)
     await inbox.stop()
     return RequestTicket(0.0, 0.0, delivery.sequence, delivery.receipt), request
@@ -308,8 +309,8 @@ async def test_a_dead_letter_is_sent_again_as_if_it_had_never_been_tried(
     assert await read_log(bus, request_id) == []
     assert await attempts(bus, request_id) == []
     assert await dead_letter(bus, request_id) is None
-    requests = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
-    delivery = await asyncio.wait_for(requests.next(), 5)
+    requests = await consume_requests(bus)
+    delivery = await next_request(requests, model)
     assert (delivery.data, delivery.msg_id, delivery.tenant) == (request, None, "somebody")
     await delivery.ack()
     await requests.stop()

@@ -36,6 +36,7 @@ from shared.stage.runtime import Context
 from shared.stage.worker_loop import Done, Outcome, WorkerLoop
 from shared.state import output_ends
 from shared.state.token_log import LogWriter, end_request
+from tests.accepted import consume_requests, next_request
 
 SPEECH = {
     "role": "engine",
@@ -98,9 +99,9 @@ async def write_speech(_: Task[Any], __: list[TensorData], job: Job) -> Outcome:
 async def accept(bus: Bus, model: str, request_id: str) -> RequestTicket:
     """Take a client's request from its queue as a coordinator does, until its deadline."""
     request = to_json(GenerateRequest(model, [Message("user", "?")], request_id=request_id))
-    inbox = await bus.consume(subjects.REQUESTS_STREAM, "coordinator", "pm.request.>", 1, 60.0)
+    inbox = await consume_requests(bus)
     await bus.publish_without_id(subjects.request(model), request)
-    delivery = await asyncio.wait_for(inbox.next(), 5)
+    delivery = await next_request(inbox, model)
     await delivery.retry(600)
     await inbox.stop()
     deadline_ms = bus.now_ms() + 60_000

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from shared.bus.bus import Bus
-from shared.errors import DecodeError
+from shared.errors import DecodeError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat, RequestRecord
@@ -71,12 +71,15 @@ async def test_dead_holders_do_not_count(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("data", [b"x", b"\xff", b"[]", b'{"kind": 3}'])
-async def test_bytes_that_are_no_record_refuse_their_id(bus: Bus, data: bytes) -> None:
+async def test_bytes_that_are_no_record_stay_and_their_id_may_be_tried_again(
+    bus: Bus, data: bytes
+) -> None:
     request_id = f"job-{secrets.token_hex(6)}"
     await bus.append(subjects.job(request_id), data, 0)
     note = RequestRecord("chat", "demo", "a", 1, False)
-    with capture_logs() as logs, pytest.raises(DecodeError, match=request_id):
+    with capture_logs() as logs, pytest.raises(Unavailable, match=request_id) as caught:
         await request_registry.register(bus, request_id, note, "gateway-1:a")
+    assert (caught.value.field, caught.value.retryable) == ("X-Request-Id", True)
     assert [log["event"] for log in logs] == ["request_record_undecodable"]
     with pytest.raises(DecodeError):
         await request_registry.unregister(bus, request_id, "gateway-1:a")

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from shared.models.families.llava import LlavaTower
 from shared.models.registry import find_tower
 from shared.models.tower import Tower
 from shared.models.tower_adapter import Fields
-from shared.native import tower_kernels
+from shared.native import library, tower_kernels
 from shared.vision.layers import (
     PackedLinear,
     PatchEmbedding,
@@ -38,6 +38,15 @@ BATCHES = [
     [(6, 10), (12, 4), (6, 10), (2, 2)],
     [(10, 14), (14, 10)],
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_amx() -> Iterator[None]:
+    """Towers have the kernels also on a processor with AMX, where torch would run them."""
+    flags = library.processor_flags() - {"amx_tile"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "processor_flags", lambda: flags)
+        yield
 
 
 def make_tower(family: str) -> Tower:

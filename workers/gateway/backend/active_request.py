@@ -10,7 +10,7 @@ import structlog
 from starlette.requests import Request
 
 from shared import client
-from shared.errors import Cancelled, NotFound, PagemillError, Unavailable
+from shared.errors import Cancelled, DecodeError, NotFound, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
@@ -152,6 +152,8 @@ class ActiveRequest:
             was_last = await request_registry.unregister(
                 self._context.bus, self.request_id, self._holder
             )
+        except DecodeError:
+            was_last = False  # A newer gateway has written the record, and may still answer.
         except PagemillError:
             was_last = True  # Without a record no other gateway can answer it.
         if was_last:

@@ -13,6 +13,7 @@ from shared.errors import (
     InvalidRequest,
     PagemillError,
     RequestError,
+    Unavailable,
     UnsupportedContent,
     WorkerFailure,
 )
@@ -176,7 +177,9 @@ def body_of(error: ErrorInfo) -> ErrorAnswer:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     client = error.fault == "client"
     message = error.message if client else _MESSAGES.get(error.code, _INTERNAL)
-    return ErrorAnswer(ErrorBody(message, kind, error.field if client else None, error.code))
+    # A retry with another `X-Request-Id` would be another request.
+    field = error.field if client or error.code == Unavailable.code else None
+    return ErrorAnswer(ErrorBody(message, kind, field, error.code))
 
 
 def info_of(error: Exception) -> ErrorInfo:

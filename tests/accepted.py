@@ -1,0 +1,22 @@
+"""Requests that tests take from their queue as a coordinator does."""
+
+import asyncio
+
+from shared.bus.bus import Bus
+from shared.bus.consumer import Consumer, Delivery
+from shared.protocol import subjects
+
+
+async def consume_requests(bus: Bus) -> Consumer:
+    """Join the coordinators' consumer, of which the stream allows only one."""
+    return await bus.consume(
+        subjects.REQUESTS_STREAM, subjects.REQUESTS_CONSUMER, subjects.REQUESTS_FILTER, 1, 60.0
+    )
+
+
+async def next_request(inbox: Consumer, model: str) -> Delivery:
+    """Return the next request of `model`, and remove those that other tests have left behind."""
+    async with asyncio.timeout(5):
+        while (delivery := await inbox.next()).subject != subjects.request(model):
+            await delivery.ack()
+    return delivery
