@@ -27,18 +27,18 @@ struct Config {
 };
 
 struct Step {
-  int32_t num_tokens, num_sequences, block_size, max_blocks, num_sampled, num_deepstack;
+  int32_t num_tokens, num_sequences, block_size, max_blocks, num_logits, num_hidden, num_deepstack;
   const int32_t* query_start_loc;  // [num_sequences + 1]
   const int32_t* seq_lens;         // [num_sequences]
   const int32_t* block_tables;     // [num_sequences, max_blocks]
-  const int32_t* sampled_rows;     // [num_sampled]
+  const int32_t* output_rows;      // [num_logits + num_hidden]
   const void* embeddings;          // [num_tokens, hidden_size]
   const float *cos, *sin;          // [num_tokens, head_dim]
   const void* deepstack;           // [num_deepstack, num_tokens, hidden_size]
   void* const* keys;               // per layer
   void* const* values;
-  float* logits;  // [num_sampled, vocab_size]
-  float* hidden;  // [num_sampled, hidden_size], or null
+  float* logits;  // [num_logits, vocab_size], of the first output rows
+  float* hidden;  // [num_hidden, hidden_size], of the others; null if there are none
 };
 
 // Rows per item of a chunk's attention: enough to outweigh the cost of claiming it.
@@ -77,8 +77,8 @@ class Decoder : public DecoderBase {
     return {panels, num_inputs / Unit<T>::kSize, padded(num_outputs, kPanel) / kPanel, num_outputs};
   }
 
-  // Nine per layer, and four before and after the layers.
-  int num_phases() const { return 9 * config_.num_layers + 4; }
+  // Nine per layer, and five before and after the layers.
+  int num_phases() const { return 9 * config_.num_layers + 5; }
 
   int q_size() const { return config_.num_heads * config_.head_dim; }
   int kv_size() const { return config_.num_kv_heads * config_.head_dim; }
@@ -92,9 +92,9 @@ class Decoder : public DecoderBase {
     grow(queries_, rows * q_size());
     grow(attended_, rows * q_size());
     grow(gated_, rows * config_.intermediate_size);
-    const size_t sampled = padded(step.num_sampled, kRowPadding);
-    grow(sampled_hidden_, sampled * config_.hidden_size);
-    grow(sampled_attended_, sampled * q_size());
+    const size_t output = padded(step.num_logits + step.num_hidden, kRowPadding);
+    grow(output_hidden_, output * config_.hidden_size);
+    grow(output_attended_, output * q_size());
     slots_.resize(step.num_tokens);
     items_.clear();
     const int heads_per_group = config_.num_heads / config_.num_kv_heads;
@@ -142,23 +142,22 @@ class Decoder : public DecoderBase {
         });
           }
     }
-    // After the last attention only the sampled rows are needed.
-    for_rows(member, step.num_sampled, [&](int i) {
-      const size_t row = step.sampled_rows[i];
-      std::copy_n(&hidden_[row * hidden_size], hidden_size, &sampled_hidden_[size_t(i) * hidden_size]);
-      std::copy_n(&attended_[row * q_size()], q_size(), &sampled_attended_[size_t(i) * q_size()]);
+    // After the last attention only the output rows are needed.
+    const int num_output = step.num_logits + step.num_hidden;
+    for_rows(member, num_output, [&](int i) {
+      const size_t row = step.output_rows[i];
+      std::copy_n(&hidden_[row * hidden_size], hidden_size, &output_hidden_[size_t(i) * hidden_size]);
+      std::copy_n(&attended_[row * q_size()], q_size(), &output_attended_[size_t(i) * q_size()]);
     });
     if (config_.num_layers > step.num_deepstack) {
-      mix(config_.num_layers - 1, step.num_sampled, sampled_attended_.data(), sampled_hidden_.data(), member);
+      mix(config_.num_layers - 1, num_output, output_attended_.data(), output_hidden_.data(), member);
     }
-    norm_rows(final_norm_, step.num_sampled, sampled_hidden_.data(), member);
-    if (step.hidden) {
-      for_rows(member, step.num_sampled, [&](int row) {
-        const T* from = &normed_[size_t(row) * hidden_size];
-        for (int i = 0; i < hidden_size; ++i) step.hidden[size_t(row) * hidden_size + i] = to_float(from[i]);
-      });
-    }
-    multiply(member, normed_.data(), step.num_sampled, head_, [&](int row, int panel, __m512 low, __m512 high) {
+    norm_rows(final_norm_, num_output, output_hidden_.data(), member);
+    for_rows(member, step.num_hidden, [&](int row) {
+      const T* from = &normed_[size_t(step.num_logits + row) * hidden_size];
+      for (int i = 0; i < hidden_size; ++i) step.hidden[size_t(row) * hidden_size + i] = to_float(from[i]);
+    });
+    multiply(member, normed_.data(), step.num_logits, head_, [&](int row, int panel, __m512 low, __m512 high) {
       const int first = panel * kPanel, left = config_.vocab_size - first;
       float* to = step.logits + size_t(row) * config_.vocab_size + first;
       const uint32_t mask = left >= kPanel ? ~0u : (1u << left) - 1;
@@ -308,8 +307,8 @@ class Decoder : public DecoderBase {
   const Linear head_;
   Step step_;
   std::vector<Scratch<T>> scratch_;
-  std::vector<float> hidden_, qkv_, sampled_hidden_;
-  std::vector<T> normed_, queries_, attended_, gated_, sampled_attended_;
+  std::vector<float> hidden_, qkv_, output_hidden_;
+  std::vector<T> normed_, queries_, attended_, gated_, output_attended_;
   std::vector<Slot> slots_;
   std::vector<AttentionItem> items_;
   const std::function<void(Member)> go_;

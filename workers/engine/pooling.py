@@ -34,12 +34,18 @@ def pool(hidden: Tensor, scheduled: Sequence[ScheduledSequence]) -> None:
     Repeating it is harmless: the sum before a step is stored until the next one. A prompt that is
     recomputed after a preemption begins with no sum.
     """
-    # As for sampled rows: the prefix cache shares the blocks behind them from now on.
-    check_finite(hidden)
-    states_of = torch.split(hidden, [num_pooled_rows(s) for s in scheduled])
-    for s, states in zip(scheduled, states_of, strict=True):
+    rows_of = torch.split(hidden, [num_pooled_rows(s) for s in scheduled])
+    states = torch.stack(
+        [
+            _add_to_mean(s, rows) if s.sequence.pools_all_tokens else rows[-1]
+            for s, rows in zip(scheduled, rows_of, strict=True)
+        ]
+    )
+    # As for sampled rows: the prefix cache shares the blocks behind them from now on. A sum is not
+    # finite if any of its terms is not, or if it is too large for its type.
+    check_finite(states)
+    for s, state in zip(scheduled, states, strict=True):
         sequence, params = s.sequence, s.sequence.request.embedding
-        state = _add_to_mean(s, states) if sequence.pools_all_tokens else states[-1]
         if s.samples:
             assert params is not None
             sequence.embedding = _embedding_of(state, params, sequence.pooling)

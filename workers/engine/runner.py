@@ -166,25 +166,26 @@ class ModelRunner:
         num_sampled = len(rows)
         for s, first_row in zip(scheduled, query_start_loc, strict=False):
             rows += range(first_row, first_row + _num_prompt_logprob_rows(s))
-        num_logits = len(rows)
-        for i in pooled:
-            stop = query_start_loc[i + 1]
-            rows += range(stop - num_pooled_rows(scheduled[i]), stop)
         embeddings, deepstack = self._embed(scheduled, query_start_loc)
         positions = self._make_positions(scheduled)
         sampled_rows = self._to_device(rows)
-        hidden = None
+        hidden_rows, hidden = None, None
         if pooled:
-            size = (len(rows), embeddings.shape[1])
+            stops = [(query_start_loc[i + 1], num_pooled_rows(scheduled[i])) for i in pooled]
+            hidden_rows = self._to_device([r for stop, n in stops for r in range(stop - n, stop)])
+            size = (len(hidden_rows), embeddings.shape[1])
             hidden = torch.empty(size, dtype=torch.float32, device=embeddings.device)
         logits = self._model.forward(
-            StepInputs(embeddings, positions, plan, self._kv_cache, sampled_rows, deepstack, hidden)
+            StepInputs(
+                *(embeddings, positions, plan, self._kv_cache, sampled_rows, deepstack),
+                *(hidden_rows, hidden),
+            )
         )
         sampled = sample_batch(logits[:num_sampled], [scheduled[i] for i in sampling])
-        if num_logits > num_sampled:
-            _record_prompt_logprobs(logits[num_sampled:num_logits], scheduled)
+        if len(rows) > num_sampled:
+            _record_prompt_logprobs(logits[num_sampled:], scheduled)
         if hidden is not None:
-            pool(hidden[num_logits:], [scheduled[i] for i in pooled])
+            pool(hidden, [scheduled[i] for i in pooled])
         tokens: list[list[SampledToken]] = [[] for _ in scheduled]
         for i, sampled_tokens in zip(sampling, sampled, strict=True):
             tokens[i] = sampled_tokens

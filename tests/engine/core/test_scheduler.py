@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -423,3 +424,35 @@ def test_prompt_logits_are_computed_in_small_chunks() -> None:
         scheduler.add(sequence)
     first.prompt_logprobs, second.prompt_logprobs = {}, {}
     assert new_tokens(scheduler) == {first: num_tokens - 10, second: 10, plain: num_tokens - 30}
+
+
+def test_prompts_for_which_no_logits_are_left_hold_back_no_others() -> None:
+    """Whatever their number, and although one of them begins with the same blocks."""
+    max_num_seqs, num_tokens = 3, MAX_PROMPT_LOGITS - 10
+    pool = BlockPool(512, BLOCK_SIZE)
+    scheduler = Scheduler(pool, max_num_seqs, 4 * num_tokens, num_tokens + 4)
+    asking = [make_sequence(num_tokens, 1, first=i) for i in range(max_num_seqs + 2)]
+    for i, sequence in enumerate(asking):
+        sequence.request = replace(sequence.request, request_id=f"r{i}")
+        sequence.prompt_logprobs = {}
+        scheduler.add(sequence)
+    plain = make_sequence(num_tokens, 1, first=2)
+    scheduler.add(plain)
+    assert new_tokens(scheduler) == {asking[0]: num_tokens, asking[1]: 10, plain: num_tokens}
+    assert [sequence.status for sequence in asking[2:]] == [Status.WAITING] * 3
+    assert new_tokens(scheduler) == {asking[1]: num_tokens - 10, asking[2]: 20}
+    while scheduler.has_work:
+        assert new_tokens(scheduler)
+    assert pool.num_free == pool.num_blocks
+
+
+def test_choices_wait_for_the_one_that_has_the_prompt_logprobs() -> None:
+    scheduler = Scheduler(BlockPool(512, BLOCK_SIZE), 4, 1024, 512)
+    long, other = make_sequence(MAX_PROMPT_LOGITS, first=5), make_sequence(3, first=7)
+    request = replace(make_sequence(1).request, request_id="n", sampling=SamplingParams(n=2))
+    choices = [Sequence(request, choice, 0, [1], 1) for choice in range(2)]
+    long.prompt_logprobs = choices[0].prompt_logprobs = {}
+    for sequence in (long, *choices, other):
+        scheduler.add(sequence)
+    assert new_tokens(scheduler) == {long: MAX_PROMPT_LOGITS, other: 3}
+    assert {*choices} <= {*new_tokens(scheduler)}

@@ -18,6 +18,7 @@ from tests.engine.model.test_parity import NUM_TEXT_IDS, TEXT, build, widen
 from tests.fakes import ShakyDrafter
 from workers.engine.core.block_pool import BlockPool
 from workers.engine.core.engine import EngineCore
+from workers.engine.core.scheduler import MAX_PROMPT_LOGITS
 from workers.engine.core.sequence import (
     LAST_TOKEN,
     Batch,
@@ -25,9 +26,12 @@ from workers.engine.core.sequence import (
     Pooling,
     RequestOutput,
     SampledToken,
+    ScheduledSequence,
+    Sequence,
 )
 from workers.engine.cpu.decoder import NativeModel
-from workers.engine.model.flat_model import DecoderModel, FlatModel
+from workers.engine.model.flat_model import DecoderModel, FlatModel, StepInputs
+from workers.engine.pooling import pool
 from workers.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +173,40 @@ def test_mean_pooling_covers_every_token(reference: Any, served: DecoderModel, b
         assert_mean(reference, request, output)
         assert output.usage == Usage(len(request.prompt_token_ids), 0, 0)
     assert core.stats().prefix_hit_tokens > 0, "the text has found the cached prefix"
+
+
+@pytest.mark.parametrize("pooling", [LAST_TOKEN, MEAN], ids=["last", "mean"])
+def test_pooled_rows_have_no_logits_and_no_limit_but_the_budget(
+    reference: Any, served: DecoderModel, pooling: Pooling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_logits, forward = [], served.forward
+
+    def counted(step: StepInputs) -> Any:
+        logits = forward(step)
+        num_logits.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(served, "forward", counted)
+    prompts = [[first, *range(1, 60)] for first in range(100, 108)]
+    assert sum(map(len, prompts)) > MAX_PROMPT_LOGITS
+    requests = [asked(f"e{i}", prompt, EmbeddingParams()) for i, prompt in enumerate(prompts)]
+    text = EngineRequest("text", [1, 2, 3], [], SamplingParams(max_tokens=1))
+    core = core_of(served, 512, pooling=pooling)
+    outputs = run(core, [text, *requests[:7]]) | run(core, [requests[7]])
+    assert num_logits == [1, 0]
+    for request in requests:
+        right = expected(reference, request.prompt_token_ids, None, True, pooling.mode)
+        found = np.frombuffer(outputs[request.request_id][0].embedding, "<f4")
+        assert np.linalg.norm(found - right) <= 1e-5
+
+
+def test_a_sum_that_is_not_finite_has_no_mean() -> None:
+    request = asked("e", [1, 2], EmbeddingParams())
+    sequence = Sequence(request, 0, 0, [1, 2], 1, pooling=MEAN)
+    states = torch.full((2, HIDDEN_SIZE), 3e38)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        pool(states, [ScheduledSequence(sequence, 2, samples=True)])
+    assert not sequence.embedding
 
 
 def test_mean_pooling_begins_again_after_a_preemption(reference: Any, served: DecoderModel) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ops.bench.int8 import compare
@@ -34,6 +36,7 @@ from workers.engine.cuda.fused_layers import fuse_layers
 from workers.engine.loader import load
 from workers.engine.model.flat_model import FlatModel
 from workers.engine.model.int8 import (
+    FILLED_CHANNELS,
     MAX_PACKED_ROWS,
     Int8Linear,
     dequantize,
@@ -153,6 +156,52 @@ def test_each_full_weight_is_dropped_before_the_next_is_read(
     assert len(taken) == 3 * 7
     saved = sum(3 * layer.weight.numel() for _, layer in int8_layers(served))
     assert saved == report_on(served).saved_bytes > 0
+
+
+def test_a_weight_is_rounded_in_parts() -> None:
+    """Its float32 copies are not as large as the weight, and the result is that of the whole."""
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **kwargs or {})
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor) and tensor.dtype != torch.int8:
+                    sizes.append(tensor.untyped_storage().nbytes())
+            return made
+
+    num_channels, num_inputs = 3 * FILLED_CHANNELS + 7, 32
+    linear = nn.Linear(num_inputs, num_channels, dtype=torch.bfloat16).requires_grad_(False)
+    weight = linear.weight
+    layer = Int8Linear(linear, torch.bfloat16)
+    with Watch():
+        layer.fill(weight)
+    # Slices of the weight share its storage.
+    assert max(size for size in sizes if size != weight.nbytes) <= FILLED_CHANNELS * num_inputs * 4
+    integers, scale = quantize(weight, torch.bfloat16)
+    assert layer.weight.equal(integers)
+    assert layer.scale.equal(scale)
+    exact = weight.double()
+    error = (exact - integers.double() * scale.double()[:, None]).norm() / exact.norm()
+    assert layer.error == pytest.approx(float(error), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_channels", [1, 95])
+def test_a_weight_of_another_shape_is_refused(num_channels: int, tmp_path: Path) -> None:
+    model, name = build("llama").eval(), "model.layers.0.mlp.up_proj"
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    full = weights[f"{name}.weight"]
+    weights[f"{name}.weight"] = full[:num_channels].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    quantization = quantization_of(model.config, torch.float32)
+    with pytest.raises(ConfigError) as refused:
+        load_weights(type(model), tmp_path, torch.float32, "cpu", (), quantization)
+    assert refused.value.field == "models.path"
+    for words in (f"{name}.weight", str([num_channels, full.shape[1]]), str(list(full.shape))):
+        assert words in refused.value.message
 
 
 def test_the_demo_model_is_reported_and_close_to_its_full_weights() -> None:

@@ -39,8 +39,10 @@ from workers.gateway.openai.completions import (
     plan_completion,
 )
 from workers.gateway.openai.embeddings import EmbeddingAssembler, plan_embedding
+from workers.gateway.openai.scores import plan_score
 from workers.gateway.schemas.embeddings import EmbeddingRequest
 from workers.gateway.schemas.openai_request import ChatRequest, CompletionRequest
+from workers.gateway.schemas.scores import ScoreRequest
 from workers.gateway.vllm.generate_assembler import GenerateAssembler, GenerateShape
 
 PATH = "/v1/chat/completions"
@@ -60,6 +62,10 @@ def completion(**fields: Any) -> SubmitPlan:
     return plan_completion(msgspec.convert(body, CompletionRequest))
 
 
+def score(**fields: Any) -> dict[str, Any]:
+    return plan_score(msgspec.convert({"model": "demo", **fields}, ScoreRequest)).options
+
+
 def test_an_answer_without_log_probabilities_has_no_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     for plan in (
@@ -71,7 +77,7 @@ def test_an_answer_without_log_probabilities_has_no_limit() -> None:
         assert not size.needs_max_model_len
         assert size.max_bytes(10**6) == 0
         assert with_answer_size(plan.options, size) == plan.options
-        budget.reserve({}, size.max_bytes(10**6), "max_tokens")
+        budget.reserve({}, size.max_bytes(10**6), "max_tokens", "chat")
 
 
 def test_the_size_counts_choices_tokens_and_prompts() -> None:
@@ -96,9 +102,31 @@ def test_the_size_counts_choices_tokens_and_prompts() -> None:
     sampling = {"n": 2, "max_tokens": 1, "logprobs": None, "prompt_logprobs": 0}
     scored = answer_size_of(SubmitPlan([request], sampling, {}), {})
     assert scored.max_bytes() == one
-    assert scored.limiting_field(one, "generate") == "prompt_logprobs"
-    assert scored.limiting_field(one, "score") == "text_2"
-    assert scored.limiting_field(one, "rerank") == "documents"
+    assert scored.limiting_field(one, record_of("generate")) == "prompt_logprobs"
+
+
+def record_of(kind: Any, options: dict[str, Any] | None = None) -> RequestRecord:
+    return RequestRecord(kind, "demo", "", 0, False, options or {})
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "advice"),
+    [
+        (record_of("embedding"), "input", "fewer dimensions"),
+        (record_of("score", score(text_1="x", text_2="y")), "text_2", "send fewer texts"),
+        (record_of("score", score(queries="x", documents="y")), "documents", "send fewer texts"),
+        (record_of("rerank"), "documents", "send fewer documents"),
+    ],
+)
+def test_large_embeddings_are_refused_with_the_clients_field(
+    record: RequestRecord, field: str, advice: str
+) -> None:
+    budget, size = AnswerBudget(GatewayConfig(max_answer_mib=1)), AnswerSize(of_embeddings=2**20)
+    num_bytes = size.max_bytes()
+    found = size.limiting_field(num_bytes, record)
+    with pytest.raises(AnswerTooLarge, match=f"embeddings of this answer .*{advice}$") as refused:
+        budget.reserve({}, num_bytes, found, record.kind)
+    assert refused.value.field == field
 
 
 @given(
@@ -118,19 +146,19 @@ def test_the_size_survives_the_request_record(size: AnswerSize) -> None:
 def test_one_answer_and_all_together_have_a_limit() -> None:
     budget = AnswerBudget(GatewayConfig(max_answer_mib=1))
     with pytest.raises(AnswerTooLarge) as refused:
-        budget.reserve({}, 2**20 + 1, "max_tokens")
+        budget.reserve({}, 2**20 + 1, "max_tokens", "chat")
     assert refused.value.field == "max_tokens"
     held: list[dict[str, Any]] = [{} for _ in range(MAX_LARGEST)]
     for scope in held:
-        budget.reserve(scope, 2**20, "max_tokens")
-    budget.reserve(held[0], 2**20, "max_tokens")  # replaces the earlier reservation
+        budget.reserve(scope, 2**20, "max_tokens", "chat")
+    budget.reserve(held[0], 2**20, "max_tokens", "chat")  # replaces the earlier reservation
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens")
+        budget.reserve({}, 1, "max_tokens", "chat")
     budget.release(held[0])
     budget.release(held[0])
-    budget.reserve({}, 2**20, "max_tokens")
+    budget.reserve({}, 2**20, "max_tokens", "chat")
     with pytest.raises(Overloaded):
-        budget.reserve({}, 1, "max_tokens")
+        budget.reserve({}, 1, "max_tokens", "chat")
 
 
 def assembler(kind: str, token_bytes: TokenBytes, num_others: int) -> Assembler:

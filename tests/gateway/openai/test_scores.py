@@ -150,11 +150,29 @@ def test_documents_are_ranked_by_their_similarity() -> None:
 
 
 def test_documents_that_are_returned_have_a_limit() -> None:
-    documents = ["y" * MAX_RETURNED_BYTES, "x"]
-    with pytest.raises(InvalidRequest, match=str(MAX_RETURNED_BYTES)) as refused:
-        rerank_plan(documents=documents)
-    assert refused.value.field == "return_documents"
-    assert len(rerank_plan(documents=documents, return_documents=False).requests) == 2
+    # A control character takes six bytes of JSON.
+    for documents in (["y" * MAX_RETURNED_BYTES, "x"], ["\x01" * (MAX_RETURNED_BYTES // 6), "x"]):
+        with pytest.raises(InvalidRequest, match=str(MAX_RETURNED_BYTES)) as refused:
+            rerank_plan(documents=documents)
+        assert refused.value.field == "return_documents"
+        assert len(rerank_plan(documents=documents, return_documents=False).requests) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_embeddings_that_are_not_finite_have_no_score(value: float) -> None:
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    data = base64.b64encode(struct.pack("<2f", value, 1.0)).decode()
+    assembler.add(1, TokenChunk(0, 1, [], embedding=data))
+    with pytest.raises(WorkerFailure, match="not finite"):
+        assembler.answer()
+
+
+def test_embeddings_of_different_lengths_have_no_score() -> None:
+    assembler = assembler_of(score_plan(text_1="x", text_2="y"), "score")
+    data = base64.b64encode(struct.pack("<f", 1.0)).decode()
+    assembler.add(1, TokenChunk(0, 1, [], embedding=data))
+    with pytest.raises(WorkerFailure, match="different lengths"):
+        assembler.answer()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from shared.bus.bus import Bus
+from shared.protocol import subjects
+from shared.state import request_registry
 from tests.gateway.conftest import Gateway
 from tests.gateway.routes.test_chat import ROOT
 
@@ -112,14 +115,56 @@ async def test_refusals_name_the_field(
         ("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}),
     ],
 )
-async def test_a_repeated_id_has_the_same_answer(
-    gateway: Gateway, path: str, body: dict[str, Any]
+async def test_a_repeated_id_has_the_same_answer_and_is_not_run_again(
+    gateway: Gateway, bus: Bus, path: str, body: dict[str, Any]
 ) -> None:
     name = f"scored-twice{path.replace('/', '-')}"
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as http:
         headers, body = {"x-request-id": name}, {"model": "demo", "durable": True} | body
-        answers = [(await http.post(path, json=body, headers=headers)).json() for _ in range(2)]
+        published: list[str] = []
+        # Also messages that the stream drops as duplicates.
+        await bus.watch_subjects(subjects.REQUESTS_FILTER, published.append)
+        answers = []
+        for _ in range(2):
+            answers.append((await http.post(path, json=body, headers=headers)).json())
+            await bus.sequence_range(subjects.REQUESTS_STREAM)  # behind the messages
+            assert len(published) == len({QUERY, *DOCUMENTS})
         other = await http.post(path, json=body | {"cache_salt": "s"}, headers=headers)
         shown = (await http.get(f"/v1/requests/{name}")).json()
     assert answers[0] == answers[1] == shown["result"]
     assert other.status_code == 422
+
+
+@pytest.mark.parametrize("kept", [{}, {"durable": True}, {"x-request-id": "ranked-documents"}])
+async def test_documents_are_stored_only_for_requests_that_are_answered_again(
+    http: httpx.AsyncClient, bus: Bus, kept: dict[str, Any]
+) -> None:
+    headers = kept if "x-request-id" in kept else {}
+    body = {"model": "demo", "query": QUERY, "documents": DOCUMENTS}
+    answer = await http.post("/v1/rerank", json=body if headers else body | kept, headers=headers)
+    assert all("document" in result for result in answer.json()["results"])
+    request_id = answer.headers["x-request-id"]
+    record = await request_registry.find(bus, request_id)
+    assert record is not None
+    assert record.options.get("documents") == (DOCUMENTS if kept else None)
+    shown = (await http.get(f"/v1/requests/{request_id}")).json()["result"]["results"]
+    for result, again in zip(answer.json()["results"], shown, strict=True):
+        without = {name: value for name, value in result.items() if name != "document"}
+        assert again == (result if kept else without)
+
+
+@pytest.mark.parametrize(
+    ("path", "texts", "field"),
+    [
+        ("/v1/rerank", {"query": "", "documents": ["y"]}, "query"),
+        ("/v1/score", {"text_1": "", "text_2": "y"}, "text_1"),
+        ("/v1/score", {"text_1": "x", "text_2": ""}, "text_2"),
+    ],
+)
+async def test_a_text_over_the_brokers_limit_is_refused_with_its_field(
+    http: httpx.AsyncClient, bus: Bus, path: str, texts: dict[str, Any], field: str
+) -> None:
+    texts = {name: text or "x" * bus.max_payload for name, text in texts.items()}
+    answer = await http.post(path, json={"model": "demo"} | texts)
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("payload_too_large", field), error

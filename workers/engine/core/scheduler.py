@@ -10,7 +10,8 @@ derives from the step count and not from other requests. The first sequence of a
 every step; or it waits for blocks while nothing else is admitted and the first running sequence
 makes progress, until enough of them have finished. Two bounds ensure this progress: the pool
 can hold a sequence of `max_model_len` tokens, and no more sequences run than the budget has tokens,
-so that decodes leave at least one token for it.
+so that decodes leave at least one token for it. A sequence that needs prompt logits may also wait
+for running ones that need them; none behind it is started before it.
 """
 
 from bisect import insort
@@ -23,8 +24,8 @@ from workers.engine.core.sequence import Batch, ScheduledSequence, Sequence, Sta
 LANE_DELAY_STEPS = {"interactive": 0, "batch": 1000}
 """Steps by lane; 1000 are half a minute on a busy CPU and a few seconds on a GPU."""
 MAX_PROMPT_LOGITS = 256
-"""Prompt tokens of a step that may have outputs, beside the sampled ones: a row of 152,000 logits
-in float32 has 0.6 MB and takes a millisecond to process. Rows of mean pooling have logits too."""
+"""Prompt tokens of a step that may have logits, beside the sampled ones: a row of 152,000 logits
+in float32 has 0.6 MB and takes a millisecond to process."""
 
 
 @dataclass(slots=True)
@@ -32,22 +33,28 @@ class _StepBudget:
     """Sequences scheduled in the current step, and the tokens left of its budget."""
 
     budget: int
+    prompt_logits: int = MAX_PROMPT_LOGITS
+    """Prompt tokens that may still have logits in this step."""
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
 
     def max_new_tokens(self, sequence: Sequence) -> int:
-        """Return the budget, limited to `MAX_PROMPT_LOGITS` if all its tokens have outputs."""
-        if not sequence.needs_all_rows:
+        """Return the budget, limited by the logits if all tokens of the sequence need them."""
+        if sequence.prompt_logprobs is None:
             return self.budget
-        requesting = (s for s in self.scheduled.values() if s.sequence.needs_all_rows)
-        return min(self.budget, MAX_PROMPT_LOGITS - sum(s.num_new_tokens for s in requesting))
+        return min(self.budget, self.prompt_logits)
 
     def add(self, s: ScheduledSequence) -> None:
         self.scheduled[s.sequence] = s
-        self.budget -= s.num_new_tokens
+        self._spend(s.sequence, s.num_new_tokens)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         if (s := self.scheduled.pop(sequence, None)) is not None:
-            self.budget += s.num_new_tokens
+            self._spend(sequence, -s.num_new_tokens)
+
+    def _spend(self, sequence: Sequence, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        if sequence.prompt_logprobs is not None:
+            self.prompt_logits -= num_tokens
 
     def add_drafts(self, sequence: Sequence, draft_token_ids: list[int]) -> None:
         s = self.scheduled[sequence]
@@ -184,12 +191,18 @@ class Scheduler:
         A sequence that lacks blocks blocks all behind it. A sequence whose prefix is being computed
         is skipped, or two requests with the same prefix would keep all others out of a step; its
         slot and blocks stay reserved. It waits only for sequences with a better priority, so it is
-        not skipped for ever.
+        not skipped for ever. A sequence for which no prompt logits are left is passed over, and
+        nothing is reserved for it: any number of them may wait for a long prompt.
         """
         num_skipped = reserved_blocks = 0
-        for sequence in self._waiting[: self._max_num_seqs]:
+        without_logits: set[str] = set()
+        for sequence in self._waiting[:]:
             if step.budget == 0 or len(self._running) + num_skipped == self._max_num_seqs:
                 return
+            if step.max_new_tokens(sequence) == 0 or sequence.request_id in without_logits:
+                # Later choices wait for the first one, whose log probabilities are logged first.
+                without_logits.add(sequence.request_id)
+                continue
             match = self.prefix_cache.match_prefix(sequence)
             # All known tokens must fit: a first chunk alone might be preempted and lost.
             num_missing = self._num_blocks(sequence.num_tokens) - len(match.blocks)

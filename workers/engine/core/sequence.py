@@ -193,14 +193,10 @@ class Sequence:
         return self.request.embedding is not None and self.pooling.mode == "mean"
 
     @property
-    def needs_all_rows(self) -> bool:
-        """True if every token of the prompt has an output, and not only the last one."""
-        return self.prompt_logprobs is not None or self.pools_all_tokens
-
-    @property
     def can_read_prefix_cache(self) -> bool:
         """True if the sequence may use cached blocks, which yield no output for their tokens."""
-        return not self.request.sampling.skip_reading_prefix_cache and not self.needs_all_rows
+        needs_all_rows = self.prompt_logprobs is not None or self.pools_all_tokens
+        return not self.request.sampling.skip_reading_prefix_cache and not needs_all_rows
 
 
 @dataclass(frozen=True, slots=True)

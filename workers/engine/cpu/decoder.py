@@ -54,9 +54,9 @@ class _Config(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("num_tokens", "num_sequences", "block_size", "max_blocks")),
-        *((name, _INT) for name in ("num_sampled", "num_deepstack")),
+        *((name, _INT) for name in ("num_logits", "num_hidden", "num_deepstack")),
         *((name, _POINTER) for name in ("query_start_loc", "seq_lens", "block_tables")),
-        *((name, _POINTER) for name in ("sampled_rows", "embeddings", "cos", "sin", "deepstack")),
+        *((name, _POINTER) for name in ("output_rows", "embeddings", "cos", "sin", "deepstack")),
         *((name, _POINTER) for name in ("keys", "values", "logits", "hidden")),
     )
 
@@ -191,15 +191,19 @@ class NativeModel(DecoderModel):
         )
         cos, sin = cos.contiguous(), sin.contiguous()
         embeddings = step.embeddings.contiguous()
-        rows = step.sampled_rows.to(torch.int32)
-        logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32)
+        rows, num_logits = step.sampled_rows, len(step.sampled_rows)
+        if step.hidden_rows is not None:
+            rows = torch.cat([rows, step.hidden_rows])
+        rows = rows.to(torch.int32)
+        logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
         deepstack = None if step.deepstack is None else step.deepstack.contiguous()
         arguments = _Step(
             len(embeddings),
             len(plan.seq_lens),
             plan.block_size,
             plan.block_tables.shape[1],
-            len(rows),
+            num_logits,
+            len(rows) - num_logits,
             0 if deepstack is None else len(deepstack),
             *(a.ctypes.data for a in (plan.query_start_loc, plan.seq_lens, plan.block_tables)),
             *library.pointers(rows, embeddings, cos, sin, deepstack),

@@ -38,8 +38,10 @@ class StepInputs(NamedTuple):
     deepstack: Tensor | None = None  # [num_levels, num_tokens, hidden_size]
     """`deepstack[i]` is added to the hidden states behind layer i: image features in their rows
     and zeros elsewhere, or None if the batch has no such rows."""
-    hidden: Tensor | None = None  # [num_sampled, hidden_size] float32
-    """Where the step writes the final hidden states of the sampled rows, if anywhere."""
+    hidden_rows: Tensor | None = None  # [num_hidden]
+    """Rows whose final hidden states are needed; no logits are computed for them."""
+    hidden: Tensor | None = None  # [num_hidden, hidden_size] float32
+    """Where the step writes these states; None if `hidden_rows` is None."""
 
 
 class DecoderModel(ABC):
@@ -121,7 +123,7 @@ def _copied_hidden(decoder: torch.nn.Module, step: StepInputs) -> Iterator[None]
         return
 
     def copy(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        hidden.copy_(output.last_hidden_state[0, step.sampled_rows])
+        hidden.copy_(output.last_hidden_state[0, step.hidden_rows])
 
     handle = decoder.register_forward_hook(copy)
     try:

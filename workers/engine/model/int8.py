@@ -33,6 +33,9 @@ MAX_PACKED_ROWS = 16
 PACKED_STEP = 32
 # Channels that are converted at a time, so that the result is in a cache when it is read.
 CHUNK_CHANNELS = 1024
+# Channels that are rounded at a time: the float32 copies are small beside a whole weight, which
+# is the memory that a load is planned with.
+FILLED_CHANNELS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Int8Linear(nn.Module):
     scale: Tensor  # [out_features]
     error = 0.0
     """Error of the weights relative to their norm."""
+    found_shape: torch.Size | None = None
+    """Shape of the weights that were read, if it is not the layer's."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         """Make a layer in the shape of `linear`, which may be on the meta device."""
@@ -67,10 +72,20 @@ class Int8Linear(nn.Module):
 
     def fill(self, weight: Tensor) -> None:
         """Take over the values of full weights."""
-        self.weight, self.scale = quantize(weight, self.scale.dtype)
-        exact = weight.float()
-        difference = exact - dequantize(self.weight, self.scale.float())
-        self.error = float(difference.norm() / exact.norm().clamp_min(torch.finfo().tiny))
+        # Until here, the buffers may be on the meta device.
+        integers = torch.empty_like(weight, dtype=torch.int8)
+        scale = torch.empty(len(weight), dtype=self.scale.dtype, device=weight.device)
+        # Norms of the difference and of the weights, of each chunk.
+        norms = []
+        for first in range(0, len(weight), FILLED_CHANNELS):
+            part = slice(first, first + FILLED_CHANNELS)
+            exact = weight[part].float()
+            integers[part], scale[part] = quantize(exact, scale.dtype)
+            difference = exact - dequantize(integers[part], scale[part].float())
+            norms.append(torch.stack([difference.norm(), exact.norm()]))
+        difference_norm, norm = torch.stack(norms).double().norm(dim=0)
+        self.error = float(difference_norm / norm.clamp_min(torch.finfo().tiny))
+        self.weight, self.scale = integers, scale
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
         rows = hidden.reshape(-1, self.in_features)
@@ -175,6 +190,15 @@ class Int8Quantizer(HfQuantizer):
             if isinstance(linear, nn.Linear):
                 decoder.layers.set_submodule(name, Int8Linear(linear, dtype))
 
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, layer in int8_layers(model):
+            if layer.found_shape is not None:
+                raise ConfigError(
+                    f"models.path: {name}.weight has the shape {list(layer.found_shape)}, and by"
+                    f" config.json it has {list(layer.weight.shape)}",
+                    field="models.path",
+                )
+
     def param_needs_quantization(
         self, model: PreTrainedModel, param_name: str, **kwargs: Any
     ) -> bool:
@@ -206,7 +230,11 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             owner = name.rpartition(".")[0]
             layer = model.get_submodule(owner)
-            layer.fill(value[0] if isinstance(value, list) else value)
+            weight = value[0] if isinstance(value, list) else value
+            if weight.shape == layer.weight.shape:
+                layer.fill(weight)
+            else:  # transformers would turn an exception into a report without the shapes.
+                layer.found_shape = weight.shape
             # Else transformers would fill the layer with random numbers.
             for buffer in ("weight", "scale"):
                 getattr(layer, buffer)._is_hf_initialized = True

@@ -67,7 +67,7 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
     if getattr(text, "sliding_window", None) and not kinds and not one_window:
         # transformers' layers ignore the window, and its cache does not.
         yield f"names a sliding window, which a model of type {text.model_type!r} does not have"
-    yield from _attention_refusals(text)
+    yield from _attention_refusals(config, text)
     for kind in sorted(_rope_types(text) & BATCH_ROPE):
         yield f"uses {kind} rotary positions, which depend on the other requests of a batch"
     if registry.find_family(config) is None:
@@ -77,7 +77,7 @@ def _refusals(config: Any, text: Any) -> Iterator[str]:
         )
 
 
-def _attention_refusals(text: Any) -> Iterator[str]:
+def _attention_refusals(config: Any, text: Any) -> Iterator[str]:
     nested = getattr(text, "attn_config", None)
     if text.model_type == "bloom" or any(getattr(c, "alibi", False) for c in (text, nested)):
         yield "uses ALiBi, a bias on the scores that the engine's attention does not have"
@@ -85,7 +85,9 @@ def _attention_refusals(text: Any) -> Iterator[str]:
         yield "uses attention sinks, which the engine's attention does not have"
     if getattr(text, "kv_lora_rank", None):
         yield "uses latent attention; the engine's cache has keys and values of one size"
-    if getattr(text, "use_bidirectional_attention", None):
+    # transformers' masks are bidirectional too if `is_causal` is false, also of a decoder.
+    is_causal = all(getattr(section, "is_causal", True) for section in (config, text))
+    if getattr(text, "use_bidirectional_attention", None) or not is_causal:
         yield "uses bidirectional attention, in which a token's cache depends on later tokens"
 
 

@@ -7,7 +7,7 @@ another gateway does so when this one dies.
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
 
 from msgspec import structs
@@ -24,7 +24,7 @@ from shared.state import request_registry
 from workers.gateway.app import AppContext, Json, error_response
 from workers.gateway.backend.active_request import ActiveRequest
 from workers.gateway.backend.uploads import store_large_images
-from workers.gateway.core.field_names import translated_errors
+from workers.gateway.core.field_names import options_of_part, translated_errors
 from workers.gateway.core.ids import read_request_id, read_start, wants_event_ids
 from workers.gateway.core.memory_budget import answer_size_of, read_answer_size, with_answer_size
 from workers.gateway.core.plan import SubmitPlan
@@ -66,8 +66,9 @@ async def submit(
     if is_named:
         record = structs.replace(record, digest=_digest(requests, plan))
     holder = f"{context.worker}:{secrets.token_hex(8)}"
+    to_store = record if is_named or plan.durable else _without(record, plan.unrecorded)
     recorded = asyncio.create_task(
-        request_registry.register(context.bus, request_id, record, holder)
+        request_registry.register(context.bus, request_id, to_store, holder)
     )
     # Its exception is raised before an answer is shown. If none is, it must not be logged as lost.
     recorded.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -98,6 +99,11 @@ async def _record_of(
     )
 
 
+def _without(record: RequestRecord, names: Set[str]) -> RequestRecord:
+    options = {name: value for name, value in record.options.items() if name not in names}
+    return structs.replace(record, options=options)
+
+
 async def _reserve_answer(context: AppContext, request: Request, record: RequestRecord) -> None:
     """Reserve memory for the whole answer.
 
@@ -109,7 +115,7 @@ async def _reserve_answer(context: AppContext, request: Request, record: Request
     )
     num_bytes = size.max_bytes(max_len)
     context.answer_budget.reserve(
-        request.scope, num_bytes, size.limiting_field(num_bytes, record.kind)
+        request.scope, num_bytes, size.limiting_field(num_bytes, record), record.kind
     )
 
 
@@ -122,7 +128,7 @@ def _digest(requests: Sequence[GenerateRequest], plan: SubmitPlan) -> str:
 async def _publish(
     context: AppContext,
     active: ActiveRequest,
-    part: str,
+    part: int,
     request: GenerateRequest,
     sampling: dict[str, Any],
 ) -> AsyncIterator[LogRecord]:
@@ -131,8 +137,9 @@ async def _publish(
     This lives as long as the answer, so it must not refer to the body as it was received.
     """
     assert active.recorded is not None
-    records = client.ask(context.bus, request, part, active.record.tenant, sampling)
-    with translated_errors(active.record.kind, active.record.options):
+    records = client.ask(context.bus, request, active.parts[part], active.record.tenant, sampling)
+    options = options_of_part(active.record.options, part)
+    with translated_errors(active.record.kind, options):
         async for record in records:
             try:
                 # Usually done long before. An answer that could not be resumed must not be shown.
@@ -162,8 +169,8 @@ async def _open_logs(
         lasts = await active.last_records()
     return [
         _publish(context, active, part, request, plan.sampling) if last is None else followed
-        for part, request, followed, last in zip(
-            active.parts, requests, active.follow_logs(), lasts, strict=True
+        for part, (request, followed, last) in enumerate(
+            zip(requests, active.follow_logs(), lasts, strict=True)
         )
     ]
 

@@ -44,7 +44,7 @@ def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> 
     `options` are those of the RequestRecord; its `fields` are names that this request has changed.
     """
     bus_field = error.field or ""
-    field = _renamed(bus_field, CLIENT_FIELDS[kind] | options.get("fields", {}))
+    field = client_field_of(bus_field, kind, options)
     if kind != "generate":
         field = "" if field == _SAMPLING else field.removeprefix(f"{_SAMPLING}.")
         if field.partition(".")[0] == _TEMPLATE:
@@ -53,6 +53,11 @@ def translate_error(error: ErrorInfo, kind: str, options: Mapping[str, Any]) -> 
     if bus_field and message.startswith(f"{bus_field}:"):
         message = f"{field}{message[len(bus_field) :]}".removeprefix(":").lstrip()
     return msgspec.structs.replace(error, field=field or None, message=message)
+
+
+def client_field_of(bus_field: str, kind: str, options: Mapping[str, Any]) -> str:
+    """Return the name that the client has for a bus field; the arguments are as above."""
+    return _renamed(bus_field, CLIENT_FIELDS[kind] | options.get("fields", {}))
 
 
 def options_of_part(options: Mapping[str, Any], part: int | None) -> Mapping[str, Any]:

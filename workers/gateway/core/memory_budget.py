@@ -14,6 +14,7 @@ from msgspec import Struct
 from shared.config import GatewayConfig
 from shared.errors import Overloaded
 from shared.protocol.messages import RequestRecord
+from workers.gateway.core.field_names import client_field_of
 from workers.gateway.core.plan import SubmitPlan
 from workers.gateway.http.errors import AnswerTooLarge
 
@@ -27,8 +28,12 @@ VALUE_BYTES = 96
 # As many answers of the largest size may be assembled at one time, or more smaller ones.
 MAX_LARGEST = 4
 
-EMBEDDED_FIELDS = {"embedding": "input", "rerank": "documents", "score": "text_2"}
-"""The field whose texts are embedded, for each kind of RequestRecord that embeds."""
+ADVICE_ON_EMBEDDINGS = {
+    "embedding": "ask for fewer, or for fewer dimensions",
+    "rerank": "send fewer documents",
+    "score": "send fewer texts",
+}
+"""How to make the answer smaller, for each kind of RequestRecord that embeds."""
 
 _OPTION = "kept"
 
@@ -64,13 +69,13 @@ class AnswerSize(Struct, frozen=True, omit_defaults=True):
         num_entries = self.of_prompt + self.per_token * num_tokens
         return ENTRY_BYTES * num_entries + VALUE_BYTES * self.of_embeddings
 
-    def limiting_field(self, num_bytes: int, kind: str) -> str:
+    def limiting_field(self, num_bytes: int, record: RequestRecord) -> str:
         """Return the field of the request that makes up most of `num_bytes`."""
-        if kind in EMBEDDED_FIELDS:
-            return EMBEDDED_FIELDS[kind]
+        if record.kind in ADVICE_ON_EMBEDDINGS:
+            return client_field_of("prompt", record.kind, record.options)
         if 2 * self.num_bytes(0) <= num_bytes:
             return "max_tokens"
-        return "prompt_logprobs" if kind == "generate" else "logprobs"
+        return "prompt_logprobs" if record.kind == "generate" else "logprobs"
 
 
 def answer_size_of(
@@ -124,22 +129,24 @@ class AnswerBudget:
         self._max_mib = limits.max_answer_mib
         self._free_bytes = MAX_LARGEST * limits.max_answer_mib * 2**20
 
-    def reserve(self, scope: MutableMapping[str, Any], num_bytes: int, field: str) -> None:
+    def reserve(
+        self, scope: MutableMapping[str, Any], num_bytes: int, field: str, kind: str
+    ) -> None:
         """Reserve memory for the HTTP request of `scope` until `release`.
 
-        It replaces an earlier reservation of the same request. Raises AnswerTooLarge with `field`,
-        or Overloaded.
+        `kind` is that of the RequestRecord. An earlier reservation of the same request is replaced.
+        Raises AnswerTooLarge with `field`, or Overloaded.
         """
         self.release(scope)
         if num_bytes > self._max_mib * 2**20:
-            what, advice = "log probabilities", "fewer, or for fewer tokens; a stream has no limit"
-            if field == "prompt_logprobs":  # They are never streamed.
-                advice = "fewer, or for fewer tokens"
-            if field in EMBEDDED_FIELDS.values():
-                what, advice = "embeddings", "fewer, or for fewer dimensions"
+            what, advice = "log probabilities", "ask for fewer, or for fewer tokens"
+            if kind in ADVICE_ON_EMBEDDINGS:
+                what, advice = "embeddings", ADVICE_ON_EMBEDDINGS[kind]
+            elif field != "prompt_logprobs":  # They are never streamed.
+                advice += "; a stream has no limit"
             raise AnswerTooLarge(
                 f"the {what} of this answer may take {num_bytes // 2**20} MiB, and the limit"
-                f" without a stream is {self._max_mib} MiB: ask for {advice}",
+                f" without a stream is {self._max_mib} MiB: {advice}",
                 field=field,
             )
         if num_bytes > self._free_bytes:

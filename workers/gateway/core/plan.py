@@ -39,6 +39,9 @@ class SubmitPlan(Struct, frozen=True):
     """Options of the RequestRecord, on which the form of the answer depends."""
     stream: bool = False
     durable: bool = False
+    unrecorded: frozenset[str] = frozenset()
+    """Options that are left out of the stored record of a request that is answered once: one that
+    is not durable and has no id from its client."""
 
 
 def sampling_of(request: CommonRequest) -> dict[str, Any]:

@@ -4,21 +4,24 @@ A score is the cosine similarity of two embeddings. Each different text is a req
 the bus, as in a batch of `/v1/embeddings`, however many pairs it is in.
 """
 
+import base64
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, WorkerFailure
+from shared.protocol.encoding import to_json
 from shared.protocol.messages import RequestRecord
 from shared.protocol.requests import EmbeddingParams
 from workers.gateway.core.assembler import TokenBytes
 from workers.gateway.core.field_names import PROMPT_FIELDS
 from workers.gateway.core.plan import MAX_PROMPTS, SubmitPlan, generate_request
-from workers.gateway.openai.embeddings import EmbeddingCollector, PartOptions, floats_of
+from workers.gateway.openai.embeddings import EmbeddingCollector, PartOptions
 from workers.gateway.schemas.embeddings import PooledRequest
 from workers.gateway.schemas.scores import (
     RerankDocument,
@@ -39,7 +42,7 @@ PAIRS = (
 """Names under which the two fields of a score may come."""
 
 MAX_RETURNED_BYTES = 256 * 1024
-"""Limit on returned documents: they are in the request's record, from which any gateway answers."""
+"""Limit on returned documents in JSON: the record of a request that is answered again has them."""
 
 
 class ScoreOptions(PartOptions, frozen=True, kw_only=True):
@@ -67,10 +70,10 @@ def plan_rerank(request: RerankRequest) -> SubmitPlan:
     documents = [one if isinstance(one, str) else one.text for one in request.documents]
     options: dict[str, Any] = {"top_n": request.top_n or 0}
     if request.return_documents is not False:
-        num_bytes = sum(len(text.encode()) for text in documents)
+        num_bytes = len(to_json(documents))
         if num_bytes > MAX_RETURNED_BYTES:
             raise InvalidRequest(
-                f"return_documents: the documents have {num_bytes} bytes, over the limit of"
+                f"return_documents: the documents have {num_bytes} bytes as JSON, over the limit of"
                 f" {MAX_RETURNED_BYTES} for documents in an answer: set it to false",
                 field="return_documents",
             )
@@ -127,7 +130,9 @@ def _plan(
         "fields": dict.fromkeys(PROMPT_FIELDS, fields[1]),
         "part_fields": part_fields,
     }
-    return SubmitPlan(requests, {}, options, durable=bool(request.durable))
+    return SubmitPlan(
+        requests, {}, options, durable=bool(request.durable), unrecorded=frozenset({"documents"})
+    )
 
 
 @dataclass(eq=False)
@@ -148,10 +153,17 @@ class _PairAssembler(EmbeddingCollector):
         return cls(record.model, options, request_id=request_id, created_s=record.created_s)
 
     def scores(self) -> list[float]:
-        """Return the similarity of each pair. Raises WorkerFailure if an embedding is missing."""
+        """Return the similarity of each pair.
+
+        Raises WorkerFailure for embeddings that are missing, or that cannot be compared.
+        """
         self.check_all()
-        vectors = {part: floats_of(data) for part, data in self.embeddings.items()}
+        vectors = {part: _vector_of(data) for part, data in self.embeddings.items()}
+        if len({len(vector) for vector in vectors.values()}) != 1:
+            raise WorkerFailure("the embeddings of the inputs have different lengths")
         squares = {part: _dot(vector, vector) for part, vector in vectors.items()}
+        if not all(map(math.isfinite, squares.values())):
+            raise WorkerFailure("an embedding has values that are not finite")
         score_of = {
             (a, b): _cosine(_dot(vectors[a], vectors[b]), squares[a], squares[b])
             for a, b in set(self.options.pairs)
@@ -185,9 +197,13 @@ class RerankAssembler(_PairAssembler):
         return RerankList(self.request_id, self.model, kept, self.usage)
 
 
-def _dot(one: Iterable[float], other: Iterable[float]) -> float:
-    product: float = sum(map(mul, one, other))
-    return product
+def _vector_of(data: str) -> NDArray[np.float64]:
+    return np.frombuffer(base64.b64decode(data), "<f4").astype(np.float64)
+
+
+def _dot(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    # Not `@`: a BLAS may sum in another order on another machine, and use threads.
+    return float((one * other).sum())
 
 
 def _cosine(product: float, square: float, other_square: float) -> float:

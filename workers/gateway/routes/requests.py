@@ -149,7 +149,10 @@ async def _describe(context: AppContext, request: Request, active: ActiveRequest
     if state == "finished":
         num_tokens = sum(last.usage.completion_tokens for last in ended if isinstance(last, Finish))
         context.answer_budget.reserve(
-            request.scope, read_answer_size(active.record).num_bytes(num_tokens), "id"
+            request.scope,
+            read_answer_size(active.record).num_bytes(num_tokens),
+            "id",
+            active.record.kind,
         )
         result = await active.collect_answer(active.follow_logs())
     return RequestBody(

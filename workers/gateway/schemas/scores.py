@@ -9,7 +9,7 @@ from workers.gateway.schemas.openai_request import Count
 
 MAX_TEXTS = 256
 """Limit on a list, so on the pairs of a request: an event loop multiplies a pair of embeddings of
-4096 values in 0.2 ms."""
+4096 values in 0.04 ms."""
 
 UNSUPPORTED = frozenset(
     {
