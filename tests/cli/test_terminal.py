@@ -4,7 +4,10 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +58,39 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     call_on_signals(lambda: None)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+# What a process has in place of the streams that its caller has closed.
+REPLACED = """
+import os, socket, sys
+from workers.cli.terminal import replace_closed_streams
+replace_closed_streams()
+opened = socket.socket().fileno()
+nulls = [n for n in range(3) if os.readlink(f"/proc/self/fd/{n}") == os.devnull]
+inherited = [n for n in range(3) if os.get_inheritable(n)]
+numbers = sys.stdout.fileno(), sys.stderr.fileno()
+with open(sys.argv[1], "w") as file:
+    print(opened > 2, nulls, inherited, *numbers, file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("closed", "nulls"),
+    [("", []), (">&-", [1]), ("<&- 2>&-", [0, 2]), ("<&- >&- 2>&-", [0, 1, 2])],
+)
+def test_nothing_else_gets_the_number_of_a_closed_stream(
+    tmp_path: Path, closed: str, nulls: list[int]
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", REPLACED, "seen"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        input=b"",
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "seen").read_text() == f"True {nulls} [0, 1, 2] 1 2\n"
 
 
 def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

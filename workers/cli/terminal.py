@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -27,11 +28,19 @@ out = Console()
 errors = Console(stderr=True)
 
 
+class ClosedOutput(io.StringIO):
+    """The stdout of a command whose caller has closed it: a command that writes there fails."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "stdout is closed")
+
+    def fileno(self) -> int:
+        return 1
+
+
 def run_app(app: App) -> NoReturn:
     """Run the command line in `sys.argv`, and exit with the code that the command returns."""
-    # A stream that the caller has closed is None, and takes no lines.
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    replace_closed_streams()
     try:
         code = app(result_action="return_value")
     except PagemillError as error:
@@ -41,6 +50,19 @@ def run_app(app: App) -> NoReturn:
         discard_buffered(sys.stdout)
         code = 1
     sys.exit(code)
+
+
+def replace_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that the caller has closed.
+
+    A file or socket would otherwise get their numbers, and what a library or another process prints
+    would end there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or ClosedOutput()
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def discard_buffered(output: IO[str]) -> None:
