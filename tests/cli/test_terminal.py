@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from shared.errors import UnknownModel
 from shared.protocol.records import error_info
 from tests.cli.fake_terminal import FakeTerminal
+from workers.cli import terminal
 from workers.cli.ask import print_error
 from workers.cli.terminal import (
     call_on_signals,
@@ -105,6 +107,28 @@ def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixtu
     refused = f"error unknown_model: {HARMLESS}".expandtabs(8)
     assert said.out.splitlines() == [shown]
     assert said.err.splitlines() == [shown, refused, refused]
+
+
+def test_a_note_is_repeated_while_its_work_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    thrice = threading.Event()
+
+    def say(text: str) -> None:
+        printed.append(text)
+        if len(printed) == 3:
+            thrice.set()
+
+    monkeypatch.setattr(terminal, "print_note", say)
+    monkeypatch.setattr(terminal, "NOTE_S", 0.001)
+    with terminal.noted("checking …"):
+        assert thrice.wait(60)
+    assert set(printed) == {"checking …"}
+    num_threads = threading.active_count()
+    monkeypatch.setattr(terminal, "NOTE_S", 600.0)
+    with terminal.noted("checking …"):
+        printed.clear()
+    assert printed == []
+    assert threading.active_count() == num_threads
 
 
 def test_texts_are_harmless_on_a_terminal_and_unchanged_in_a_pipe(

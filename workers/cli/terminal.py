@@ -7,7 +7,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import IO, Any, NoReturn
 
@@ -21,6 +22,8 @@ from shared.protocol.encoding import to_json
 
 # A user waits at the terminal, so a server that is down is reported after a short time.
 CONNECT_TIMEOUT_S = 2.0
+# A user takes a longer silence for the end.
+NOTE_S = 4.0
 
 _HARMLESS = {n: "\ufffd" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
 
@@ -114,6 +117,25 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a dim line on stderr: what a command says beside its output."""
     errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Print a note, and again every few seconds for as long as the body takes."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(NOTE_S):
+            print_note(text)
+
+    print_note(text)
+    ticker = threading.Thread(target=repeat, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        ticker.join()
 
 
 def print_rows(rows: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from workers.cli import settings
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import connected, errors, print_json, print_line, print_note
+from workers.cli.terminal import connected, errors, noted, print_json, print_line
 from workers.roles import all_roles
 
 EXIT_INTERRUPTED = 130
@@ -78,9 +78,8 @@ async def models(
     ]
     served = await _read_served(nats or settings.nats_url(loaded))
     cached = [model for model in local.list_cached() if model.name not in loaded.models]
-    if configured or cached:
-        print_note("checking which models can be served …")
-    rows = await asyncio.to_thread(_describe, configured, cached, served)
+    with noted("checking which models can be served …"):
+        rows = await asyncio.to_thread(_describe, configured, cached, served)
     for row in rows:
         entry = loaded.models.get(str(row["name"]))
         if entry is not None and entry.quantization is not None:
