@@ -76,9 +76,9 @@ async def models(
         local.LocalModel(name, Path(model.path), model.pooling)
         for name, model in loaded.models.items()
     ]
-    served = await _read_served(nats or settings.nats_url(loaded))
-    cached = [model for model in local.list_cached() if model.name not in loaded.models]
     with noted("checking which models can be served …"):
+        served = await _read_served(nats or settings.nats_url(loaded))
+        cached = [model for model in local.list_cached() if model.name not in loaded.models]
         rows = await asyncio.to_thread(_describe, configured, cached, served)
     for row in rows:
         entry = loaded.models.get(str(row["name"]))
