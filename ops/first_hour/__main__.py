@@ -38,7 +38,7 @@ HEAD, TAIL = 5, 6
 # A user takes a longer silence for the end.
 MAX_SILENCE_S = 6.0
 # Beside busy loops, every step gets a part of a core.
-MAX_BUSY_SILENCE_S = 18.0
+MAX_BUSY_SILENCE_S = 12.0
 _REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 _PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
 # What pip says about this machine's package index.
