@@ -137,7 +137,7 @@ chaos-matrix: .venv/dev  ## every cell of the fault matrix, three seeds; needs r
 fuzz: .venv/dev  ## schemathesis over the OpenAPI document; 10 minutes
 	$(BIN)/python -m ops.fuzz
 
-first-hour: .venv/installed  ## docs/first-hour.svg: a clean clone, a pulled model, a chat; 3 minutes
+first-hour: .venv/installed  ## docs/first-hour.svg: the ten commands of the guide in a clean clone; 3 minutes
 	$(BIN)/python -m ops.first_hour --svg docs/first-hour.svg
 
 docs: .venv/dev  ## reference pages from the types, the settings and the metric catalog

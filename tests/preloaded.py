@@ -160,7 +160,7 @@ def run(
         return subprocess.CompletedProcess(arguments, code, *printed)
 
 
-def _check_folders(folders: Sequence[Path]) -> list[Report]:
+def _check_folders(folders: Sequence[Path], _: Sequence[str | None] = ()) -> list[Report]:
     said = [check_folders._report(folder) for folder in folders]
     return msgspec.convert(said, list[Report], from_attributes=True)
 

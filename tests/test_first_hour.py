@@ -1,17 +1,22 @@
 """The first hour: its commands, its terminal and its recording."""
 
+import contextlib
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from ops.first_hour import __main__ as first_hour
-from ops.first_hour.steps import STEPS, Step
+from ops.first_hour.hub import NAME
+from ops.first_hour.steps import REQUEST, STEPS, Step
 from ops.first_hour.terminal import DONE, Chunk, Screen, Terminal, TerminalTimeout
 
+ROOT = Path(__file__).parents[1]
+MODEL_OF_GUIDE = "Qwen/Qwen2-VL-2B-Instruct"
 BASH = {"PATH": os.defpath, "TERM": "xterm-256color"}
 
 
@@ -21,12 +26,14 @@ def shown(printed: str) -> list[str]:
     return [re.sub(r"\x1b\[[\d;]*m", "", line) for line in screen.text()]
 
 
-def test_the_first_hour_has_at_most_ten_commands() -> None:
-    commands = [step.command for step in STEPS]
-    assert len(commands) <= 10
-    wanted = ["make install", "pagemill pull", "pagemill up", "pagemill ask", "pagemill chat"]
-    first = [next(i for i, command in enumerate(commands) if one in command) for one in wanted]
-    assert first == sorted(first)
+def test_the_commands_are_the_ten_of_the_guide() -> None:
+    guide = (ROOT / "docs" / "guide" / "first-hour.md").read_text(encoding="utf-8")
+    numbered = re.findall(r"^(\S.*?) +# +(\d+)\b", guide, re.MULTILINE)
+    assert [int(number) for _, number in numbered] == [*range(1, 11)]
+    told = [command.replace(MODEL_OF_GUIDE, NAME) for command, _ in numbered]
+    assert [re.sub(r"req-[0-9a-f]{16}", REQUEST, command) for command in told] == [
+        step.command for step in STEPS
+    ]
 
 
 def test_progress_bars_leave_their_last_state() -> None:
@@ -66,6 +73,44 @@ def test_a_step_needs_its_exit_code_its_output_and_its_time(terminal: Terminal) 
         assert "0 s without" in late
     finally:
         terminal.close()
+
+
+def test_a_command_that_is_left_running_ends_with_its_output_and_by_a_key(
+    terminal: Terminal,
+) -> None:
+    try:
+        left = Step("echo begun; sleep 600", r"begun\s+$", is_left_running=True)
+        assert first_hour.run_step(terminal, left).failure is None
+        stopped = first_hour.run_step(terminal, Step("Ctrl-C", "", keys="\x03"))
+        assert stopped.failure == "exit code 130"
+        ended = Step("(exit 3)", "begun", is_left_running=True)
+        assert first_hour.run_step(terminal, ended).failure == "exit code 3"
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [([], 1), (["--busy"], 0), (["--max-silence", "8"], 0)]
+)
+def test_a_long_silence_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+) -> None:
+    outcome = first_hour.Outcome(STEPS[0], 9.0, 7.0, [Chunk(0.0, ""), Chunk(9.0, "")], None)
+    monkeypatch.setattr(first_hour, "run", lambda _: ([outcome], 0))
+    monkeypatch.setattr(first_hour, "busy_loops", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(sys, "argv", ["first_hour", *options])
+    assert first_hour.main() == code
+    said = "failed: make install: silent for 7.0 s, more than 6 s (--max-silence)"
+    assert (said in capsys.readouterr().out) == bool(code)
+
+
+def test_the_latest_request_is_the_one_that_was_printed_last() -> None:
+    printed = [Chunk(0.0, f"req-{16 * 'a'} 1 s\nreq-"), Chunk(0.1, f"{16 * 'b'}\n")]
+    outcome = first_hour.Outcome(STEPS[7], 0.1, 0.1, printed, None)
+    assert first_hour.latest_request([outcome]) == f"req-{16 * 'b'}"
 
 
 def test_an_ended_shell_is_an_error(terminal: Terminal) -> None:

@@ -1,8 +1,9 @@
 """`make first-hour`: from a clean clone to a chat about an image with a pulled model, recorded.
 
-The commands run in a shell on a terminal, in an empty home and with caches that are empty unless
-UV_CACHE_DIR and PIP_CACHE_DIR name others. Every command must end with 0 and print what is
-expected. `--busy` runs a loop for each core beside them.
+The commands are those of docs/guide/first-hour.md. They run in shells on two terminals, in an empty
+home and with caches that are empty unless UV_CACHE_DIR and PIP_CACHE_DIR name others. HF_ENDPOINT
+is a hub on this machine. Every command must end with 0, print what is expected, and never be silent
+for longer than `--max-silence`. `--busy` runs a loop for each core beside them.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from ops.first_hour.steps import STEPS, Step
+from ops.first_hour.hub import demo_hub
+from ops.first_hour.steps import REQUEST, STEPS, STOP, Step
 from ops.first_hour.terminal import DONE, HEIGHT, WIDTH, Chunk, Screen, Terminal, TerminalTimeout
 from ops.install import size_of
 
@@ -33,6 +35,11 @@ ROOT = Path(__file__).parents[2]
 INHERITED = ("PIP_", "UV_", "SSL_CERT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 # The picture has so many lines of a command's output, from its beginning and its end.
 HEAD, TAIL = 5, 6
+# A user takes a longer silence for the end.
+MAX_SILENCE_S = 6.0
+# Beside busy loops, every step gets a part of a core.
+MAX_BUSY_SILENCE_S = 12.0
+_REQUEST_ID = re.compile(r"req-[0-9a-f]{16}")
 _PROMPT = re.compile(r"^(\(\.venv\) )?\$ ?", re.MULTILINE)
 # What pip says about this machine's package index.
 _OF_INDEX = re.compile(r"Looking in |.*WARNING: Location ")
@@ -59,17 +66,19 @@ def environment(home: Path) -> dict[str, str]:
 def run_step(terminal: Terminal, step: Step) -> Outcome:
     """Type a command, answer its prompts, and hold it to its exit code and output."""
     first = len(terminal.chunks)
-    terminal.type(f"{step.command}\n")
+    terminal.type(step.keys or f"{step.command}\n")
     seen, failure = "", None
     try:
         for pattern, reply in step.replies:
             text, _ = terminal.wait_for(re.compile(pattern), step.timeout_s)
             seen += text
             terminal.type(reply)
-        text, ended = terminal.wait_for(DONE, step.timeout_s)
+        is_left = step.is_left_running
+        end = re.compile(f"{DONE.pattern}|{step.expect}") if is_left else DONE
+        text, ended = terminal.wait_for(end, step.timeout_s)
         seen += text
         plain = _SEQUENCES.sub("", seen).replace("\r", "")
-        if ended[1] != "0":
+        if ended[1] not in ("0", None):
             failure = f"exit code {ended[1]}"
         elif not re.search(step.expect, plain, re.IGNORECASE):
             failure = f"its output has no {step.expect!r}"
@@ -98,18 +107,25 @@ def run(folder: Path) -> tuple[list[Outcome], int]:
     clone, home = folder / "pagemill", folder / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    terminal = Terminal(clone, environment(home))
-    terminal.wait_for(DONE, 60)
-    outcomes = []
-    try:
-        for step in STEPS:
-            outcomes.append(run_step(terminal, step))
+    outcomes: list[Outcome] = []
+    with demo_hub() as hub, contextlib.ExitStack() as stack:
+        terminals = []
+        for _ in range(2):
+            terminals.append(Terminal(clone, environment(home) | {"HF_ENDPOINT": hub.url}))
+            stack.callback(terminals[-1].close)
+            terminals[-1].wait_for(DONE, 60)
+        for step in (*STEPS, STOP):
+            command = step.command.replace(REQUEST, latest_request(outcomes))
+            outcomes.append(run_step(terminals[step.terminal], step._replace(command=command)))
             _say(_row(outcomes[-1]))
             if outcomes[-1].failure:
                 break
-    finally:
-        terminal.close()
     return outcomes, size_of(clone / ".venv")
+
+
+def latest_request(outcomes: list[Outcome]) -> str:
+    printed = "".join(chunk.text for one in outcomes for chunk in one.chunks)
+    return next(iter(_REQUEST_ID.findall(printed)[::-1]), REQUEST)
 
 
 def save_cast(outcomes: list[Outcome], file: Path) -> None:
@@ -144,6 +160,8 @@ def shortened(command: str, lines: list[str]) -> list[str]:
     """
     text = _PROMPT.sub("", "\n".join(lines)).replace("\n\n", "\n")
     typed, _, output = text.partition("\n")
+    if not command.startswith(typed):
+        output = text  # Keys are echoed in front of the output.
     while command.startswith(typed) and typed != command and output:
         rest, _, output = output.partition("\n")  # The terminal has wrapped it.
         typed += rest
@@ -157,28 +175,45 @@ def shortened(command: str, lines: list[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run and record the first hour.")
     parser.add_argument("--busy", action="store_true", help="run one busy loop per core beside it")
+    parser.add_argument(
+        "--max-silence",
+        type=float,
+        metavar="SECONDS",
+        help=f"by default {MAX_SILENCE_S:g}, and {MAX_BUSY_SILENCE_S:g} with --busy",
+    )
     parser.add_argument("--svg", type=Path, help="save a picture of the terminal")
     parser.add_argument("--cast", type=Path, help="save the recording, for asciinema")
     arguments = parser.parse_args()
     loops = (os.cpu_count() or 1) if arguments.busy else 0
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name, busy_loops(loops):
         outcomes, size = run(Path(name))
-    failed = [one for one in outcomes if one.failure]
+    max_silence_s = arguments.max_silence or (MAX_BUSY_SILENCE_S if loops else MAX_SILENCE_S)
+    failures = [
+        f"{one.step.command}: {reason}"
+        for one in outcomes
+        if (reason := one.failure or too_silent(one, max_silence_s))
+    ]
     total_s = sum(one.seconds for one in outcomes)
     silence_s = max(one.silence_s for one in outcomes)
     machine = f"{os.cpu_count()} cores, {loops} busy loops" if loops else f"{os.cpu_count()} cores"
     closing = (
-        f"{len(outcomes)} commands in {total_s:.0f} s on {machine}; installed: {size / 1e9:.1f} GB;"
-        f" longest silence: {silence_s:.1f} s"
+        f"{min(len(outcomes), len(STEPS))} commands in {total_s:.0f} s on {machine};"
+        f" installed: {size / 1e9:.1f} GB; longest silence: {silence_s:.1f} s"
     )
     _say(closing)
-    for one in failed:
-        _say(f"failed: {one.step.command}: {one.failure}")
+    for failure in failures:
+        _say(f"failed: {failure}")
     if arguments.cast:
         save_cast(outcomes, arguments.cast)
-    if arguments.svg and not failed:
+    if arguments.svg and not failures:
         save_svg(outcomes, closing, arguments.svg)
-    return int(bool(failed))
+    return int(bool(failures))
+
+
+def too_silent(one: Outcome, max_silence_s: float) -> str | None:
+    if one.silence_s <= max_silence_s:
+        return None
+    return f"silent for {one.silence_s:.1f} s, more than {max_silence_s:g} s (--max-silence)"
 
 
 def _row(one: Outcome) -> str:

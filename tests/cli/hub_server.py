@@ -35,7 +35,7 @@ class Faults:
     num_added: int = 0
     """Bytes by which large files are longer than the hub tells; negative for shorter ones."""
     info: object = None
-    """Told in place of the information about a model."""
+    """Told in place of the information about a model; bytes are sent as they are."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
                 sibling["blobId"] = etag_of(name, content)
             siblings.append(sibling)
         info = self.owner.faults.info or {"id": model, "sha": COMMIT, "siblings": siblings}
-        body = json.dumps(info).encode()
+        body = info if isinstance(info, bytes) else json.dumps(info).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -74,7 +74,10 @@ def test_a_key_is_printed_once_with_its_configuration(tmp_path: Path) -> None:
     ("command", "code", "said"),
     [
         ("chat <&-", 1, "error invalid_request: stdin is closed: chat reads messages from it\n"),
-        ("check >&-", 0, "ok: embedded default\n"),
+        # As in coreutils, output that is lost is a failure.
+        ("check >&-", 1, "ok: embedded default\n"),
+        ("key alice >&- 2>&-", 1, ""),
+        ("--version >&-", 1, ""),
         ("where r-1 --nats nats://127.0.0.1:9 2>&-", 1, ""),
     ],
 )

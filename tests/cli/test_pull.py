@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -16,13 +16,16 @@ import pytest
 from huggingface_hub import constants
 
 from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
+from shared.stage.runtime import EXIT_CONFIG
 from tests import preloaded
 from tests.cli.hub_server import COMMIT, Faults, Hub, etag_of
 from tests.cluster.conftest import PAGEMILL, ROOT
+from workers.cli import settings
+from workers.cli.commands import serve
 from workers.cli.commands.models import pull_model
 from workers.cli.models import download
 from workers.cli.models.download import check_disk
-from workers.cli.models.hub import RemoteFile, RemoteModel, translated
+from workers.cli.models.hub import RemoteFile, RemoteModel, calling_library, translated
 from workers.cli.models.local import find_local
 from workers.engine.core.sequence import Pooling
 from workers.engine.pooling_files import read_pooling
@@ -48,6 +51,7 @@ POOLING = {
     "modules.json": b'[{"type": "models.Pooling", "path": "1_Pooling"}]',
     "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
 }
+CLS = POOLING | {"1_Pooling/config.json": b'{"pooling_mode": "cls"}'}
 OUTSIDE = {"../1_Pooling/config.json": b"{}", "1_Pooling/x/config.json": b"{}"}
 WEIGHTS = "model.safetensors"
 NO_BROKER = ("--nats", "nats://127.0.0.1:9")
@@ -60,6 +64,7 @@ def hub() -> Iterator[Hub]:
         NAME: FILES,
         "org/whisper": unsupported,
         "org/pickled": {"a.bin": b"x"},
+        "org/cls": FILES | CLS,
     }
     with Hub(models | {"org/pooled": FILES | POOLING | OUTSIDE}) as server:
         yield server
@@ -123,6 +128,30 @@ def test_the_pooling_of_a_model_is_downloaded(
     (config,) = tmp_path.rglob("1_Pooling/config.json")
     assert read_pooling(config.parents[1], None) == Pooling("mean", normalize=False)
     assert {path for _, path, _ in hub.requests} == SERVED | set(POOLING)
+
+
+def test_a_pooling_that_is_not_served_is_refused_before_the_weights(
+    hub: Hub, tmp_path: Path
+) -> None:
+    done = run(hub, tmp_path, "pull", "org/cls")
+    assert done.returncode == 1
+    refusal = "weights were not downloaded: 1_Pooling/config.json: pooling_mode: the engine pools"
+    assert refusal in done.stderr
+    assert {path for _, path, _ in hub.requests} == {"config.json", *CLS}
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_nothing_is_written_through_a_link_out_of_the_folder(
+    hub: Hub, tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "1_Pooling").symlink_to(tmp_path / target)
+    done = run(hub, tmp_path, "pull", "org/pooled", "--dir", "here")
+    assert done.returncode == 1
+    assert "here/1_Pooling is a link that leads out of here" in done.stderr
+    assert hub.requests == []
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_folder_gets_plain_files(hub: Hub, tmp_path: Path) -> None:
@@ -319,8 +348,20 @@ def test_no_network_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
     """A proxy may answer every request with a page of its own."""
-    with pytest.raises(Unavailable, match=r"is no hub .*HF_ENDPOINT"), translated(NAME, None):
+    with pytest.raises(Unavailable, match=r"is no hub .*HF_ENDPOINT"), calling_library():
         json.loads("<html>")
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, ValueError, AttributeError])
+def test_a_fault_of_the_download_itself_is_not_told_as_one_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("a fault")
+
+    monkeypatch.setattr(download, "check_disk", fail)
+    with pytest.raises(error, match="a fault"):
+        download.download(RemoteModel(NAME, None, COMMIT, []), tmp_path, Unshown())
 
 
 @pytest.mark.parametrize(
@@ -336,7 +377,11 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_hub() -> None:
             "sha": COMMIT,
             "siblings": [{"rfilename": WEIGHTS, "size": 1, "lfs": {"x": 1}}],
         },
-        {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": WEIGHTS, "size": "big"}]},
+        *(
+            {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": WEIGHTS, "size": size}]}
+            for size in ("big", -1, 1e999, 5.5, True, None, 10**400)
+        ),
+        100_000 * b"[" + 100_000 * b"]",
         {"id": NAME, "sha": 7, "siblings": [{"rfilename": name, "blobId": 7} for name in SERVED]},
     ],
 )
@@ -367,6 +412,24 @@ def test_an_endpoint_that_the_hubs_library_cannot_read_is_named(
         with pytest.raises(ConfigError, match="it is no URL") as raised:
             use()
         assert raised.value.field == "HF_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    "start", [serve.up, lambda: serve.up(str(DEMO)), lambda: serve.worker("engine")]
+)
+def test_no_worker_starts_with_such_an_endpoint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: Callable[[], int]
+) -> None:
+    """transformers could not be imported, and the worker would be started again for ever."""
+
+    def go_on(*_: object) -> None:
+        raise AssertionError("the start goes on")
+
+    monkeypatch.setenv("HF_ENDPOINT", "http://[::1")
+    monkeypatch.setattr(settings, "load_config", go_on)
+    monkeypatch.setattr(serve, "write_config", go_on)
+    assert start() == EXIT_CONFIG
+    assert "it is no URL" in capsys.readouterr().err
 
 
 def test_a_revision_is_served_from_its_folder(hub: Hub, tmp_path: Path) -> None:
@@ -407,6 +470,20 @@ def test_models_lists_what_is_here_and_why_some_is_refused(hub: Hub, tmp_path: P
     assert rows[NAME] == here | {"path": str(snapshot(tmp_path))}
     assert rows["org/whisper"]["state"] == "refused"
     assert "cross attention" in rows["org/whisper"]["reason"]
+
+
+def test_models_refuses_a_pooling_that_is_not_configured(tmp_path: Path) -> None:
+    for file in DEMO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "1_Pooling").mkdir()
+    for name, content in CLS.items():
+        (tmp_path / name).write_bytes(content)
+    models = {"own": {"path": "."}, "told": {"path": ".", "pooling": "mean"}}
+    (tmp_path / "pagemill.yaml").write_text(json.dumps({"models": models}))
+    shown = run(None, tmp_path, "models", "--json", *NO_BROKER).stdout
+    own, told = map(json.loads, shown.splitlines())
+    assert (own["state"], told["state"]) == ("refused", "configured")
+    assert own["reason"].startswith("1_Pooling/config.json: pooling_mode: the engine pools")
 
 
 @pytest.mark.parametrize("options", [(), ("--pull",)])

@@ -8,6 +8,8 @@ import pty
 from rich.console import Console
 
 from workers.cli.start_display import PROGRESS_S, StartDisplay
+from workers.cli.start_watch import Observation, StartWatch
+from workers.roles import WorkerSpec
 
 
 def test_plain_lines_come_at_most_every_few_seconds() -> None:
@@ -54,6 +56,35 @@ def test_time_counts_from_the_beginning_of_a_step_and_a_line_that_was_printed_is
         "engine demo compiling kernels, 5 s",
         "engine demo ready in 13.0 s",
     ]
+
+
+def test_a_late_heartbeat_of_a_ready_worker_prints_nothing() -> None:
+    now = 0.0
+    written = io.StringIO()
+    display = StartDisplay(Console(file=written), live=False, clock=lambda: now)
+    watch = StartWatch([WorkerSpec("renderer"), WorkerSpec("engine", "demo")], 60.0, display, now)
+    for second in range(20):
+        now = float(second)
+        watch.observe(now, {0: Observation(is_ready=second != 3), 1: Observation()})
+        display.tick()
+    titles = [line.split()[0] for line in written.getvalue().splitlines()]
+    assert titles == ["renderer", "engine", "engine", "engine", "engine"]
+
+
+def test_columns_fit_the_longest_title() -> None:
+    written = io.StringIO()
+    now = 0.0
+    display = StartDisplay(Console(file=written), live=False, clock=lambda: now)
+    titles = ("coordinator", "engine pagemill/demo-vlm", "engine pagemill/demo-vlm-large")
+    for title in titles:
+        display.progress(title, "starting")
+    display.ready(titles[0], 1.0)
+    display.ready(titles[1], 2.0)
+    now = PROGRESS_S
+    display.tick()
+    columns = [line.index("ready") for line in written.getvalue().splitlines()[:2]]
+    columns.append(written.getvalue().splitlines()[2].index("starting"))
+    assert columns == 3 * [len(titles[2]) + 1]
 
 
 async def test_a_terminal_counts_the_seconds_of_a_step() -> None:

@@ -4,13 +4,18 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shared.errors import UnknownModel
 from shared.protocol.records import error_info
 from tests.cli.fake_terminal import FakeTerminal
+from workers.cli import terminal
 from workers.cli.ask import print_error
 from workers.cli.terminal import (
     call_on_signals,
@@ -57,6 +62,39 @@ async def test_under_nohup_the_end_of_the_terminal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+# What a process has in place of the streams that its caller has closed.
+REPLACED = """
+import os, socket, sys
+from workers.cli.terminal import replace_closed_streams
+replace_closed_streams()
+opened = socket.socket().fileno()
+nulls = [n for n in range(3) if os.readlink(f"/proc/self/fd/{n}") == os.devnull]
+inherited = [n for n in range(3) if os.get_inheritable(n)]
+numbers = sys.stdout.fileno(), sys.stderr.fileno()
+with open(sys.argv[1], "w") as file:
+    print(opened > 2, nulls, inherited, *numbers, file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("closed", "nulls"),
+    [("", []), (">&-", [1]), ("<&- 2>&-", [0, 2]), ("<&- >&- 2>&-", [0, 1, 2])],
+)
+def test_nothing_else_gets_the_number_of_a_closed_stream(
+    tmp_path: Path, closed: str, nulls: list[int]
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", REPLACED, "seen"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        input=b"",
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "seen").read_text() == f"True {nulls} [0, 1, 2] 1 2\n"
+
+
 def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     error = UnknownModel(STEERING)
     print_line(STEERING)
@@ -69,6 +107,28 @@ def test_no_line_that_is_printed_steers_the_terminal(capsys: pytest.CaptureFixtu
     refused = f"error unknown_model: {HARMLESS}".expandtabs(8)
     assert said.out.splitlines() == [shown]
     assert said.err.splitlines() == [shown, refused, refused]
+
+
+def test_a_note_is_repeated_while_its_work_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    thrice = threading.Event()
+
+    def say(text: str) -> None:
+        printed.append(text)
+        if len(printed) == 3:
+            thrice.set()
+
+    monkeypatch.setattr(terminal, "print_note", say)
+    monkeypatch.setattr(terminal, "NOTE_S", 0.001)
+    with terminal.noted("checking …"):
+        assert thrice.wait(60)
+    assert set(printed) == {"checking …"}
+    num_threads = threading.active_count()
+    monkeypatch.setattr(terminal, "NOTE_S", 600.0)
+    with terminal.noted("checking …"):
+        printed.clear()
+    assert printed == []
+    assert threading.active_count() == num_threads
 
 
 def test_texts_are_harmless_on_a_terminal_and_unchanged_in_a_pipe(

@@ -82,6 +82,9 @@ def test_the_pooling_of_another_folder_is_found(tmp_path: Path) -> None:
         (modes("mean_tokens", "lasttoken"), "pooling_mode_mean_tokens"),
         (modes(), "pooling_mode"),
         ({"pooling_mode": "cls"}, "pooling_mode"),
+        ({"pooling_mode": 5}, "pooling_mode"),
+        ({"pooling_mode": {"mean": True}}, "pooling_mode"),
+        ({"pooling_mode": ["mean", []]}, "pooling_mode"),
     ],
 )
 def test_other_modes_are_refused_by_file_and_key(tmp_path: Path, pooling: Any, key: str) -> None:
@@ -114,7 +117,7 @@ def test_a_pooling_without_its_file_is_refused(tmp_path: Path) -> None:
     assert read_pooling(folder, "mean") == Pooling("mean")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{"])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' + 100_000 * "["])
 def test_unreadable_files_are_refused(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, modes("mean_tokens"))
     (folder / "1_Pooling" / "config.json").write_text(content)

@@ -13,7 +13,7 @@ from workers.cli.terminal import discard_buffered
 # Lines about the workers that still start come where nothing else was printed for so long.
 PROGRESS_S = 4.0
 TICK_S = 0.5
-TITLE_LEN = 22
+MIN_TITLE_LEN = 22
 
 
 class StartDisplay:
@@ -62,7 +62,7 @@ class StartDisplay:
         self._title_to_text.pop(title, None)
         if self._live is not None:
             self._refresh(self._live)
-        self.say(f"{title:<{TITLE_LEN}} ready in {after_s:.1f} s")
+        self.say(f"{self._pad(title)} ready in {after_s:.1f} s")
 
     def progress(self, title: str, text: str) -> None:
         # Behind the comma is how much of the step is done.
@@ -89,9 +89,13 @@ class StartDisplay:
         """Return a line about each worker that is not ready."""
         now_s = self._clock()
         return [
-            f"{title:<{TITLE_LEN}} {text}, {now_s - self._title_to_step[title][1]:.0f} s"
+            f"{self._pad(title)} {text}, {now_s - self._title_to_step[title][1]:.0f} s"
             for title, text in self._title_to_text.items()
         ]
+
+    def _pad(self, title: str) -> str:
+        """Return a title with spaces up to the length of the longest one."""
+        return title.ljust(max(MIN_TITLE_LEN, *map(len, self._title_to_step), len(title)))
 
     def _attempt(self, write: Callable[[], None]) -> None:
         try:

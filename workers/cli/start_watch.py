@@ -86,7 +86,9 @@ class StartWatch:
                 if _shows_life(worker, now, now_s):
                     worker.sign_s = now_s
                 worker.text = _describe(now)
-                self._show.progress(worker.title, worker.text)
+                # A shown worker is ready, and one of its heartbeats is late.
+                if not worker.is_shown:
+                    self._show.progress(worker.title, worker.text)
 
     def why_stalled(self, now_s: float) -> str | None:
         """Return why the start has no hope left, or None."""

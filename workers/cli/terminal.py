@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import IO, Any, NoReturn
 
@@ -20,6 +22,8 @@ from shared.protocol.encoding import to_json
 
 # A user waits at the terminal, so a server that is down is reported after a short time.
 CONNECT_TIMEOUT_S = 2.0
+# A user takes a longer silence for the end.
+NOTE_S = 4.0
 
 _HARMLESS = {n: "\ufffd" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
 
@@ -27,11 +31,19 @@ out = Console()
 errors = Console(stderr=True)
 
 
+class ClosedOutput(io.StringIO):
+    """The stdout of a command whose caller has closed it: a command that writes there fails."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "stdout is closed")
+
+    def fileno(self) -> int:
+        return 1
+
+
 def run_app(app: App) -> NoReturn:
     """Run the command line in `sys.argv`, and exit with the code that the command returns."""
-    # A stream that the caller has closed is None, and takes no lines.
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    replace_closed_streams()
     try:
         code = app(result_action="return_value")
     except PagemillError as error:
@@ -41,6 +53,19 @@ def run_app(app: App) -> NoReturn:
         discard_buffered(sys.stdout)
         code = 1
     sys.exit(code)
+
+
+def replace_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that the caller has closed.
+
+    A file or socket would otherwise get their numbers, and what a library or another process prints
+    would end there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or ClosedOutput()
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def discard_buffered(output: IO[str]) -> None:
@@ -92,6 +117,25 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a dim line on stderr: what a command says beside its output."""
     errors.print(f"[dim]{escape(harmless(text))}[/]", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Print a note, and again every few seconds for as long as the body takes."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(NOTE_S):
+            print_note(text)
+
+    print_note(text)
+    ticker = threading.Thread(target=repeat, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        ticker.join()
 
 
 def print_rows(rows: Mapping[str, object]) -> None:

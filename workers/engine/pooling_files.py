@@ -70,7 +70,10 @@ def _read_mode(file: Path) -> Literal["last", "mean"]:
         if name.startswith(_PREFIX) and value is True
     }
     if named is not None:
-        modes = dict.fromkeys([named] if isinstance(named, str) else named, key)
+        names = named if isinstance(named, list) else [named]
+        if not all(isinstance(name, str) for name in names):
+            raise _refusal(file, key, "it must be the name of a mode, or a list of names")
+        modes = dict.fromkeys(names, key)
     if len(modes) != 1:
         several = ", ".join(modes.values()) or "none"
         raise _refusal(file, next(iter(modes.values()), key), f"one mode is needed, not {several}")
@@ -85,10 +88,10 @@ def _read_mode(file: Path) -> Literal["last", "mean"]:
 def _read(file: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"models.path: {file} cannot be read: {error}", field="models.path"
-        ) from (error)
+        ) from error
 
 
 def _refusal(file: Path, key: str, reason: str) -> ConfigError:

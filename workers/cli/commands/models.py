@@ -13,7 +13,7 @@ from workers.cli import settings
 from workers.cli.models import local, reports
 from workers.cli.models.pull_display import PullDisplay
 from workers.cli.options import ConfigFile, NatsUrl
-from workers.cli.terminal import connected, errors, print_json, print_line, print_note
+from workers.cli.terminal import connected, errors, noted, print_json, print_line
 from workers.roles import all_roles
 
 EXIT_INTERRUPTED = 130
@@ -72,12 +72,14 @@ async def models(
     """
     file = settings.find_config_file(config)
     loaded = settings.load_config(file)
-    configured = [local.LocalModel(name, Path(model.path)) for name, model in loaded.models.items()]
-    served = await _read_served(nats or settings.nats_url(loaded))
-    cached = [model for model in local.list_cached() if model.name not in loaded.models]
-    if configured or cached:
-        print_note("checking which models can be served …")
-    rows = await asyncio.to_thread(_describe, configured, cached, served)
+    configured = [
+        local.LocalModel(name, Path(model.path), model.pooling)
+        for name, model in loaded.models.items()
+    ]
+    with noted("checking which models can be served …"):
+        served = await _read_served(nats or settings.nats_url(loaded))
+        cached = [model for model in local.list_cached() if model.name not in loaded.models]
+        rows = await asyncio.to_thread(_describe, configured, cached, served)
     for row in rows:
         entry = loaded.models.get(str(row["name"]))
         if entry is not None and entry.quantization is not None:
@@ -112,16 +114,13 @@ def _describe(
 ) -> list[dict[str, object]]:
     found = [*configured, *cached]
     here = [model for model in found if (model.folder / "config.json").is_file()]
-    by_folder = dict(
-        zip(
-            [model.folder for model in here],
-            reports.check_folders([model.folder for model in here]),
-            strict=True,
-        )
+    checked = reports.check_folders(
+        [model.folder for model in here], [model.pooling for model in here]
     )
+    model_to_report = dict(zip(here, checked, strict=True))
     rows: list[dict[str, object]] = []
     for model in found:
-        report = by_folder.get(model.folder)
+        report = model_to_report.get(model)
         missing = local.missing_files(model.folder)
         reason = f"it lacks {', '.join(missing[:3])}" if missing else None
         if report is not None and report.reason is not None:

@@ -19,10 +19,10 @@ from workers.cli import settings
 from workers.cli.commands.models import pull_model
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.models.generated import Wishes, find_models, write_config
-from workers.cli.models.local import find_local, is_folder, missing_files
+from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.preloader import Preloader, fork_preloader
-from workers.cli.terminal import errors, print_note, print_refusal, run_app
+from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
 from workers.roles import WorkerSpec, all_roles, default_workers, role_of
 
@@ -57,6 +57,7 @@ def up(
         Limit on prompt and answer together, in tokens, of these models.
     """
     try:
+        check_endpoint()
         wishes = Wishes(dtype, max_model_len, quantization)
         if models:
             config = _generate(models, config, wishes, pull)
@@ -93,8 +94,8 @@ def _generate(models: Sequence[str], config: Path | None, wishes: Wishes, may_pu
             if (model := find_local(name)) is None or missing_files(model.folder):
                 pull_model(name)
     found = find_models(models)
-    print_note(f"checking whether {', '.join(model.name for model in found)} can be served …")
-    file, lines = write_config(found, wishes)
+    with noted(f"checking whether {', '.join(model.name for model in found)} can be served …"):
+        file, lines = write_config(found, wishes)
     for line in lines:
         errors.print(line, highlight=False, markup=False, soft_wrap=True)
     return file
@@ -146,6 +147,8 @@ def worker(
         role.
     """
     try:
+        # transformers imports the hub's library.
+        check_endpoint()
         loaded = load(config)
     except ConfigError as error:
         print_refusal(error)

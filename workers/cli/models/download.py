@@ -6,6 +6,7 @@ continued, and a file gets its name only with the checksum that the hub has told
 links the checked files into its cache.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -23,7 +24,13 @@ from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defin
 from huggingface_hub.utils import logging as hub_logging
 
 from shared.errors import ConfigError, CorruptDownload, DiskFull, Unavailable
-from workers.cli.models.hub import RemoteFile, RemoteModel, translated
+from workers.cli.models.hub import (
+    RemoteFile,
+    RemoteModel,
+    calling_library,
+    is_description,
+    translated,
+)
 from workers.cli.models.reports import check_folders
 
 PARTIAL = ".incomplete"
@@ -51,8 +58,8 @@ class Progress(Protocol):
 def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Path:
     """Download a model into `folder`, by default into the hub's cache; return where it is.
 
-    The weights are left where they are if the engine refuses the model's config.json. Raises
-    PagemillError. What was received until then stays, and the next call continues it.
+    The weights are left where they are if the engine refuses the model's config.json or pooling.
+    Raises PagemillError. What was received until then stays, and the next call continues it.
     """
     # Its warnings would break the progress.
     hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -63,15 +70,17 @@ def download(model: RemoteModel, folder: Path | None, progress: Progress) -> Pat
         targets = {
             file: store / (file.digest if folder is None else file.name) for file in model.files
         }
+        _check_links(store, targets)
         wanted = [file for file in model.files if not _has(targets[file], file, folder)]
         check_disk(store, wanted, targets)
-        config = next(file for file in model.files if file.name == "config.json")
-        if config in wanted:
-            wanted.remove(config)
-            _fetch(model, config, targets[config], progress)
+        descriptions = [file for file in model.files if is_description(file.name)]
+        for file in descriptions:
+            if file in wanted:
+                wanted.remove(file)
+                _fetch(model, file, targets[file], progress)
         if wanted:
             progress.say(f"checking whether {model.name} can be served")
-            _check_family(model, targets[config])
+            _check_served(model, {file.name: targets[file] for file in descriptions})
         for file in wanted:
             _fetch(model, file, targets[file], progress)
         return folder or _link(model, cache)
@@ -89,10 +98,22 @@ def check_disk(store: Path, files: list[RemoteFile], targets: dict[RemoteFile, P
         )
 
 
-def _check_family(model: RemoteModel, config: Path) -> None:
-    """Raises ConfigError for a model whose config.json the engine refuses."""
+def _check_links(store: Path, targets: dict[RemoteFile, Path]) -> None:
+    """Raises ConfigError where a folder of the store is a link that leads out of it."""
+    for target in targets.values():
+        if not Path(os.path.realpath(target.parent)).is_relative_to(os.path.realpath(store)):
+            raise ConfigError(
+                f"{target.parent} is a link that leads out of {store}: remove it", field="dir"
+            )
+
+
+def _check_served(model: RemoteModel, name_to_file: dict[str, Path]) -> None:
+    """Raises ConfigError for a model that the engine refuses after a look at these files."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").symlink_to(config.absolute())
+        for name, file in name_to_file.items():
+            link = Path(folder) / name
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(file.absolute())
         (report,) = check_folders([Path(folder)])
     if report.reason is not None:
         raise ConfigError(
@@ -106,7 +127,8 @@ def _link(model: RemoteModel, cache: Path) -> Path:
     blobs = cache / repo_folder_name(repo_id=model.name, repo_type="model") / "blobs"
     folder = Path()
     for file in model.files:
-        linked = Path(hf_hub_download(model.name, file.name, revision=model.commit))
+        with calling_library():
+            linked = Path(hf_hub_download(model.name, file.name, revision=model.commit))
         # The library asks for the checksum again, and downloads the file itself where it differs.
         if linked.is_symlink() and not linked.samefile(blobs / file.digest):
             raise CorruptDownload(
@@ -114,7 +136,8 @@ def _link(model: RemoteModel, cache: Path) -> Path:
             )
         folder = linked.parents[file.name.count("/")]
     # The revision is recorded last, so that its name never leads to an incomplete folder.
-    resolved = HfApi().resolve_revision(model.name, revision=model.revision, cache_dir=cache)
+    with calling_library():
+        resolved = HfApi().resolve_revision(model.name, revision=model.revision, cache_dir=cache)
     if resolved.resolved != model.commit:
         raise Unavailable(f"{model.name} has changed during the download; run the command again")
     return folder
@@ -187,9 +210,12 @@ def _transfer(url: str, file: RemoteFile, out: IO[bytes], done: int, progress: P
     if done:
         headers["Range"] = f"bytes={done}-"
     timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    # The client drops the token where a redirect leads to another host.
-    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        hf_raise_for_status(response)
+    with contextlib.ExitStack() as stack:
+        with calling_library():
+            # The client drops the token where a redirect leads to another host.
+            transfer = get_session().stream("GET", url, headers=headers, timeout=timeout_s)
+            response = stack.enter_context(transfer)
+            hf_raise_for_status(response)
         if done and response.status_code != PARTIAL_CONTENT:
             out.truncate(0)
             progress.advance(-done)

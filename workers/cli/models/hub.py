@@ -54,13 +54,23 @@ SMALL_FILES = frozenset(
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 # The library raises some of these for JSON of another shape than a hub's.
 NO_HUB = (
-    httpx2.HTTPError,
-    httpx2.InvalidURL,
     AttributeError,
     LookupError,
+    OverflowError,
+    RecursionError,
     TypeError,
     ValueError,
 )
+REPORTED = (
+    HfHubHTTPError,
+    HFValidationError,
+    OSError,
+    RevisionResolutionError,
+    httpx2.HTTPError,
+    httpx2.InvalidURL,
+)
+# No file system has larger files.
+MAX_FILE_BYTES = 2**63 - 1
 REQUIRED = ("config.json", "tokenizer.json")
 
 
@@ -90,22 +100,28 @@ def is_needed(name: str) -> bool:
     return name in SMALL_FILES or any(form.fullmatch(name) for form in forms)
 
 
+def is_description(name: str) -> bool:
+    """Return whether the engine reads a file of this name to decide whether it serves a model."""
+    return name in ("config.json", "modules.json") or POOLING.fullmatch(name) is not None
+
+
 def find_model(name: str, revision: str | None) -> RemoteModel:
     """Ask the hub for the files of a model. Raises PagemillError."""
-    with translated(name, revision):
+    with translated(name, revision), calling_library():
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        return _read_info(name, revision, info)
+    return _read_info(name, revision, info)
 
 
 def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
+    # The library checks no type of what the hub tells.
     files = [
         RemoteFile(
             sibling.rfilename,
-            int(sibling.size or 0),
+            _checked_size(sibling.rfilename, sibling.size),
             sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id or "",
         )
         for sibling in info.siblings or []
-        if is_needed(sibling.rfilename)
+        if is_needed(_checked_name(sibling.rfilename))
     ]
     names = {file.name for file in files}
     missing = [required for required in REQUIRED if required not in names]
@@ -117,10 +133,44 @@ def _read_info(name: str, revision: str | None, info: ModelInfo) -> RemoteModel:
             field="name",
         )
     for digest in (info.sha, *(file.digest for file in files)):
-        if not DIGEST.fullmatch(digest):
-            raise Unavailable(f"{constants.ENDPOINT} tells no checksum of a file of {name}")
+        if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
+            raise _no_hub(f"it tells no checksum of a file of {name}")
     # Small files first: they fail at once where the weights would.
     return RemoteModel(name, revision, info.sha, sorted(files, key=lambda file: file.size))
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise _no_hub(f"the name of a file is {name!r:.40}")
+    return name
+
+
+def _checked_size(file: str, size: object) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_FILE_BYTES:
+        raise _no_hub(f"the size of {file} is {size!r:.40}, not 0 to {MAX_FILE_BYTES} bytes")
+    return size
+
+
+@contextlib.contextmanager
+def calling_library() -> Iterator[None]:
+    """Raise what the library raises for an answer of no hub as Unavailable.
+
+    Only calls of the library belong inside: the same errors of other code are faults of that code.
+    """
+    try:
+        yield
+    except REPORTED:
+        raise
+    except NO_HUB as error:
+        raise _no_hub(f"{type(error).__name__}: {error}") from error
+
+
+def _no_hub(reason: str) -> Unavailable:
+    return Unavailable(
+        f"{constants.ENDPOINT} cannot be reached, or is no hub ({reason}); check"
+        " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
+        " where it stopped"
+    )
 
 
 @contextlib.contextmanager
@@ -128,7 +178,7 @@ def translated(name: str, revision: str | None, target: Path | None = None) -> I
     """Raise the errors of the library and of the disk as PagemillError, with what to do."""
     try:
         yield
-    except (HfHubHTTPError, OSError, RevisionResolutionError, *NO_HUB) as error:
+    except REPORTED as error:
         raise _translate(error, name, revision, target) from error
 
 
@@ -168,11 +218,7 @@ def _translate(
         case OSError():
             return _translate_disk(error, name, target)
         case _:
-            return Unavailable(
-                f"{where} cannot be reached, or is no hub ({type(error).__name__}: {error}); check"
-                " the network, the proxy and HF_ENDPOINT, then run the command again: it continues"
-                " where it stopped"
-            )
+            return _no_hub(f"{type(error).__name__}: {error}")
 
 
 def _translate_disk(error: Exception, name: str, target: Path | None) -> PagemillError:

@@ -24,6 +24,8 @@ _IN_TOWER = re.compile(r"(^|\.)(visual|vision_)")
 class LocalModel:
     name: str
     folder: Path
+    pooling: str | None = None
+    """The model's `models.NAME.pooling`."""
 
 
 class Tensor(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """What the engine says of model folders, from a process that may import transformers."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -24,14 +25,18 @@ class Report(msgspec.Struct, frozen=True):
     kv_values_per_token: int
 
 
-def check_folders(folders: Sequence[Path]) -> list[Report]:
-    """Return a report for each folder. Raises ConfigError."""
+def check_folders(folders: Sequence[Path], poolings: Sequence[str | None] = ()) -> list[Report]:
+    """Return a report for each folder, whose model has that `models.NAME.pooling`, by default none.
+
+    Raises ConfigError.
+    """
     if not folders:
         return []
+    pairs = itertools.zip_longest(map(str, folders), (pooling or "" for pooling in poolings))
     try:
         # Without a terminal, transformers cannot ask whether to run the code of a folder.
         done = subprocess.run(
-            [sys.executable, "-P", "-m", MODULE, *map(str, folders)],
+            [sys.executable, "-P", "-m", MODULE, *(word or "" for pair in pairs for word in pair)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -1,8 +1,8 @@
 """Report about model folders, as JSON on stdout: family, reason of a refusal, size of a token.
 
-`python -m workers.engine.model.check_folders FOLDER...` is run by `pagemill models` and `pagemill
-up`, which do not import transformers themselves. It reads config.json alone, and no code of a
-folder.
+`pagemill models`, `pull` and `up`, which do not import transformers themselves, run `python -m
+workers.engine.model.check_folders FOLDER POOLING...`, where POOLING is `models.NAME.pooling` or
+empty. It reads config.json and the files about pooling alone, and no code of a folder.
 """
 
 import contextlib
@@ -10,9 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+PoolingMode = Literal["last", "mean"]
 
 
 class FolderReport(msgspec.Struct, frozen=True):
@@ -26,30 +28,34 @@ class FolderReport(msgspec.Struct, frozen=True):
     """Keys and values of one token, in all layers."""
 
 
-def main(folders: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     # As in a renderer, with this entry transformers does not load torch.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # transformers asks there whether to run the code of a folder, and nobody answers.
     with contextlib.redirect_stdout(sys.stderr):
-        reports = [_report(Path(folder)) for folder in folders]
+        reports = [
+            _report(Path(folder), msgspec.convert(pooling or None, PoolingMode | None))
+            for folder, pooling in zip(arguments[::2], arguments[1::2], strict=True)
+        ]
     sys.stdout.buffer.write(msgspec.json.encode(reports))
 
 
-def _report(folder: Path) -> FolderReport:
+def _report(folder: Path, pooling: PoolingMode | None = None) -> FolderReport:
     try:
-        return _read(folder)
+        return _read(folder, pooling)
     except Exception as error:  # Unusable folders make transformers raise exceptions of any type.
         (what, *_) = [*str(error).splitlines(), type(error).__name__]
         return FolderReport(reason=f"config.json cannot be read: {what}")
 
 
-def _read(folder: Path) -> FolderReport:
+def _read(folder: Path, pooling: PoolingMode | None) -> FolderReport:
     from transformers import AutoConfig
 
     from shared.errors import ConfigError
     from shared.models import registry
     from workers.engine.model.support import check_supported
+    from workers.engine.pooling_files import read_pooling
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     family = registry.find_family(config)
@@ -57,9 +63,10 @@ def _read(folder: Path) -> FolderReport:
     try:
         check_supported(config, folder)
         registry.find_tower(config)
+        read_pooling(folder, pooling)
     except ConfigError as error:
         reason = error.message.removeprefix("models.path: ").removeprefix(f"{folder} ")
-        return FolderReport(name, reason)
+        return FolderReport(name, reason.replace(f"{folder}/", ""))
     text = config.get_text_config(decoder=True)
     return FolderReport(
         name,
