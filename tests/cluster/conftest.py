@@ -1,5 +1,6 @@
 """A whole Pagemill, started by its own command: broker, coordinator, renderer, engine."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -49,9 +50,13 @@ class Cluster:
     """The workers' log. The lines of `pagemill up` itself are in `up.err` beside it."""
 
     async def pid(self, bus: Bus, role: str) -> int:
-        """Of the one living worker of a role."""
-        (beat,) = await living(bus, role)
-        return beat.pid
+        """Return the process id of the one living worker of a role; wait for its start."""
+        async with asyncio.timeout(120):
+            while True:
+                beats = await living(bus, role)
+                if len(beats) == 1:
+                    return beats[0].pid
+                await asyncio.sleep(0.1)
 
 
 @contextlib.contextmanager

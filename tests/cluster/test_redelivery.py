@@ -94,15 +94,18 @@ async def test_an_engine_killed_amid_an_answer_that_is_held_to_a_grammar(
         max_tokens=900,
         structured_outputs={"regex": words},
     )
-    engine = await cluster.pid(client, "engine")
-    records: list[LogRecord] = []
-    async for record in ask(client, request, new_request_id()):
-        records.append(record)
-        if len(records) == 5:
-            os.kill(engine, signal.SIGKILL)
-    assert_gapless(records)
-    assert isinstance(records[-1], Finish)
-    # One that was killed before may have been given it first.
+    # On a busy machine the engine may have written the whole answer before the client reads it.
+    for _ in range(5):
+        engine = await cluster.pid(client, "engine")
+        records: list[LogRecord] = []
+        async for record in ask(client, request, new_request_id()):
+            records.append(record)
+            if len(records) == 1:
+                os.kill(engine, signal.SIGKILL)
+        assert_gapless(records)
+        assert isinstance(records[-1], Finish)
+        if len(attempts_of(records)) == 2:
+            break
     assert len(attempts_of(records)) == 2
     undisturbed = await answer(client, request)
     for choice in range(8):

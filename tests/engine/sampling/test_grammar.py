@@ -1,6 +1,7 @@
 """Structured outputs follow their grammar for any model, also across resumes."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -19,7 +20,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.config import EngineConfig, ModelConfig
-from shared.errors import InvalidGrammar, InvalidRequest, PagemillError, WorkerFailure
+from shared.errors import (
+    GrammarNotTried,
+    InvalidGrammar,
+    InvalidRequest,
+    PagemillError,
+    WorkerFailure,
+)
 from shared.protocol.records import ChoiceDelta
 from shared.protocol.sampling import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
 from tests.engine.model.test_parity import widen
@@ -58,7 +65,9 @@ class Rig:
         async def compile_it() -> Grammar:
             grammars = new_grammar_compiler(self.loaded, 64)
             assert grammars is not None
-            return await grammars.compile(wanted, "", no_progress)
+            while True:
+                with contextlib.suppress(GrammarNotTried):  # The machine is busy.
+                    return await grammars.compile(wanted, "", no_progress)
 
         return asyncio.run(compile_it())
 
