@@ -154,6 +154,18 @@ async def test_streams_in_memory_are_restored_after_a_restart(own_broker: Embedd
     await bus.close()
 
 
+async def _wait_until_synced(broker: EmbeddedServer, since_ns: int) -> None:
+    """Wait until the server has written its state of the consumer after `since_ns`.
+
+    It may have written all of it just before, and then writes nothing for seconds.
+    """
+    for _ in range(100):
+        files = [file.stat().st_mtime_ns for file in broker.store_dir.rglob("o.dat")]
+        if files and max(files) > since_ns:
+            break
+        await asyncio.sleep(0.05)
+
+
 async def test_batched_acks_reach_a_restarted_server(
     own_broker: EmbeddedServer,
 ) -> None:
@@ -166,7 +178,7 @@ async def test_batched_acks_reach_a_restarted_server(
         *(bus.publish(subjects.stage("renderer", "m", "batch", n), b"", n) for n in names)
     )
     deliveries = [await consumer.next() for _ in names]
-    await asyncio.sleep(0.5)  # until the server has synced the deliveries
+    await _wait_until_synced(own_broker, time.time_ns())
     first = [asyncio.create_task(delivery.ack()) for delivery in deliveries[:32]]
     await asyncio.sleep(0.001)  # some are sent, some wait
     own_broker.kill()
