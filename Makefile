@@ -7,7 +7,7 @@ PURE_TESTS := $(addprefix tests/,engine/core gateway/core gateway/openai gateway
 PEERS ?= peers
 MODEL ?= ops/demo_model
 
-.PHONY: install lock wheel wheel-check image image-wheels demo test tests check quiet-check quiet-coverage coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
+.PHONY: install lock wheel wheel-check image image-wheels demo test tests check quiet-check quiet-coverage quiet-wheel-check coverage bench bench-gateway bench-durability bench-gpu bench-int8 bench-payload bench-peers bench-rendering bench-serve simulate interop chaos-quick chaos-bugs chaos chaos-matrix fuzz first-hour docs screenshots clean
 
 install: .venv/installed  ## what running needs; `make test` installs the tools of development
 
@@ -60,8 +60,8 @@ demo: .venv/installed  ## three images and a question, answered over NATS
 test: .venv/dev  ## style, types, import contracts, tests, coverage of the pure packages
 	$(MAKE) --jobs tests quiet-check quiet-coverage
 
-quiet-coverage: .venv/bytecode
-quiet-check quiet-coverage: quiet-%: .venv/dev
+quiet-coverage quiet-wheel-check: .venv/bytecode
+quiet-check quiet-coverage quiet-wheel-check: quiet-%: .venv/dev
 	@log=$$(mktemp); nice -n 10 $(MAKE) $* > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 # Three processes for two cores, because tests wait for a third of their time. A file stays

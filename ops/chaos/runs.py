@@ -44,8 +44,28 @@ RUNS: dict[str, Settings] = {
     "rolling": Settings(requests=4000, rate=20.0, rolling_rounds=20, max_tokens=(16, 200)),
 }
 
-# These take two minutes on two cores, two at a time.
+# These take two minutes on two cores, two at a time, the longest first.
 QUICK: dict[str, Settings] = {
+    # Engines have no vision tower: images go through encoders, which die most often.
+    "demo model with encoders, kills": replace(
+        DEMO,
+        requests=100,
+        rate=4.0,
+        # On a machine that cannot serve this rate, a backlog would hide how long recoveries take.
+        concurrency=12,
+        fault_every_s=4.0,
+        engines=2,
+        encoders=2,
+        max_tokens=(16, 96),
+        mix=Mix(images=0.7),
+        faults={
+            "kill:encoder": 3.0,
+            "kill:engine": 1.5,
+            "kill:renderer": 1.0,
+            "kill:coordinator": 0.5,
+            "kill:broker": 0.5,
+        },
+    ),
     "fake engine, mixed faults": Settings(
         requests=400, rate=14.0, fault_every_s=1.5, faults=MIXED, timeout_s=60.0
     ),
@@ -68,26 +88,6 @@ QUICK: dict[str, Settings] = {
         crash="renderer/after_publish_before_ack=0.03,mid_read=0.02",
         timeout_s=60.0,
         mix=Mix(images=0.7),
-    ),
-    # Engines have no vision tower: images go through encoders, which die most often.
-    "demo model with encoders, kills": replace(
-        DEMO,
-        requests=100,
-        rate=4.0,
-        # On a machine that cannot serve this rate, a backlog would hide how long recoveries take.
-        concurrency=12,
-        fault_every_s=4.0,
-        engines=2,
-        encoders=2,
-        max_tokens=(16, 96),
-        mix=Mix(images=0.7),
-        faults={
-            "kill:encoder": 3.0,
-            "kill:engine": 1.5,
-            "kill:renderer": 1.0,
-            "kill:coordinator": 0.5,
-            "kill:broker": 0.5,
-        },
     ),
     # Clients of a gateway that fails resume through the other one.
     "fake engine, two gateways": Settings(
