@@ -72,8 +72,13 @@ def kill(pid: int) -> None:
     """Kill a process, and return when it has closed its files."""
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        # Other threads may end after the first one, and keep the files open until then.
+        while _state(pid) != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1:
             time.sleep(0.01)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:
