@@ -14,13 +14,13 @@ class Step(NamedTuple):
     expect: str
     """Regular expression for what is printed, without regard to case."""
     replies: tuple[tuple[str, str], ...] = ()
-    """What is waited for while the command runs, as an expression, and typed then."""
+    """Pairs of a regular expression to wait for while the command runs, and the text typed then."""
     timeout_s: float = 300
     terminal: int = 0
     is_left_running: bool = False
     """Whether the step ends with what is expected, and not with the command."""
     keys: str | None = None
-    """What is typed; by default the command and a newline."""
+    """Text to type; by default the command and a newline."""
 
 
 STEPS = (

@@ -11,11 +11,11 @@ NUM_SAMPLED = 4
 NUM_HOLDERS = 8
 """A decision looks at so many random engines, and at so many holders of each beginning."""
 ANSWER_TOKENS = 100
-"""Of an answer, to weigh what a newcomer costs there."""
+"""Tokens of a typical answer, with which the cost of one more request is estimated."""
 
 
 class _View:
-    """What one heartbeat has told of an engine, and what each router has sent there since."""
+    """An engine's last heartbeat, and the requests that each router has sent there since."""
 
     __slots__ = ("at_s", "context", "num_decoding", "num_held", "sent", "todo")
 

@@ -12,7 +12,7 @@ from ops.simulate.engine import Cost, Engine, Key, Request
 
 @dataclass(slots=True)
 class Figures:
-    """What a run is judged by. Times are of requests that arrived after `counted_from_s`."""
+    """Figures of a run. Times are those of requests that arrived after `counted_from_s`."""
 
     ttft_s: list[float] = field(default_factory=list)
     answer_s: list[float] = field(default_factory=list)

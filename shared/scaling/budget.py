@@ -9,7 +9,7 @@ from shared.scaling.pools import PoolSettings
 
 
 class Claim(Struct, frozen=True):
-    """What one pool wants of the budget, and what it has of it already."""
+    """One pool's demand for the budget, and the part of it that its workers use already."""
 
     settings: PoolSettings
     wanted: int

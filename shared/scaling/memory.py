@@ -1,4 +1,4 @@
-"""What the policy remembers between two looks, as values that it gets and returns. Pure."""
+"""The policy's state between two looks, as values that it gets and returns. Pure."""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -38,7 +38,7 @@ class Hold(Struct, frozen=True):
 
 
 class PoolMemory(Struct, frozen=True):
-    """What is remembered of one pool."""
+    """State of one pool between two looks."""
 
     peaks: tuple[Peak, ...] = ()
     """Wants of the time of `hold`, the oldest first; those below a later one are left out."""
@@ -47,9 +47,9 @@ class PoolMemory(Struct, frozen=True):
     given_up: tuple[GivenUp, ...] = ()
     hold: Hold = Hold(0.0)
     wanted: int = 0
-    """What was decided last."""
+    """Number of workers of the last decision."""
     num_used: int = 0
-    """What the pool used of the budget at the last look."""
+    """The pool's part of the budget at the last look."""
 
 
 Memory = Mapping[str, PoolMemory]

@@ -64,7 +64,7 @@ class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolFigures(Struct, frozen=True):
-    """What is known of one pool at one moment: its queue, and its workers."""
+    """Figures of one pool at one moment: its queue, and its workers."""
 
     pending: int
     """Tasks that wait in the queues of both lanes."""
@@ -85,7 +85,7 @@ class PoolFigures(Struct, frozen=True):
 
 
 class PoolDecision(Struct, frozen=True):
-    """What one look at a pool has led to."""
+    """The decision on one pool: its counts and their reason."""
 
     wanted: int
     """Workers that the pool is to have."""

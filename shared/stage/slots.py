@@ -21,7 +21,7 @@ MIN_BLOCKS = 4
 
 
 class SlotRequest(Struct, frozen=True):
-    """What of a request decides on its slot."""
+    """The fields of a request that decide on its slot."""
 
     request_id: str
     tenant: str

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -79,6 +80,20 @@ def kill(pid: int) -> None:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def run(cluster: Cluster, *arguments: str) -> str:
+    """Run a command against a cluster, and return what it prints."""
+    done = subprocess.run(
+        [*PAGEMILL, *arguments, "--config", str(cluster.config), "--nats", cluster.url],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def start_cluster(folder: Path, text: str = CONFIG) -> Cluster:

@@ -1,13 +1,11 @@
 """An engine with int8 weights answers, says so in its log, and is listed with it."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import CONFIG, PAGEMILL, ROOT, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, ROOT, Cluster, run, start_cluster, stop_cluster
 
 RED = ROOT / "ops" / "demo_images" / "red.png"
 
@@ -18,19 +16,6 @@ def rounded(tmp_path: Path) -> Iterator[Cluster]:
     running = start_cluster(tmp_path, CONFIG.replace("  demo:\n", setting))
     yield running
     stop_cluster(running)
-
-
-def run(cluster: Cluster, *arguments: str) -> str:
-    done = subprocess.run(
-        [*PAGEMILL, *arguments, "--config", str(cluster.config), "--nats", cluster.url],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_an_engine_with_int8_weights_answers_and_is_listed(rounded: Cluster) -> None:

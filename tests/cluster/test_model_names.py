@@ -1,8 +1,6 @@
 """A model whose name has a hyphen, a slash, a dot and brackets, from every client's side."""
 
 import json
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -16,7 +14,7 @@ from shared.client import follow, new_request_id
 from shared.protocol.encoding import to_json
 from shared.protocol.records import Failure, Finish, LogRecord
 from shared.protocol.requests import GenerateRequest, Message
-from tests.cluster.conftest import CONFIG, PAGEMILL, ROOT, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import CONFIG, ROOT, Cluster, run, start_cluster, stop_cluster
 from workers.cli.ask import data_url
 
 NAME = "-org/Demo-2.5 [x]"
@@ -49,19 +47,6 @@ async def url(client: Bus) -> str:
 async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as official:
         yield official
-
-
-def run(cluster: Cluster, *arguments: str) -> str:
-    done = subprocess.run(
-        [*PAGEMILL, *arguments, "--config", str(cluster.config), "--nats", cluster.url],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 async def publish(bus: Bus, token: str) -> tuple[str, LogRecord]:

@@ -32,7 +32,7 @@ class Show(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is seen of one worker at one moment."""
+    """Observation of one worker at one moment."""
 
     exit_code: int | None = None
     is_ready: bool = False
@@ -42,7 +42,7 @@ class Observation:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """What is remembered of one worker."""
+    """State of one worker between observations."""
 
     title: str
     sign_s: float
