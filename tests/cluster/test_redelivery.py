@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ async def test_a_grammar_that_kills_its_compiler_harms_nobody(
 
 async def test_a_renderer_killed_with_a_request_in_hand(cluster: Cluster, client: Bus) -> None:
     renderer = await cluster.pid(client, "renderer")
+    await _wait_until_idle(cluster.url, "renderer")
     # Stopped first, so that it certainly has the request and certainly has not passed it on.
     os.kill(renderer, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
@@ -200,6 +202,7 @@ async def test_a_renderer_killed_with_a_payload_that_nobody_has_read(
     cluster: Cluster, client: Bus
 ) -> None:
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
+    await _wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     request = build_request("demo", "What color is this image?", [IMAGES / "red.png"], {})
     running = asyncio.create_task(answer(client, request))
@@ -225,6 +228,7 @@ async def test_an_image_whose_url_has_changed_when_its_payload_is_lost(
         [ImagePart(ImageURL(canary.url(host=IMAGE_HOST))), TextPart("What color is this image?")],
     )
     renderer, engine = [await cluster.pid(client, role) for role in ("renderer", "engine")]
+    await _wait_until_idle(cluster.url, "engine")
     os.kill(engine, signal.SIGSTOP)
     running = asyncio.create_task(answer(client, GenerateRequest("demo", [message])))
     await _wait_until_in_hand(cluster.url, "engine")
@@ -272,6 +276,18 @@ async def test_sigterm_drains_and_loses_nothing(tmp_path: Path) -> None:
 
 
 async def _wait_until_in_hand(url: str, role: str) -> None:
+    await _wait_for_count(url, role, lambda in_hand: in_hand > 0)
+
+
+async def _wait_until_idle(url: str, role: str) -> None:
+    """Wait until the role's workers have acknowledged what they were given before.
+
+    A stage acknowledges a request after its client has read the end.
+    """
+    await _wait_for_count(url, role, lambda in_hand: in_hand == 0)
+
+
+async def _wait_for_count(url: str, role: str, condition: Callable[[int], bool]) -> None:
     nc = await nats.connect(url)
     deadline = time.monotonic() + 10
     try:
@@ -279,10 +295,10 @@ async def _wait_until_in_hand(url: str, role: str) -> None:
             info = await nc.jetstream().consumer_info(
                 subjects.STAGES_STREAM, subjects.stage_consumer(role, "demo", "interactive")
             )
-            if info.num_ack_pending:
+            if condition(info.num_ack_pending or 0):
                 return
             await asyncio.sleep(0.02)
-        pytest.fail(f"no {role} took the request")
+        pytest.fail(f"the number of requests that {role} has in hand stayed the same")
     finally:
         await nc.close()
 
