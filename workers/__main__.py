@@ -8,6 +8,7 @@ from workers.cli.commands import (
     chat,
     configure,
     dead,
+    kubernetes,
     listing,
     logs,
     models,
@@ -42,6 +43,7 @@ for command in (
     dead.app,
     configure.key,
     configure.check,
+    kubernetes.manifests,
 ):
     app.command(command)
 
