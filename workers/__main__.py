@@ -14,6 +14,7 @@ from workers.cli.commands import (
     observe,
     preview,
     requests,
+    scale,
     serve,
 )
 from workers.cli.terminal import run_app
@@ -39,6 +40,7 @@ for command in (
     logs.logs,
     observe.top,
     observe.metrics,
+    scale.scale,
     dead.app,
     configure.key,
     configure.check,
