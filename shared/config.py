@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shared.config_scale import ScaleConfig
 from shared.config_stages import Positive, StageConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -321,6 +322,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
     metrics: MetricsConfig = MetricsConfig()
+    scale: ScaleConfig = ScaleConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log events that are written."""
     log_file: str | None = None

@@ -15,6 +15,7 @@ from workers.cli.commands import (
     observe,
     preview,
     requests,
+    scale,
     serve,
 )
 from workers.cli.terminal import run_app
@@ -40,6 +41,7 @@ for command in (
     logs.logs,
     observe.top,
     observe.metrics,
+    scale.scale,
     dead.app,
     configure.key,
     configure.check,

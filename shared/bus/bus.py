@@ -157,10 +157,10 @@ class Bus(Publisher, StreamReader, Messenger):
             "the broker did not create the streams",
         )
 
-    async def consume(
-        self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
-    ) -> Consumer:
-        """Join the durable consumer `durable`, which is created if it does not exist.
+    async def ensure_consumer(
+        self, stream: str, durable: str, subject: str, ack_wait_s: float
+    ) -> None:
+        """Create the durable consumer `durable` if it does not exist.
 
         Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
@@ -182,6 +182,15 @@ class Bus(Publisher, StreamReader, Messenger):
             (NatsError,),
             f"the broker did not create consumer {durable}",
         )
+
+    async def consume(
+        self, stream: str, durable: str, subject: str, capacity: int, ack_wait_s: float
+    ) -> Consumer:
+        """Join the durable consumer `durable`, which is created if it does not exist.
+
+        Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
+        """
+        await self.ensure_consumer(stream, durable, subject, ack_wait_s)
         consumer = Consumer(self._nc, stream, durable, capacity)
         self._consumers.append(consumer)
         await consumer.start()

@@ -40,7 +40,8 @@ class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.min > self.max:
-            raise ConfigError(f"min: {self.min} is more than max, {self.max}", field="min")
+            # msgspec names the pool's place in the file for a ValueError.
+            raise ValueError(f"min: {self.min} is more than max, {self.max}")
 
 
 class ScalingSettings(Struct, frozen=True, forbid_unknown_fields=True):

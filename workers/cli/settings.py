@@ -12,6 +12,7 @@ from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.stage.pipelines import check_pipelines
+from workers.pools import pools_of
 from workers.roles import stage_roles
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -44,6 +45,7 @@ def load_config(file: Path | None) -> Config:
     source = "embedded default" if file is None else str(file)
     config = _parse_file(file)
     check_pipelines(config, stage_roles(), source)
+    pools_of(config, source)
     return config
 
 

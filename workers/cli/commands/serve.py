@@ -15,16 +15,19 @@ from cyclopts.validators import Number
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.stage import runtime
+from workers.actuator import follow_plan
 from workers.cli import settings
 from workers.cli.commands.models import pull_model
 from workers.cli.local_cluster import LocalCluster
+from workers.cli.local_pools import LocalPools
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
 from workers.cli.options import ConfigFile, NatsUrl, load
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
-from workers.roles import WorkerSpec, all_roles, default_workers, role_of
+from workers.pools import pools_of, workers_of
+from workers.roles import WorkerSpec, all_roles, role_of
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
@@ -70,11 +73,17 @@ def up(
         file = settings.find_config_file(config)
         loaded = settings.load_config(file)
         settings.check_paths(loaded)
-        workers = [*default_workers(loaded), WorkerSpec("gateway")]
+        pools = pools_of(loaded)
+        workers = [*workers_of(loaded, pools), WorkerSpec("gateway")]
         log_file = settings.find_log_file(loaded)
+        # The workers of a pool at zero are forked from the same process when they are wanted.
+        specs = [*workers, *(pool.spec for pool in pools.by_name.values())]
         cluster = LocalCluster(
-            loaded, file, workers, nats, log_file, preloader=_preload(loaded, workers)
+            loaded, file, workers, nats, log_file, preloader=_preload(loaded, specs)
         )
+        if pools.by_name:
+            local = LocalPools(cluster, pools)
+            cluster.follow = lambda bus: follow_plan(bus, local)
         return uvloop.run(run_until_stopped(cluster, loaded))
     except ConfigError as error:
         print_refusal(error)
@@ -139,7 +148,7 @@ def worker(
     Parameters
     ----------
     role
-        The kind of worker: coordinator, renderer, encoder, engine or gateway.
+        The kind of worker: coordinator, renderer, encoder, engine, autoscaler or gateway.
     model
         The model that an engine or an encoder serves; needed only when several are configured.
     stage
