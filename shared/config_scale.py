@@ -1,5 +1,7 @@
 """The part of the configuration about pools of workers whose size follows the load."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 from shared.scaling.pools import Count, PoolSettings
@@ -25,3 +27,6 @@ class ScaleConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The pools; a pool's `min` takes the place of its stage's `replicas`."""
     budget: Count | None = None
     """Workers of all pools together; by default as many as the pools' `max` allow."""
+    actuator: Literal["up", "kubernetes"] = "up"
+    """`up`: `pagemill up` starts and drains the workers. `kubernetes`: autoscalers, as pods, set
+    the sizes of the Deployments that `pagemill manifests` has written."""

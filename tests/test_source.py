@@ -59,6 +59,8 @@ ALLOWED = {
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
+    # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
+    "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
     "workers.cli.log_file": {".open", "os.open"},
     "workers.cli.process_usage": {".read_text"},  # of /proc
     "shared.vision.weights_progress": {".read_text"},  # of /proc

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import structlog
 
-from shared.blobs.server import host_id
 from shared.bus.bus import Bus
 from shared.errors import PagemillError
 from shared.protocol import subjects
@@ -24,7 +23,13 @@ _log = structlog.get_logger()
 
 
 class Actuator(Protocol):
-    """What starts and stops the workers of pools."""
+    """What starts and stops the workers of pools.
+
+    Methods raise PagemillError while it does not know its workers: then it reports nothing.
+    """
+
+    host: str
+    """As in `ActuatorReport`."""
 
     def pools(self) -> Sequence[str]:
         """Return the names of the pools that it scales."""
@@ -46,11 +51,16 @@ async def follow_plan(bus: Bus, actuator: Actuator) -> None:
     """Have the actuator do what the autoscaler's plan says, and report it, until cancelled."""
     name, woken = f"actuator-{secrets.token_hex(4)}", asyncio.Event()
     await bus.watch_subjects(subjects.SCALE_PLAN, lambda _: woken.set())
-    acts = False
+    acts, told = False, ""
     while True:
         try:
             if not acts:
-                acts = await _may_begin(bus, name)
+                # None if no other has reported lately.
+                other = await scale_state.read_report(bus)
+                acts = other is None
+                if other is not None and other.actuator != told:
+                    told = other.actuator
+                    _log.warning("another_actuator", actuator=told, host=other.host)
             if acts:
                 await _report(bus, name, actuator)
                 plan = await scale_state.read_plan(bus)
@@ -75,15 +85,6 @@ def _obey(actuator: Actuator, plan: ScalePlan) -> bool:
     return changed
 
 
-async def _may_begin(bus: Bus, name: str) -> bool:
-    """Return whether no other actuator has reported lately."""
-    other = await scale_state.read_report(bus)
-    if other is None or other.actuator == name:
-        return True
-    _log.warning("another_actuator", actuator=other.actuator, host=other.host)
-    return False
-
-
 async def _report(bus: Bus, name: str, actuator: Actuator) -> None:
     pools = {pool: actuator.running(pool) for pool in actuator.pools()}
-    await scale_state.write_report(bus, ActuatorReport(name, host_id(), pools))
+    await scale_state.write_report(bus, ActuatorReport(name, actuator.host, pools))

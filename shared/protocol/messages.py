@@ -227,7 +227,8 @@ class ActuatorReport(Struct, frozen=True):
     actuator: str
     """Name of this actuator; only one acts at a time."""
     host: str
-    """Machine and network namespace of the processes, as in `BlobAddress`."""
+    """Machine and network namespace of the processes, as in `BlobAddress`; empty if they are on
+    several, and the slots are no more than a number of workers."""
     pools: dict[str, list[WorkerSlot]]
 
 

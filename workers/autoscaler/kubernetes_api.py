@@ -87,7 +87,9 @@ class ScaleApi:
         return cls(f"https://{literal}:{port}", namespace, account / "token", trust)
 
     async def get(self, name: str) -> Scale:
-        return await self._request("GET", name)
+        if (scale := await self._request("GET", name)) is None:
+            raise Unavailable(f"the size of {name!r} is in conflict with itself")
+        return scale
 
     async def set(self, name: str, seen: Scale, replicas: int) -> Scale | None:
         """Set the size of a Deployment that has not changed since `seen`; None if it has."""
@@ -103,7 +105,7 @@ class ScaleApi:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _request(self, method: str, name: str, json: Any = None) -> Any:
+    async def _request(self, method: str, name: str, json: Any = None) -> Scale | None:
         path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
         # The kubelet replaces the token before it expires.
         headers = {"Authorization": f"Bearer {self._token.read_text().strip()}"}

@@ -44,14 +44,20 @@ class Presence:
         """Return the pool's workers."""
         slots = report.pools.get(pool.name, [])
         own = [beat for beat in beats if _serves(beat, pool)]
-        pids = {slot.pid for slot in slots}
-        others = tuple(_load(beat.worker, beat) for beat in own if not _is_of(beat, report, pids))
-        by_pid = {beat.pid: beat for beat in own if _is_of(beat, report, pids)}
+        if report.host:
+            pids = {slot.pid for slot in slots}
+            by_pid = {beat.pid: beat for beat in own if _is_of(beat, report, pids)}
+            others = tuple(_load(b.worker, b) for b in own if not _is_of(b, report, pids))
+            by_slot = {slot.slot: by_pid.get(slot.pid) for slot in slots}
+        else:
+            # The actuator knows no processes: its slots are a number of workers.
+            others = ()
+            by_slot = dict(zip((slot.slot for slot in slots), own, strict=False))
         ready, starting, cold_starts_s = [], {}, []
         for slot in slots:
             if slot.draining:
                 continue
-            load = self._load_of(slot, by_pid.get(slot.pid))
+            load = self._load_of(slot, by_slot.get(slot.slot))
             if load is None:
                 since_s = self._started_s.setdefault(slot.slot, now_s)
                 starting[str(slot.slot)] = now_s - since_s
@@ -73,9 +79,10 @@ class Presence:
     def _load_of(self, slot: WorkerSlot, beat: Heartbeat | None) -> WorkerLoad | None:
         """Return the load of a ready worker, the last one known without a heartbeat."""
         key = slot.slot, slot.pid
-        if beat is not None:
-            self._ready[key] = _load(str(slot.slot), beat)
-        return self._ready.get(key)
+        load = None if beat is None else _load(str(slot.slot), beat)
+        if load is not None and slot.pid:
+            self._ready[key] = load
+        return load or self._ready.get(key)
 
 
 def _serves(beat: Heartbeat, pool: Pool) -> bool:

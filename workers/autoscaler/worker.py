@@ -5,6 +5,7 @@ workers. Any number of autoscalers may run: one leads, see `lease`, and the othe
 """
 
 import asyncio
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,11 @@ from shared.scaling.pools import (
 )
 from shared.stage.runtime import Context
 from shared.state.scale_state import read_orders
+from shared.task_set import TaskSet
+from workers.actuator import follow_plan
 from workers.autoscaler.figures import Look, Reader, figures_of
+from workers.autoscaler.kubernetes_api import ScaleApi
+from workers.autoscaler.kubernetes_pools import KubernetesPools
 from workers.autoscaler.lease import Lease
 from workers.autoscaler.presence import Workers
 from workers.pools import Pools, pools_of
@@ -38,7 +43,21 @@ async def main(context: Context) -> None:
     pools = pools_of(context.config)
     if not pools.by_name:
         raise ConfigError("scale.pools: the configuration has no pools", field="scale.pools")
-    await Autoscaler(context, pools).serve()
+    async with contextlib.AsyncExitStack() as stack:
+        if context.config.scale.actuator == "kubernetes":
+            await _actuate(context, pools, stack)
+        await Autoscaler(context, pools).serve()
+
+
+async def _actuate(context: Context, pools: Pools, stack: contextlib.AsyncExitStack) -> None:
+    """Start the actuator of Kubernetes. Raises ConfigError if it may not read the sizes."""
+    api = ScaleApi.in_cluster()
+    stack.push_async_callback(api.close)
+    actuator = KubernetesPools(api, pools)
+    await actuator.read()
+    tasks = TaskSet()
+    for work in (actuator.serve(), follow_plan(context.bus, actuator)):
+        stack.callback(tasks.start(work).cancel)
 
 
 class Autoscaler:

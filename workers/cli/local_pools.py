@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from shared.blobs.server import host_id
 from shared.protocol.messages import WorkerSlot
 from workers.cli.local_cluster import LocalCluster
 from workers.pools import Pools
@@ -15,6 +16,7 @@ class LocalPools:
     """Actuator over the processes of a local cluster; slots are the cluster's worker numbers."""
 
     def __init__(self, cluster: LocalCluster, pools: Pools) -> None:
+        self.host = host_id()
         self._cluster = cluster
         self._pools = pools.by_name
 

@@ -16,12 +16,13 @@ from shared.config import Config
 from shared.config_parsing import parse_config
 from shared.errors import ConfigError
 from shared.protocol import subjects
-from shared.scaling.pools import PoolSettings
 from shared.stage.pipelines import pipelines_of
 from tests import preloaded
-from workers.cli.manifests.cluster import Pools, make_manifests, pools_of
+from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
-from workers.cli.manifests.target import MAX_NAME_LEN, Manifest, Scaling, Target, name_of
+from workers.cli.manifests.target import Manifest, Scaling, Target
+from workers.deployment_names import MAX_NAME_LEN, name_of
+from workers.pools import pools_of
 from workers.roles import WorkerSpec
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -34,26 +35,24 @@ gateway: {allow_anonymous: true}
 engine: {device: cuda}
 delivery: {drain_s: 45}
 """
-CPU_SCALER = "HorizontalPodAutoscaler"
-SCALED = PoolSettings(min=0, max=8)
+POOLS = """
+scale:
+  pools:
+    - {role: renderer, min: 2, max: 4}
+    - {role: encoder, model: qwen2-vl, max: 4}
+    - {role: engine, model: qwen2-vl, max: 8}
+    - {role: engine, model: Org/Other.Model, min: 1, max: 1}
+"""
+SCALED = {"renderer", "encoder-qwen2-vl", "engine-qwen2-vl"}
 
 
-def parse(text: str = CONFIG) -> Config:
+def parse(text: str = CONFIG + POOLS) -> Config:
     return parse_config(text, {}, "test")
 
 
-def scaled_pools(config: Config) -> dict[WorkerSpec, PoolSettings]:
-    """Return pools of which those of one model and the gateways are scaled."""
-    return {
-        worker: SCALED if worker.model else PoolSettings(min=2, max=4)
-        for worker in pools_of(config)
-    }
-
-
-def make(scaling: Scaling, pools: Pools | None = None) -> list[Manifest]:
-    config = parse()
-    chosen = scaled_pools(config) if pools is None else pools
-    return make_manifests(config, CONFIG, chosen, Target(scaling=scaling))
+def make(scaling: Scaling, text: str = CONFIG + POOLS) -> list[Manifest]:
+    config = parse(text)
+    return make_manifests(config, text, sizes_of(config, "test"), Target(scaling=scaling))
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
@@ -90,10 +89,9 @@ def test_the_schemas_refuse_a_misspelt_field() -> None:
 
 
 def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
-    config = parse()
     served = {
         subjects.stage_consumer(stage.name, model, lane)
-        for model, pipeline in pipelines_of(config).items()
+        for model, pipeline in pipelines_of(parse()).items()
         for stage in pipeline.stages
         for lane in subjects.LANES
     }
@@ -102,7 +100,10 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
         for one in of_kind(make("keda"), "ScaledObject").values()
         for trigger in one["spec"]["triggers"]
     }
-    assert set(named) == served
+    unscaled = {
+        subjects.stage_consumer("engine", "Org/Other.Model", lane) for lane in subjects.LANES
+    }
+    assert set(named) == served - unscaled
     assert {data["stream"] for data in named.values()} == {subjects.STAGES_STREAM}
     interactive, batch = [
         int(named[subjects.stage_consumer("engine", "qwen2-vl", lane)]["lagThreshold"])
@@ -112,38 +113,50 @@ def test_triggers_name_the_consumers_that_workers_pull_from() -> None:
 
 
 def test_what_is_scaled_has_no_replicas() -> None:
-    deployments = of_kind(make("keda"), "Deployment")
-    scaled = of_kind(make("keda"), "ScaledObject") | of_kind(
-        make("keda"), "HorizontalPodAutoscaler"
-    )
-    for name, deployment in deployments.items():
+    manifests = make("keda")
+    scaled = of_kind(manifests, "ScaledObject")
+    assert set(scaled) == SCALED
+    for name, deployment in of_kind(manifests, "Deployment").items():
         assert ("replicas" in deployment["spec"]) != (name in scaled), name
     engine = scaled["engine-qwen2-vl"]["spec"]
     assert (engine["minReplicaCount"], engine["maxReplicaCount"]) == (0, 8)
-    unscaled = of_kind(make("none"), "Deployment")
-    assert {one["spec"]["replicas"] for one in unscaled.values()} == {1, 2}
 
 
-def test_the_autoscaler_may_change_the_sizes_of_its_pools_alone() -> None:
+def test_without_scaling_a_pool_has_its_min_and_at_least_one() -> None:
+    deployments = of_kind(make("none"), "Deployment")
+    sizes = {name: one["spec"]["replicas"] for name, one in deployments.items()}
+    other = name_of(WorkerSpec("engine", "Org/Other.Model"))
+    assert sizes == {
+        "coordinator": 2,
+        "renderer": 2,
+        "encoder-qwen2-vl": 1,
+        "engine-qwen2-vl": 1,
+        other: 1,
+        "gateway": 2,
+    }
+
+
+def test_the_autoscaler_may_change_the_sizes_of_the_pools_alone() -> None:
     manifests = make("pagemill")
     (role,) = of_kind(manifests, "Role").values()
     (rule,) = role["rules"]
-    scaled = {name for name, one in of_kind(manifests, "Deployment").items() if _is_scaled(one)}
-    by_cpu = set(of_kind(manifests, CPU_SCALER))
-    assert by_cpu == {"coordinator", "gateway"}
-    assert set(rule.pop("resourceNames")) == scaled - by_cpu
+    deployments = of_kind(manifests, "Deployment")
+    pools = {name_of(pool.spec) for pool in pools_of(parse()).by_name.values()}
+    assert set(rule.pop("resourceNames")) == pools
+    assert {name for name, one in deployments.items() if "replicas" not in one["spec"]} == pools
     assert rule == {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],
         "verbs": ["get", "patch"],
     }
-    for name, one in of_kind(manifests, "Deployment").items():
+    for name, one in deployments.items():
         pod = one["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] == (name == "autoscaler"), name
-
-
-def _is_scaled(deployment: Manifest) -> bool:
-    return "replicas" not in deployment["spec"]
+    env = {one["name"]: one.get("value") for one in containers(manifests)["autoscaler"]["env"]}
+    assert (
+        parse_config(CONFIG, {k: v or "a" for k, v in env.items()}, "").scale.actuator
+        == "kubernetes"
+    )
 
 
 def test_pods_get_no_rights_and_time_to_drain() -> None:
@@ -226,7 +239,7 @@ def test_names_are_labels_and_differ(one: str, other: str) -> None:
 def test_settings_that_cannot_hold_in_a_pod(text: str, field: str, message: str) -> None:
     config = parse(text)
     with pytest.raises(ConfigError) as raised:
-        make_manifests(config, text, pools_of(config), Target())
+        make_manifests(config, text, sizes_of(config, "test"), Target())
     assert str(raised.value) == f"{field}: {message}"
     assert raised.value.field == field
 
@@ -234,7 +247,9 @@ def test_settings_that_cannot_hold_in_a_pod(text: str, field: str, message: str)
 def test_braces_of_a_configuration_are_not_the_chart_s() -> None:
     text = CONFIG + "# {{ messages }}\n# image: pagemill\n"
     config = parse(text)
-    files = to_chart(make_manifests(config, text, pools_of(config), Target()), Target(), "1.2.3")
+    files = to_chart(
+        make_manifests(config, text, sizes_of(config, "test"), Target()), Target(), "1.2.3"
+    )
     template = files["templates/pagemill.yaml"]
     assert '# {{ "{{" }} messages }}\n' in template
     assert "# image: pagemill\n" in template

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shared.errors import ConfigError
 from workers.cli import settings
-from workers.cli.manifests.cluster import make_manifests, pools_of
+from workers.cli.manifests.cluster import make_manifests, sizes_of
 from workers.cli.manifests.output import to_chart, to_yaml
 from workers.cli.manifests.target import Scaling, Target
 from workers.cli.options import ConfigFile
@@ -46,7 +46,8 @@ def manifests(
         raise ConfigError("no pagemill.yaml here: give one with --config", field="--config")
     loaded = settings.load_config(file)
     target = Target(namespace, image, scaling, models_claim)
-    made = make_manifests(loaded, file.read_text(encoding="utf-8"), pools_of(loaded), target)
+    sizes = sizes_of(loaded, str(file))
+    made = make_manifests(loaded, file.read_text(encoding="utf-8"), sizes, target)
     if loaded.nats.replicas == 1:
         Console(stderr=True).print("nats.replicas is 1: with three brokers, set it to 3.")
     if chart is None:

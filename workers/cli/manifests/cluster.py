@@ -13,31 +13,31 @@ from shared.scaling.pools import PoolSettings
 from shared.stage.pipelines import pipelines_of
 from workers.cli.manifests.deployments import (
     CONFIG_PATH,
+    DOOR,
     MODELS_PATH,
     make_deployment,
     make_disruption_budget,
     make_service,
 )
 from workers.cli.manifests.scaling import (
-    AUTOSCALER,
+    ACCOUNT,
     consumers_of,
     make_autoscaler_rights,
-    make_cpu_scaler,
     make_scaled_object,
 )
 from workers.cli.manifests.target import CONFIG, Manifest, Target, metadata
-from workers.roles import WorkerSpec, default_workers, role_of
+from workers.pools import pools_of
+from workers.roles import AUTOSCALER, WorkerSpec, default_workers, role_of
 
-Pools = Mapping[WorkerSpec, PoolSettings]
+Sizes = Mapping[WorkerSpec, PoolSettings]
 
 
-def make_manifests(config: Config, text: str, pools: Pools, target: Target) -> list[Manifest]:
+def make_manifests(config: Config, text: str, sizes: Sizes, target: Target) -> list[Manifest]:
     """Return the manifests of all pools of a configuration, whose file has this text.
 
     Raises ConfigError for settings that cannot hold in a pod.
     """
     check_for_pods(config)
-    pipelines = pipelines_of(config)
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifests: list[Manifest] = [
         {
@@ -47,44 +47,58 @@ def make_manifests(config: Config, text: str, pools: Pools, target: Target) -> l
             "data": {PurePosixPath(CONFIG_PATH).name: text},
         }
     ]
-    scaled: list[WorkerSpec] = []
-    for worker, pool in pools.items():
-        consumers = consumers_of(worker, pipelines)
-        is_scaled = pool.min < pool.max and target.scaling != "none"
-        replicas = None if is_scaled else max(1, pool.min)
-        manifests.append(make_deployment(worker, config, target, digest, replicas))
-        if worker.role == "gateway":
-            manifests.append(make_service(worker, target))
-        if pool.min > 1:
-            manifests.append(make_disruption_budget(worker, target))
-        if is_scaled and not consumers:
-            manifests.append(make_cpu_scaler(worker, pool, target))
-        elif is_scaled and target.scaling == "keda":
-            manifests.append(make_scaled_object(worker, pool, consumers, target))
-        elif is_scaled:
-            scaled.append(worker)
-    if scaled:
-        manifests += make_autoscaler_rights(scaled, target)
-        autoscaler = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
-        pod = autoscaler["spec"]["template"]["spec"]
-        pod |= {"serviceAccountName": f"pagemill-{AUTOSCALER}"}
-        pod |= {"automountServiceAccountToken": True}
-        manifests.append(autoscaler)
+    for worker, size in sizes.items():
+        manifests += _make_pool(worker, size, config, target, digest)
+    if target.scaling == "pagemill":
+        pools = [pool.spec for pool in pools_of(config).by_name.values()]
+        manifests += make_autoscaler_rights(pools, target)
+        manifests.append(_make_autoscaler(config, target, digest))
     return manifests
 
 
-def pools_of(config: Config) -> dict[WorkerSpec, PoolSettings]:
-    """Return the pools of a configuration: two doors, two coordinators, and the pipelines' stages.
+def sizes_of(config: Config, source: str) -> dict[WorkerSpec, PoolSettings]:
+    """Return the sizes of all pools of a configuration, whose file is `source`.
 
-    Two of a kind, because one is there while the other is replaced.
+    Workers of all models are two of a kind at least, because one is there while the other is
+    replaced. Raises ConfigError.
     """
-    sizes = Counter(default_workers(config))
-    sizes[WorkerSpec("gateway")] = 1
-    return {
+    fixed = Counter(default_workers(config))
+    fixed[WorkerSpec(DOOR)] = 1
+    sizes = {
         worker: PoolSettings(min=size, max=size)
-        for worker, num in sizes.items()
+        for worker, num in fixed.items()
         if (size := num if role_of(worker.role).one_model else max(2, num))
     }
+    scaled = {pool.spec: pool.settings for pool in pools_of(config, source).by_name.values()}
+    return sizes | scaled
+
+
+def _make_pool(
+    worker: WorkerSpec, size: PoolSettings, config: Config, target: Target, digest: str
+) -> list[Manifest]:
+    is_fixed = size.min == size.max or target.scaling == "none"
+    if target.scaling == "pagemill":
+        is_fixed = worker not in {pool.spec for pool in pools_of(config).by_name.values()}
+    replicas = max(1, size.min) if is_fixed else None
+    manifests = [make_deployment(worker, config, target, digest, replicas)]
+    if worker.role == DOOR:
+        manifests.append(make_service(worker, target))
+    if size.min > 1:
+        manifests.append(make_disruption_budget(worker, target))
+    if target.scaling == "keda" and not is_fixed:
+        consumers = consumers_of(worker, pipelines_of(config))
+        manifests.append(make_scaled_object(worker, size, consumers, target))
+    return manifests
+
+
+def _make_autoscaler(config: Config, target: Target, digest: str) -> Manifest:
+    """Return the Deployment of two autoscalers: one leads, and the other takes its place."""
+    made = make_deployment(WorkerSpec(AUTOSCALER), config, target, digest, 2)
+    pod = made["spec"]["template"]["spec"]
+    pod["serviceAccountName"] = ACCOUNT
+    pod["automountServiceAccountToken"] = True
+    pod["containers"][0]["env"].append({"name": "PAGEMILL_SCALE__ACTUATOR", "value": "kubernetes"})
+    return made
 
 
 def check_for_pods(config: Config) -> None:

@@ -1,13 +1,16 @@
 """Deployments of pools of workers, with their Services and disruption budgets. Pure."""
 
 from shared.config import Config
-from workers.cli.manifests.target import CONFIG, Manifest, Target, labels_of, metadata, name_of
+from workers.cli.manifests.target import CONFIG, Manifest, Target, labels_of, metadata
+from workers.deployment_names import name_of
 from workers.roles import WorkerSpec
 
 USER = 10001
 METRICS_PORT = 9401
 BLOBS_PORT = 7070
 GATEWAY_PORT = 8000
+DOOR = "gateway"
+"""The role that speaks HTTP with clients."""
 MODELS_PATH = "/models"
 CONFIG_PATH = f"/config/{CONFIG}.yaml"
 # Beyond the time in which a worker drains: for the end of the process itself.
@@ -110,7 +113,7 @@ def _container(worker: WorkerSpec, config: Config, target: Target) -> Manifest:
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    if worker.role == "gateway":
+    if worker.role == DOOR:
         container["ports"].append({"name": "http", "containerPort": GATEWAY_PORT})
         container["readinessProbe"] = _probe("ready", 2, "http")
     if _device(worker, config).startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Objects that scale pools: by KEDA, by the autoscaler of Pagemill, or by load of processors. Pure.
+"""Objects that scale pools: by KEDA, or by the autoscaler of Pagemill. Pure.
 
 KEDA adds pending tasks and those in flight of one consumer, asks the brokers' monitoring for both,
 and takes the trigger that wants most: see `pkg/scalers/nats_jetstream_scaler.go` of KEDA.
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping
 from shared.protocol import subjects
 from shared.protocol.pipeline import Pipeline
 from shared.scaling.pools import PoolSettings
-from workers.cli.manifests.target import Manifest, Target, labels_of, metadata, name_of
-from workers.roles import WorkerSpec
+from workers.cli.manifests.target import Manifest, Target, labels_of, metadata
+from workers.deployment_names import name_of
+from workers.roles import AUTOSCALER, WorkerSpec
 
 POLL_S = 5
 # The window in which KEDA and its HorizontalPodAutoscaler wait before they stop pods.
 COOLDOWN_S = 120
 # An engine has work for several steps of its batch lane before another one is worth its start.
 BATCH_FACTOR = 4
-CPU_PERCENT = 70
-AUTOSCALER = "autoscaler"
+ACCOUNT = f"pagemill-{AUTOSCALER}"
 
 
 def make_scaled_object(
@@ -74,33 +74,9 @@ def consumers_of(worker: WorkerSpec, pipelines: Mapping[str, Pipeline]) -> list[
     ]
 
 
-def make_cpu_scaler(worker: WorkerSpec, pool: PoolSettings, target: Target) -> Manifest:
-    """Return a HorizontalPodAutoscaler for a pool without a queue of its own."""
-    name = name_of(worker)
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata(target, name, labels_of(worker)),
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
-            "minReplicas": max(1, pool.min),
-            "maxReplicas": pool.max,
-            "metrics": [
-                {
-                    "type": "Resource",
-                    "resource": {
-                        "name": "cpu",
-                        "target": {"type": "Utilization", "averageUtilization": CPU_PERCENT},
-                    },
-                }
-            ],
-        },
-    }
-
-
 def make_autoscaler_rights(pools: Iterable[WorkerSpec], target: Target) -> list[Manifest]:
     """Return the autoscaler's account, which may only read and set the sizes of these pools."""
-    name = f"pagemill-{AUTOSCALER}"
+    name = ACCOUNT
     rule = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],

@@ -1,11 +1,10 @@
 """Where manifests are to be applied, and names of the objects in them. Pure."""
 
-import hashlib
-import re
 from typing import Any, Literal
 
 from msgspec import Struct
 
+from workers.deployment_names import name_of
 from workers.roles import WorkerSpec
 
 Manifest = dict[str, Any]
@@ -14,10 +13,6 @@ Scaling = Literal["keda", "pagemill", "none"]
 APP = "pagemill"
 # An object of this name holds the configuration file; so does the volume of a pod.
 CONFIG = "pagemill"
-# Limit of Kubernetes for a label. Names of pods add up to 17 characters to that of a Deployment.
-MAX_LABEL_LEN = 63
-MAX_NAME_LEN = MAX_LABEL_LEN - 17
-_NOT_IN_NAMES = re.compile("[^a-z0-9]+")
 
 
 class Target(Struct, frozen=True):
@@ -38,20 +33,6 @@ class Target(Struct, frozen=True):
     def nats_monitoring(self) -> str:
         """Address of the brokers' monitoring, as KEDA sees it from its own namespace."""
         return f"{self.nats_service}.{self.namespace}.svc.cluster.local:8222"
-
-
-def name_of(worker: WorkerSpec) -> str:
-    """Return the name of a pool's Deployment: lower-case letters, digits and hyphens.
-
-    Two pools never share a name: one that had to be changed or shortened ends with a digest.
-    """
-    parts = [worker.role, *(part for part in (worker.model, worker.stage) if part is not None)]
-    full = "-".join(parts)
-    name = _NOT_IN_NAMES.sub("-", full.lower()).strip("-")
-    if name == full and len(name) <= MAX_NAME_LEN:
-        return name
-    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=4).hexdigest()
-    return f"{name[: MAX_NAME_LEN - 9].rstrip('-')}-{digest}"
 
 
 def labels_of(worker: WorkerSpec) -> dict[str, str]:
