@@ -111,7 +111,7 @@ async def test_queues_of_the_broker_have_the_age_of_their_oldest_task(
     name, subject = "scaled", subjects.stage("scaled", "demo", "batch", "r1")
     durable = subjects.stage_consumer(name, "demo", "batch")
     filter_ = subjects.stage_filter(name, "demo", "batch")
-    await bus.ensure_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
+    await bus.create_consumer(subjects.STAGES_STREAM, durable, filter_, 1.0)
     await bus.publish(subject, b"", "r1:1:scaled:0")
     await publish(bus, Heartbeat("autoscaler", "autoscaler-1", "1", 1, [], {}))
     await scale_state.write_report(bus, report())

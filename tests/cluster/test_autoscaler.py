@@ -164,7 +164,7 @@ async def test_missing_figures_change_nothing(scaled: Cluster, bus: Bus) -> None
     await asyncio.sleep(IDLE_S + 3.0)
     assert [beat.worker for beat in await living(bus, "engine")] == [engine]
     filter_ = subjects.stage_filter("engine", "demo", "batch")
-    await bus.ensure_consumer(subjects.STAGES_STREAM, consumer, filter_, 2.0)
+    await bus.create_consumer(subjects.STAGES_STREAM, consumer, filter_, 2.0)
     await until(lambda: at_zero(bus))
 
 
