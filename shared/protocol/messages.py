@@ -36,7 +36,7 @@ from msgspec import Meta, Struct
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
-# A leading autoscaler writes its plan every second. An older one is that of a leader that has ended.
+# A leading autoscaler writes its plan every second. An older plan belongs to no leader any more.
 PLAN_AGE_S = 10.0
 MAX_PARTS = 64
 """Limit on the prompts of a request, which are requests of their own on the bus."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import workers.__main__  # noqa: F401 - registers the functions of edges
 from shared.bus.bus import Bus
 from shared.bus.embedded_server import EmbeddedServer
 from shared.errors import ConfigError, Unavailable
