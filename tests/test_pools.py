@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ ONE = {"a": {"path": "a", "tower": "encoder"}}
 TWO = {**ONE, "b": {"path": "b"}}
 
 
-def pools(entries: list[dict[str, Any]], models: dict[str, Any] = ONE, **scale: Any) -> Pools:
-    text = yaml.safe_dump({"models": models, "scale": {"pools": entries, **scale}})
+def pools(entries: Sequence[dict[str, Any]], models: dict[str, Any] = ONE, **scale: Any) -> Pools:
+    text = yaml.safe_dump({"models": models, "scale": {"pools": list(entries), **scale}})
     return pools_of(parse_config(text, {}, "pagemill.yaml"), "pagemill.yaml")
 
 
@@ -39,7 +40,7 @@ def test_a_pool_begins_with_its_min_and_has_an_autoscaler() -> None:
 
 
 def test_edges_follow_the_pipeline_between_pools_of_one_model() -> None:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"role": "renderer", "min": 1},
         {"role": "encoder", "model": "a"},
         {"role": "engine", "model": "a"},
@@ -52,13 +53,9 @@ def test_edges_follow_the_pipeline_between_pools_of_one_model() -> None:
 
 
 def test_a_stage_of_another_name_has_a_pool_of_its_own() -> None:
-    models = {"a": {"path": "a", "tower": "encoder", "stages": {"encoder": {"enabled": False}}}}
-    models["a"]["stages"] = {  # type: ignore[index]
-        "vision": {
-            "role": "encoder",
-            "inputs": {"image": {"from": "renderer", "function": "item", "mode": "fan_out"}},
-        }
-    }
+    image = {"from": "renderer", "function": "item", "mode": "fan_out"}
+    vision = {"role": "encoder", "inputs": {"image": image}}
+    models = {"a": {"path": "a", "stages": {"vision": vision}}}
     found = pools([{"role": "encoder", "stage": "vision"}], models)
     assert found.by_name["vision/a"].spec == WorkerSpec("encoder", "a", "vision")
 
@@ -123,7 +120,7 @@ def test_a_pool_is_found_by_its_stage_if_it_is_the_only_one() -> None:
     ],
 )
 def test_an_error_names_the_file_the_key_and_the_limit(
-    entries: list[dict[str, Any]], scale: dict[str, Any], expected: str
+    entries: Sequence[dict[str, Any]], scale: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match="^pagemill.yaml: " + re.escape(expected)):
         pools(entries, TWO, **scale)

@@ -11,6 +11,7 @@ from shared.errors import ConfigError
 from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
 from shared.scaling.pools import PoolSettings, ScalingSettings
 from shared.stage.pipelines import pipelines_of
+from shared.state.scale_state import pool_name
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
 
 
@@ -99,7 +100,7 @@ def _make(
     if not served:
         of_model = "" if model is None else f" of model {model!r}"
         return Fault("stage", f"no stage {stage!r} of role {role.name!r}{of_model}")
-    name = stage if model is None else f"{stage}/{model}"
+    name = pool_name(stage, model)
     if name in pools:
         return Fault("role", f"the pool {name} is listed twice")
     if entry.min < role.min_workers:

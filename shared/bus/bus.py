@@ -157,7 +157,7 @@ class Bus(Publisher, StreamReader, Messenger):
             "the broker did not create the streams",
         )
 
-    async def ensure_consumer(
+    async def create_consumer(
         self, stream: str, durable: str, subject: str, ack_wait_s: float
     ) -> None:
         """Create the durable consumer `durable` if it does not exist.
@@ -190,7 +190,7 @@ class Bus(Publisher, StreamReader, Messenger):
 
         Raises Unavailable when the broker does not answer until BROKER_DEADLINE_S.
         """
-        await self.ensure_consumer(stream, durable, subject, ack_wait_s)
+        await self.create_consumer(stream, durable, subject, ack_wait_s)
         consumer = Consumer(self._nc, stream, durable, capacity)
         self._consumers.append(consumer)
         await consumer.start()

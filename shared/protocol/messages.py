@@ -36,6 +36,8 @@ from msgspec import Meta, Struct
 from shared.protocol.encoding import Versioned, or_none
 from shared.protocol.records import ErrorInfo
 
+# A leading autoscaler writes its plan every second. An older plan belongs to no leader any more.
+PLAN_AGE_S = 10.0
 MAX_PARTS = 64
 """Limit on the prompts of a request, which are requests of their own on the bus."""
 
@@ -198,6 +200,17 @@ class PoolPlan(Struct, frozen=True, omit_defaults=True):
     in_flight: int = 0
     oldest_s: float = 0.0
     pinned: int = 0
+
+    @property
+    def state(self) -> str:
+        """What the pool does, in a few words."""
+        if self.running:
+            return "running"
+        if self.starting:
+            return f"starting for {self.starting_s:.0f} s"
+        if self.draining:
+            return "draining"
+        return "no worker yet" if self.wanted else "at zero"
 
 
 class ScalePlan(Struct, frozen=True):

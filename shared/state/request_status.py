@@ -18,6 +18,7 @@ from shared.protocol.records import Failure, Finish, StageSpan
 from shared.protocol.task_messages import TaskHeader
 from shared.state import request_registry
 from shared.state.log_reader import GRACE_S
+from shared.state.scale_state import find_pool
 from shared.state.token_log import last_record
 
 # What the explanation of a busy engine reads from its load; other roles report other figures.
@@ -66,6 +67,8 @@ class RequestStatus:
     attempts: list[Attempt] = field(default_factory=list)
     path: list[StageSpan] = field(default_factory=list)
     """The stages behind it."""
+    pool: str | None = None
+    """What the pool of its stage does, where an autoscaler leads and the pool has no worker."""
     num_unread: int = 0
     """Requests that wait for a coordinator. An unknown request may be one of them."""
 
@@ -100,7 +103,8 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     status = replace(status, stage=stage, waits_s=waits_s, path=path, attempts=attempts)
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
-        return replace(status, state="queued", why=await _why_queued(bus, work))
+        why, pool = await _why_queued(bus, work)
+        return replace(status, state="queued", why=why, pool=pool)
     return replace(
         status,
         state="running",
@@ -178,26 +182,31 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     return replace(status, num_unread=queue.num_pending, why=why)
 
 
-async def _why_queued(bus: Bus, work: StoredMessage) -> str:
+async def _why_queued(bus: Bus, work: StoredMessage) -> tuple[str, str | None]:
+    """Return why a request waits, and what the pool of its stage does if that has no worker."""
     stage, model, lane = subjects.parts_of_stage(work.subject)
     beats = await bus.read_heartbeats()
     workers = [
         beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
     ]
     if not workers:
-        return f"no worker of stage {stage} for model {model} is alive"
+        why = f"no worker of stage {stage} for model {model} is alive"
+        if (pool := await find_pool(bus, stage, model)) is None:
+            return why, None
+        return f"{why}: pool {pool[0]} is {pool[1].state}", f"pool {pool[1].state}"
     try:
         depth = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)
         )
     except NotFound as error:
-        return error.message
+        return error.message, None
     if work.sequence > depth.last_delivered:
         return (
             f"waits for one of {len(workers)} workers of stage {stage}: {depth.num_pending} tasks"
             f" are queued, {depth.num_in_flight} in flight"
-        )
-    return "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
+        ), None
+    why = "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
+    return why, None
 
 
 async def _why_running(bus: Bus, attempt: Attempt) -> str:

@@ -7,6 +7,7 @@ from shared.errors import Fenced
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import (
+    PLAN_AGE_S,
     ActuatorReport,
     PoolPlan,
     ScaleOrders,
@@ -16,8 +17,6 @@ from shared.protocol.messages import (
     decode_scale_plan,
 )
 
-# The leader writes its plan every second. An older one is nobody's.
-PLAN_AGE_S = 10.0
 # A report comes every second. Without one, the actuator is away, and its workers are unknown.
 REPORT_AGE_S = 5.0
 
@@ -71,12 +70,14 @@ async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) 
     raise Fenced("other operators change the orders all the time")
 
 
-def state_of(pool: PoolPlan) -> str:
-    """Return in a few words what a pool does."""
-    if pool.starting:
-        return f"starting for {pool.starting_s:.0f} s"
-    if pool.running:
-        return "running"
-    if pool.draining:
-        return "draining"
-    return "at zero" if pool.wanted == 0 else "no worker yet"
+def pool_name(stage: str, model: str | None) -> str:
+    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    return stage if model is None else f"{stage}/{model}"
+
+
+async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | None:
+    """Return name and plan of the pool that serves this stage; None if nobody scales it."""
+    plan = await read_current_plan(bus)
+    names = (pool_name(stage, model), pool_name(stage, None))
+    found = ((name, plan.pools[name]) for name in names if plan and name in plan.pools)
+    return next(found, None)

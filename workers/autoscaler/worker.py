@@ -93,7 +93,7 @@ class Autoscaler:
         for pool in self._pools.by_name.values():
             for model in pool.models:
                 for lane in LANES:
-                    await self._context.bus.ensure_consumer(
+                    await self._context.bus.create_consumer(
                         subjects.STAGES_STREAM,
                         subjects.stage_consumer(pool.stage, model, lane),
                         subjects.stage_filter(pool.stage, model, lane),

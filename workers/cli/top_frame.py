@@ -38,6 +38,18 @@ class StartingRow(Struct, frozen=True):
     """0 in a step that reads none."""
 
 
+class ScaleRow(Struct, frozen=True):
+    """A pool whose number of workers an autoscaler decides."""
+
+    pool: str
+    state: str
+    wanted: int
+    running: int
+    starting: int
+    draining: int
+    reason: str
+
+
 class QueueRow(Struct, frozen=True):
     stage: str
     model: str
@@ -109,6 +121,7 @@ class Frame(Struct, frozen=True):
     models: list[ModelRow]
     engines: list[EngineRow]
     starting: list[StartingRow] = []
+    scale: list[ScaleRow] = []
 
 
 def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
@@ -137,6 +150,10 @@ def frame(before: ClusterSnapshot | None, now: ClusterSnapshot) -> Frame:
         starting=[
             StartingRow(r.worker, r.model, r.step, r.done_bytes, r.total_bytes)
             for r in now.starting
+        ],
+        scale=[
+            ScaleRow(name, p.state, p.wanted, p.running, p.starting, p.draining, p.reason)
+            for name, p in sorted(now.pools.items())
         ],
     )
 

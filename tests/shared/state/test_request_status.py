@@ -8,7 +8,7 @@ from shared.bus.bus import Bus
 from shared.codec import envelope
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
-from shared.protocol.messages import AttemptRecord, Heartbeat, RequestRecord
+from shared.protocol.messages import AttemptRecord, Heartbeat, PoolPlan, RequestRecord, ScalePlan
 from shared.protocol.records import StageSpan
 from shared.state import request_status
 from shared.state.request_list import RequestLister
@@ -103,3 +103,18 @@ async def test_a_request_is_unknown_where_no_coordinator_has_run(
     status = await request_status.find(bus, request_id)
     assert status.state == "unknown"
     assert "no coordinator" in status.why
+
+
+async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
+    bus: Bus, request_id: str
+) -> None:
+    # No other test has a worker of this model.
+    subject = subjects.stage("engine", "scaled", "batch", request_id)
+    await bus.publish(subject, b"", f"{request_id}:1:engine:0")
+    plan = ScalePlan("leader", {"engine/scaled": PoolPlan(1, starting=1, starting_s=2.0)})
+    await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
+    status = await request_status.find(bus, request_id)
+    await bus.purge(subjects.SCALE_STREAM, ">")
+    assert status.why.endswith("is alive: pool engine/scaled is starting for 2 s")
+    assert status.pool == "pool starting for 2 s"
+    assert (await request_status.find(bus, request_id)).pool is None

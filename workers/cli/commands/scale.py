@@ -4,18 +4,21 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.state import scale_state
 from workers.cli import settings
 from workers.cli.options import ConfigFile, NatsUrl, load
-from workers.cli.terminal import connected, out, print_json, print_note
+from workers.cli.terminal import connected, print_json, print_line, print_note
 from workers.pools import Pools, pools_of
 from workers.roles import role_of
 
 AUTO = "auto"
+HEADER = (
+    f"{'pool':<24} {'state':<18} {'wanted':>6} {'set':>4} {'running':>7} {'starting':>8}"
+    f" {'draining':>8} {'pending':>7} {'in flight':>9} reason"
+)
 
 
 class _PoolRow(Struct):
@@ -92,21 +95,19 @@ def _show(plan: ScalePlan | None, orders: ScaleOrders, *, as_json: bool) -> None
     if plan is None:
         raise Unavailable("no autoscaler leads: is one running, and are there scale.pools?")
     rows = [
-        _PoolRow(name, scale_state.state_of(pool), orders.workers.get(name), pool)
+        _PoolRow(name, pool.state, orders.workers.get(name), pool)
         for name, pool in plan.pools.items()
     ]
     if as_json:
         for row in rows:
             print_json(row)
         return
-    columns = ("pool", "state", "wanted", "set", "running", "starting", "draining", "pending")
-    table = Table(*columns, "in flight", "oldest", "reason", box=None)
+    print_line(HEADER)
     for row in rows:
         seen, is_set = row.plan, "-" if row.set is None else str(row.set)
-        counts = (seen.running, seen.starting, seen.draining, seen.pending, seen.in_flight)
-        table.add_row(
-            row.pool, row.state, str(seen.wanted), is_set, *map(str, counts),
-            f"{seen.oldest_s:.1f} s", seen.reason,
-        )  # fmt: skip
-    out.print(table)
+        print_line(
+            f"{row.pool:<24} {row.state:<18} {seen.wanted:>6} {is_set:>4}"
+            f" {seen.running:>7} {seen.starting:>8} {seen.draining:>8}"
+            f" {seen.pending:>7} {seen.in_flight:>9} {seen.reason}"
+        )
     print_note(f"leader {plan.leader}" + "; paused" * orders.paused)
