@@ -71,6 +71,7 @@ class WorkerLoop:
     """The consumers of one worker, and the life of each delivery in it."""
 
     def __init__(self, context: Context) -> None:
+        context.may_have_work = True
         self.consumers: dict[tuple[str, str], Consumer] = {}
         """Consumers of the stage's queues, by model and lane."""
         self._context = context
