@@ -127,7 +127,8 @@ class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
     advertise: str | None = None
-    """Name or address of this machine as other machines see it; by default `listen`."""
+    """Name or address of this machine as other machines see it; by default `listen`, or if that is
+    `0.0.0.0` or `::`, the address from which this worker's connection to the broker comes."""
 
 
 class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):
