@@ -61,6 +61,8 @@ ALLOWED = {
     "workers.cli.commands.kubernetes": {".read_text"},  # the configuration
     # The API server of the cluster that it is a pod of, and the account that the kubelet gives it.
     "workers.autoscaler.kubernetes_api": {"httpx2", ".read_bytes", ".read_text"},
+    # The metrics listeners of this machine.
+    "workers.cli.commands.health": {"http.client"},
     "workers.cli.log_file": {".open", "os.open"},
     "workers.cli.process_usage": {".read_text"},  # of /proc
     "shared.vision.weights_progress": {".read_text"},  # of /proc

@@ -74,7 +74,8 @@ class Blobs:
         config = self._config
         self._server.start()
         if config.listen is not None:
-            self._server.listen((config.listen, config.port), config.advertise or config.listen)
+            name = config.advertise or self._bus.address_of(config.listen)
+            self._server.listen((config.listen, config.port), name)
         await self._bus.add_responder(subjects.blob(self._worker), self._reply)
         self._sweeping = asyncio.create_task(self._sweep())
 

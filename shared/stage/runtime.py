@@ -8,20 +8,21 @@ import contextlib
 import itertools
 import os
 import secrets
-import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config import METRICS_PORTS, Config
 from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.stage import signals
 from shared.stage.pipelines import pipelines_of
+from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
@@ -31,9 +32,6 @@ from shared.telemetry.prometheus import MetricsEndpoint
 HEARTBEAT_S = 1.0
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
 CLOCK_BEATS = 10
-
-# Workers of one machine share a configuration, and listen on a port each.
-METRICS_PORTS = 64
 
 VERSION = version("pagemill")
 
@@ -95,6 +93,8 @@ class Context:
             self.pipelines,
         )
         self.shutdown = Shutdown()
+        self.may_have_work = False
+        """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -119,7 +119,10 @@ class Context:
         self._start_reporter.set_step(name, measure)
 
     async def open_metrics(self) -> None:
-        """Answer requests for metrics from now on. Raises ConfigError if no port can be opened."""
+        """Answer requests for metrics and health from now on.
+
+        Raises ConfigError if no port can be opened.
+        """
         self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
@@ -127,9 +130,26 @@ class Context:
         config = self.config.metrics
         if config.listen is not None:
             self._endpoint = MetricsEndpoint(
-                lambda: self.metrics.snapshot().series, config.listen, config.port, METRICS_PORTS
+                lambda: self.metrics.snapshot().series,
+                config.listen,
+                config.port,
+                METRICS_PORTS,
+                new_probes(self.role, self.worker, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """The address of the metrics listener, if there is one."""
+        return None if self._endpoint is None else self._endpoint.address
+
+    def _read_status(self) -> str:
+        """Return whether this worker takes work, or why not."""
+        if self.shutdown.asked.is_set():
+            return "draining"
+        if self._heartbeat is None:
+            return "starting"
+        return "ok" if self.bus.is_connected else "no broker"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of a worker; its heartbeat tells other workers the address."""
@@ -149,6 +169,7 @@ class Context:
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on every heartbeat reports `load`."""
+        self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
@@ -158,7 +179,6 @@ class Context:
             reported, address = load(), None
             if self._blobs is not None:
                 reported, address = reported | self._blobs.load(), self._blobs.address
-            metrics = None if self._endpoint is None else self._endpoint.address
             beat = Heartbeat(
                 role=self.role,
                 worker=self.worker,
@@ -167,7 +187,7 @@ class Context:
                 models=models,
                 load=reported,
                 blobs=address,
-                metrics=metrics,
+                metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
             )
@@ -197,6 +217,7 @@ async def run(
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
+    signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
     _name_process(worker)
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
@@ -208,15 +229,16 @@ async def run(
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
     try:
-        with _signals(context.shutdown):
-            await bus.prepare(config.nats, config.delivery)
-            context.start_reports()
-            await context.open_metrics()
-            await main(context)
+        _drain_on_signals(context)
+        await bus.prepare(config.nats, config.delivery)
+        context.start_reports()
+        await context.open_metrics()
+        await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
         return _exit_code(error)
     finally:
+        signals.ignore()
         with contextlib.suppress(Exception):
             await context.close()
             await bus.close()
@@ -234,23 +256,18 @@ def _exit_code(error: PagemillError) -> int:
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
-@contextlib.contextmanager
-def _signals(shutdown: Shutdown) -> Iterator[None]:
+def _drain_on_signals(context: Context) -> None:
     """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
 
     A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
-    the kernel. Under nohup SIGHUP stays ignored. Afterwards all these signals are ignored. The
-    loop's own handlers are not used, because the loop restores the default action when it closes,
-    and a late signal would kill a worker that has drained.
+    the kernel.
     """
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: shutdown.signal, signal.SIGINT: shutdown.signal}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handlers[signal.SIGHUP] = shutdown.asked.set
-    for number, handler in handlers.items():
-        signal.signal(number, lambda *_, act=handler: loop.call_soon_threadsafe(act))
-    try:
-        yield
-    finally:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
+
+    def call(act: Callable[[], None]) -> None:
+        if not context.may_have_work:
+            signals.exit_now()
+        loop.call_soon_threadsafe(act)
+
+    shutdown = context.shutdown
+    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.asked.set))

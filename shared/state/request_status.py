@@ -191,9 +191,12 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> tuple[str, str | None]:
     ]
     if not workers:
         why = f"no worker of stage {stage} for model {model} is alive"
-        if (pool := await find_pool(bus, stage, model)) is None:
-            return why, None
-        return f"{why}: pool {pool[0]} is {pool[1].state}", f"pool {pool[1].state}"
+        if (pool := await find_pool(bus, stage, model)) is not None:
+            return f"{why}: pool {pool[0]} is {pool[1].state}", f"pool {pool[1].state}"
+        for report in await bus.read_start_reports():
+            if (report.stage or report.role) == stage and report.model in ("", model):
+                return f"{why}; {report.worker} is starting: {report.step}", None
+        return why, None
     try:
         depth = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)

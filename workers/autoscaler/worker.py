@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
-from shared.protocol.subjects import LANES
 from shared.scaling.memory import Memory
 from shared.scaling.policy import decide
 from shared.scaling.pools import (
@@ -74,7 +73,6 @@ class Autoscaler:
 
     async def serve(self) -> None:
         context = self._context
-        await self._ensure_queues()
         self._register_metrics()
         context.ready([], lambda: {"leads": float(self._lease.is_held)})
         while not context.shutdown.asked.is_set():
@@ -86,19 +84,6 @@ class Autoscaler:
             await self._pause()
         await self._listen(set())
         await self._lease.release()
-
-    async def _ensure_queues(self) -> None:
-        """Create the queues of all pools: one that never had a worker would have no figures."""
-        delivery = self._context.config.delivery
-        for pool in self._pools.by_name.values():
-            for model in pool.models:
-                for lane in LANES:
-                    await self._context.bus.create_consumer(
-                        subjects.STAGES_STREAM,
-                        subjects.stage_consumer(pool.stage, model, lane),
-                        subjects.stage_filter(pool.stage, model, lane),
-                        delivery.ack_wait_s,
-                    )
 
     async def _begin(self) -> bool:
         """Take the lead if it is free."""

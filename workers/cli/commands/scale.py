@@ -9,8 +9,9 @@ from shared.errors import ConfigError, Unavailable
 from shared.protocol.messages import PoolPlan, ScaleOrders, ScalePlan
 from shared.state import scale_state
 from workers.cli import settings
+from workers.cli.broker import connected
 from workers.cli.options import ConfigFile, NatsUrl, load
-from workers.cli.terminal import connected, print_json, print_line, print_note
+from workers.cli.terminal import print_json, print_line, print_note
 from workers.pools import Pools, pools_of
 from workers.roles import role_of
 
