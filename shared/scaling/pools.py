@@ -109,6 +109,11 @@ class WorkerLoad(Struct, frozen=True):
     is_ready: bool = True
 
 
+def pool_name(stage: str, model: str | None) -> str:
+    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    return stage if model is None else f"{stage}/{model}"
+
+
 def choose_victims(workers: Iterable[WorkerLoad], count: int) -> list[str]:
     """Choose at most `count` workers to drain: first those that start, then the least loaded.
 
