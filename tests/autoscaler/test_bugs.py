@@ -8,6 +8,7 @@ import pytest
 
 from ops.chaos.bugs import scaling
 from shared.config import Config
+from shared.protocol import subjects
 from shared.protocol.messages import ScaleOrders, WorkerSlot
 from shared.scaling.memory import Memory
 from shared.scaling.policy import decide
@@ -26,7 +27,7 @@ DRAINS = "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"
 QUEUES = {
     (stage, "demo", lane): Queue(0, 0, 0.0)
     for stage in ("engine", "encoder")
-    for lane in figures.LANES
+    for lane in subjects.LANES
 }
 LONG_S = 10_000.0
 

@@ -22,6 +22,7 @@ def scale_down_by_sigkill() -> None:
 
 def missing_read_as_zero() -> None:
     """A queue that the broker does not report counts as an empty one."""
+    from shared.protocol import subjects
     from shared.scaling.pools import PoolFigures
     from workers.autoscaler import figures
     from workers.pools import Pool
@@ -30,7 +31,7 @@ def missing_read_as_zero() -> None:
 
     def hopeful(pool: Pool, look: figures.Look, before: Counter[str]) -> PoolFigures | None:
         empty = figures.Queue(0, 0, 0.0)
-        keys = [(pool.stage, m, lane) for m in pool.models for lane in figures.LANES]
+        keys = [(pool.stage, m, lane) for m in pool.models for lane in subjects.LANES]
         queues = {**dict.fromkeys(keys, empty), **look.queues}
         return read(pool, figures.Look(queues, look.workers, look.actuator), before)
 
