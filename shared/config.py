@@ -111,8 +111,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Logs in memory are faster, but are lost with the broker: requests in flight start again, and
     clients may see tokens twice."""
     drain_s: Seconds = 20.0
-    """Time in which a worker that drains may finish what it has in flight; it requeues the
-    rest."""
+    """Time in which a worker that drains may finish what it has in flight, and others may fetch its
+    payloads; it requeues the rest."""
 
 
 class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):

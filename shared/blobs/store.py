@@ -88,10 +88,15 @@ class Blobs:
         """Size of the arena in bytes, which a larger blob never fits."""
         return self._server.arena.slots.capacity
 
+    @property
+    def num_pinned(self) -> int:
+        """Number of blobs that have not been fetched, or are being read."""
+        return self._server.arena.slots.num_pinned
+
     def load(self) -> dict[str, float]:
         """Return the arena's load for heartbeats."""
         slots = self._server.arena.slots
-        return {"arena_pinned": slots.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
+        return {"arena_pinned": self.num_pinned, "arena_bytes": slots.capacity - slots.num_free}
 
     async def close(self) -> None:
         for task in (self._sweeping, *self._releasing):

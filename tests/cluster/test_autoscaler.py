@@ -3,7 +3,9 @@
 import asyncio
 import json
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,23 @@ async def test_twenty_requests_for_pools_at_zero_are_answered_and_the_pools_go_b
     assert time.monotonic() - ended < IDLE_S + 10.0 + 20.0
 
 
+async def test_a_model_at_zero_is_listed_and_answers_over_http(bus: Bus) -> None:
+    url = (await living(bus, "gateway"))[0].url
+
+    def fetch(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=90) as answered:
+            return json.load(answered)
+
+    listed = await asyncio.to_thread(fetch, "/v1/models")
+    assert [model["id"] for model in listed["data"]] == ["demo"]
+    message = {"role": "user", "content": "What can you do?"}
+    body = {"model": "demo", "messages": [message]}
+    answered = await asyncio.to_thread(fetch, "/v1/chat/completions", body)
+    assert answered["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_a_killed_autoscaler_in_a_wake_up_loses_nothing(scaled: Cluster, bus: Bus) -> None:
     pid = await scaled.pid(bus, AUTOSCALER)
     asking = asyncio.create_task(all_answers(bus, 4))
@@ -168,5 +187,6 @@ async def test_missing_figures_change_nothing(scaled: Cluster, bus: Bus) -> None
     await until(lambda: at_zero(bus))
 
 
-def test_a_cluster_at_zero_says_so(scaled: Cluster) -> None:
+async def test_a_cluster_at_zero_says_so(scaled: Cluster, bus: Bus) -> None:
     assert "at zero" in run(scaled, "scale")
+    assert "at zero" in run(scaled, "top", "--once")
