@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from nats.js import JetStreamContext
 from shared.errors import Unavailable
 
 T = TypeVar("T")
+
+# User and password in a URL, which no message may show.
+_CREDENTIALS = re.compile("://[^@/,]*@")
 
 # Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
 # default of six minutes.
@@ -151,7 +155,8 @@ async def connect(
             await _keep_cancellation(connecting)
     except (TimeoutError, OSError, NatsError) as error:
         await nc.close()
-        raise Unavailable(f"no nats-server answers at {url}") from error
+        shown = _CREDENTIALS.sub("://", url)
+        raise Unavailable(f"no nats-server answers at {shown}") from error
     return nc
 
 
