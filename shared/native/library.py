@@ -35,11 +35,11 @@ def load() -> ctypes.CDLL | None:
         log.info("native_kernels_unavailable", reason="the processor has no AVX-512")
         return None
     try:
-        if (compiled := targets.find_compiled(processor_flags())) is not None:
+        if (compiled := targets.find_compiled(processor_flags(), targets.FOLDER)) is not None:
             return _declare(ctypes.CDLL(str(compiled)))
         compiler = shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
-            reason = targets.missing_reason(processor_flags())
+            reason = targets.missing_reason(processor_flags(), targets.FOLDER)
             log.warning("native_kernels_unavailable", reason=reason)
             return None
         return _declare(_open(compiler))

@@ -61,7 +61,7 @@ def file_name(target: str) -> str:
     return f"{target}-{digest.hexdigest()}.so"
 
 
-def find_compiled(features: Collection[str], folder: Path = FOLDER) -> Path | None:
+def find_compiled(features: Collection[str], folder: Path) -> Path | None:
     """Return the best library in `folder` for a processor with `features`, or None."""
     if not folder.is_dir():
         return None
@@ -72,12 +72,12 @@ def find_compiled(features: Collection[str], folder: Path = FOLDER) -> Path | No
     return None
 
 
-def compiled_targets(folder: Path = FOLDER) -> list[str]:
+def compiled_targets(folder: Path) -> list[str]:
     """Return the names of the targets in `folder`."""
     return [name for name in TARGETS if (folder / file_name(name)).is_file()]
 
 
-def missing_reason(features: Collection[str], folder: Path = FOLDER) -> str:
+def missing_reason(features: Collection[str], folder: Path) -> str:
     """Say why there are no kernels where there is no compiler, and what would change that."""
     if not folder.is_dir():
         return "no C++ compiler is installed"
@@ -101,7 +101,7 @@ def compile_library(compiler: str, flags: Iterable[str], file: Path) -> None:
     )
 
 
-def compile_targets(names: Iterable[str], compiler: str = "g++", folder: Path = FOLDER) -> None:
+def compile_targets(names: Iterable[str], folder: Path, compiler: str = "g++") -> None:
     """Compile the libraries of these targets into `folder`. Raises ConfigError for other names."""
     names = list(names)
     for name in names:
@@ -119,7 +119,7 @@ def compile_targets(names: Iterable[str], compiler: str = "g++", folder: Path = 
 
 def main() -> int:
     try:
-        compile_targets(sys.argv[1:])
+        compile_targets(sys.argv[1:], FOLDER)
     except ConfigError as error:
         sys.stderr.write(f"{error.field}: {error.message}\n")
         return 1
