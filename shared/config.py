@@ -246,11 +246,16 @@ class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `blobs.arena_mib`."""
 
 
+# Workers of one machine share a configuration, and listen on a port each.
+METRICS_PORTS = 64
+
+
 class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Prometheus endpoints over HTTP. `pagemill metrics` reads metrics from the broker without."""
 
     listen: str | None = None
-    """Address on which every worker serves its own metrics; without one, no worker does."""
+    """Address on which every worker serves its own metrics, `/health` and `/ready`; without one, no
+    worker does."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the first worker; each further worker on this machine takes the next free one. 0
     takes any free port. Heartbeats contain the port."""

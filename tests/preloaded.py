@@ -37,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 # Environment variable that names a module whose `register_roles` a command calls first.
 ROLES_OF = "TESTS_ROLES_OF"
 MODULES = [spec.module for spec in roles.all_roles()]
+COMMANDS = sorted({command.partition(":")[0] for command in pagemill.COMMANDS})
 
 
 class ForkedCommand:
@@ -206,4 +207,4 @@ if __name__ == "__main__":
     # Here every worker is a fork. tests/cli/test_commands.py starts the others without torch.
     for spec in roles.all_roles():
         roles._ROLES[spec.name] = replace(spec, uses_torch=True)
-    preloader.serve(socket.socket(fileno=int(sys.argv[1])), MODULES, _main)
+    preloader.serve(socket.socket(fileno=int(sys.argv[1])), [*MODULES, *COMMANDS], _main)

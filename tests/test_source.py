@@ -58,6 +58,8 @@ ALLOWED = {
     "workers.cli.chat.session": {".read_bytes"},
     "workers.cli.chat.state_file": {".read_bytes"},
     "workers.cli.commands.dead": {".read_bytes"},
+    # The metrics listeners of this machine.
+    "workers.cli.commands.health": {"http.client"},
     "workers.cli.log_file": {".open", "os.open"},
     "workers.cli.process_usage": {".read_text"},  # of /proc
     "shared.vision.weights_progress": {".read_text"},  # of /proc

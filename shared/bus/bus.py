@@ -108,6 +108,10 @@ class Bus(Publisher, StreamReader, Messenger):
         with contextlib.suppress(NatsError, OSError, RuntimeError):
             await self._nc.close()
 
+    @property
+    def is_connected(self) -> bool:
+        return self._nc.is_connected
+
     # -- the broker's clock ---------------------------------------------------------------------
 
     async def sync_clock(self) -> None:

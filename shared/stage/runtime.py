@@ -16,12 +16,13 @@ from pathlib import Path
 
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
-from shared.config import Config
+from shared.config import METRICS_PORTS, Config
 from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
 from shared.stage.pipelines import pipelines_of
+from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
 from shared.stage.start_reports import Measure, StartReporter
 from shared.telemetry import logs
@@ -31,9 +32,6 @@ from shared.telemetry.prometheus import MetricsEndpoint
 HEARTBEAT_S = 1.0
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
 CLOCK_BEATS = 10
-
-# Workers of one machine share a configuration, and listen on a port each.
-METRICS_PORTS = 64
 
 VERSION = version("pagemill")
 
@@ -119,7 +117,10 @@ class Context:
         self._start_reporter.set_step(name, measure)
 
     async def open_metrics(self) -> None:
-        """Answer requests for metrics from now on. Raises ConfigError if no port can be opened."""
+        """Answer requests for metrics and health from now on.
+
+        Raises ConfigError if no port can be opened.
+        """
         self.metrics.set_function("info", lambda: 1.0, version=VERSION)
         started_s = self.bus.now_ms() / 1000
         self.metrics.set_function("start_time_seconds", lambda: started_s)
@@ -127,9 +128,26 @@ class Context:
         config = self.config.metrics
         if config.listen is not None:
             self._endpoint = MetricsEndpoint(
-                lambda: self.metrics.snapshot().series, config.listen, config.port, METRICS_PORTS
+                lambda: self.metrics.snapshot().series,
+                config.listen,
+                config.port,
+                METRICS_PORTS,
+                new_probes(self.role, self.worker, self._read_status),
             )
             self.log.info("metrics", address=self._endpoint.address)
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """The address of the metrics listener, if there is one."""
+        return None if self._endpoint is None else self._endpoint.address
+
+    def _read_status(self) -> str:
+        """Return whether this worker takes work, or why not."""
+        if self.shutdown.asked.is_set():
+            return "draining"
+        if self._heartbeat is None:
+            return "starting"
+        return "ok" if self.bus.is_connected else "no broker"
 
     async def open_blobs(self) -> Blobs:
         """Open the payload store of a worker; its heartbeat tells other workers the address."""
@@ -158,7 +176,6 @@ class Context:
             reported, address = load(), None
             if self._blobs is not None:
                 reported, address = reported | self._blobs.load(), self._blobs.address
-            metrics = None if self._endpoint is None else self._endpoint.address
             beat = Heartbeat(
                 role=self.role,
                 worker=self.worker,
@@ -167,7 +184,7 @@ class Context:
                 models=models,
                 load=reported,
                 blobs=address,
-                metrics=metrics,
+                metrics=self.metrics_address,
                 url=self.url,
                 stage=self._own_stage_name,
             )

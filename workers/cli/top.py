@@ -14,7 +14,8 @@ from shared.bus.bus import Bus
 from shared.errors import Unavailable
 from shared.telemetry import cluster_snapshot, logs
 from shared.telemetry.deltas import ClusterSnapshot
-from workers.cli.terminal import CONNECT_TIMEOUT_S, call_on_signals, print_json
+from workers.cli.broker import CONNECT_TIMEOUT_S
+from workers.cli.terminal import call_on_signals, print_json
 from workers.cli.top_frame import Frame, Throughput, frame
 
 # Columns of the output to a file or a pipe.

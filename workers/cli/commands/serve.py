@@ -20,11 +20,11 @@ from workers.cli.commands.models import pull_model
 from workers.cli.local_cluster import LocalCluster
 from workers.cli.models.generated import Wishes, find_models, write_config
 from workers.cli.models.local import check_endpoint, find_local, is_folder, missing_files
-from workers.cli.options import ConfigFile, NatsUrl, load
+from workers.cli.options import ConfigFile, NatsUrl, check_role, load
 from workers.cli.preloader import Preloader, fork_preloader
 from workers.cli.terminal import errors, noted, print_refusal, run_app
 from workers.cli.up import run_until_stopped
-from workers.roles import WorkerSpec, all_roles, default_workers, role_of
+from workers.roles import WorkerSpec, default_workers, role_of
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Type of the weights of these models; by default an exact one that fits."
@@ -117,14 +117,8 @@ def _run_forked() -> None:
     run_app(forked)
 
 
-def _check_role(_: type[str], name: str) -> None:
-    names = [spec.name for spec in all_roles()]
-    if name not in names:
-        raise ValueError(f"no role {name!r}; there are: {', '.join(names)}")
-
-
 def worker(
-    role: Annotated[str, Parameter(validator=_check_role)],
+    role: Annotated[str, Parameter(validator=check_role)],
     /,
     *,
     model: str | None = None,
