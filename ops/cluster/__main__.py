@@ -19,7 +19,14 @@ from pathlib import Path
 import yaml
 
 from ops.cluster import checks
-from ops.cluster.compose import FOLDER, CheckFailed, Compose, NotPossible, find_commands
+from ops.cluster.compose import (
+    FOLDER,
+    CheckFailed,
+    Compose,
+    NotPossible,
+    check_engine,
+    find_compose,
+)
 from ops.cluster.door import Door
 
 PROJECT = "pagemill-check"
@@ -65,7 +72,7 @@ def running(image: str, keep: bool) -> Iterator[tuple[Compose, int]]:
     with tempfile.TemporaryDirectory(prefix="pagemill-cluster-") as folder:
         config = write_config(Path(folder))
         env = {"IMAGE": image, "PORT": str(port), "CONFIG": str(config)}
-        compose = Compose(PROJECT, env, find_commands())
+        compose = Compose(PROJECT, env, find_compose())
         compose.down()
         try:
             began = time.monotonic()
@@ -114,7 +121,8 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     try:
-        find_commands()
+        check_engine()
+        find_compose()
     except NotPossible as reason:
         say(f"skipped: {reason}")
         return 0

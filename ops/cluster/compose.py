@@ -25,14 +25,18 @@ class CheckFailed(Exception):
     """A step of the acceptance test has failed; the message says what was seen."""
 
 
-def find_commands() -> list[str]:
-    """Return the words that run compose here. Raises NotPossible."""
+def check_engine() -> None:
+    """Raise NotPossible unless a container engine answers."""
     if shutil.which("docker") is None:
         raise NotPossible("there is no command `docker`")
     daemon = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
     if daemon.returncode != 0 or "ERROR" in daemon.stderr:
         reason = (daemon.stderr.strip().splitlines() or ["docker info failed"])[-1]
         raise NotPossible(f"no container engine answers: {reason}")
+
+
+def find_compose() -> list[str]:
+    """Return the words that run compose here. Raises NotPossible."""
     for words in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(words[0]) is not None:
             version = subprocess.run([*words, "version"], capture_output=True, check=False)
@@ -84,6 +88,10 @@ class Container:
         ports = self.description["NetworkSettings"]["Ports"] or {}
         return [(b["HostIp"], b["HostPort"]) for bound in ports.values() for b in bound or []]
 
+    @property
+    def networks(self) -> list[str]:
+        return list(self.description["NetworkSettings"]["Networks"])
+
     def faults(self) -> list[str]:
         """Return what the container may do and should not."""
         host, config = self.description["HostConfig"], self.description["Config"]
@@ -103,7 +111,7 @@ class Compose:
 
     project: str
     env: dict[str, str]
-    words: list[str] = field(default_factory=find_commands)
+    words: list[str] = field(default_factory=find_compose)
 
     def command(self, *arguments: str) -> str:
         files = ["--project-directory", str(FOLDER), "--file", str(FILE)]
@@ -132,6 +140,14 @@ class Compose:
         ids = run(listing).split()
         found = json.loads(run(["docker", "inspect", *ids])) if ids else []
         return sorted((Container(d["Id"], service, d) for d in found), key=lambda c: c.name)
+
+    def networks(self) -> list[str]:
+        label = f"label=com.docker.compose.project={self.project}"
+        return run(["docker", "network", "ls", "--filter", label, "--format", "{{.Name}}"]).split()
+
+    def is_internal(self, network: str) -> bool:
+        shown = run(["docker", "network", "inspect", network, "--format", "{{.Internal}}"])
+        return shown.strip() == "true"
 
     def all_containers(self) -> list[Container]:
         return [one for service in self.services() for one in self.containers(service)]
