@@ -64,7 +64,7 @@ class LocalCluster:
         self.url = configured_url or (nats_url(self._config) if self._config.nats.url else "")
         # Otherwise workers read it from the configuration: arguments show in `ps`, and it may have
         # a password.
-        self._passes_url = configured_url is not None or not self.url
+        self.passes_url = configured_url is not None or not self.url
 
     async def start(self) -> None:
         """Start everything; returns when every worker has announced that it is ready.
@@ -162,7 +162,7 @@ class LocalCluster:
 
     async def _spawn(self, spec: WorkerSpec) -> Process:
         arguments = ["worker", spec.role]
-        if self._passes_url:
+        if self.passes_url:
             arguments += ["--nats", self.url]
         if spec.model is not None:
             arguments.append(f"--model={spec.model}")  # It may begin with a hyphen.
