@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 from cyclopts import App
 
+from shared.stage import signals
 from workers.cli.terminal import run_app
 
 # A command's module is imported when the command runs. All of them together take half a second of
@@ -41,6 +42,8 @@ for command in COMMANDS:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        signals.end_at_once()
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
         app.resolved_commands()  # The help has a line of each.
     run_app(app)

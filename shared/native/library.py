@@ -6,7 +6,6 @@ Without AVX-512, or without a compiler and a library in the image, models run on
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -19,7 +18,6 @@ from typing import Any
 import structlog
 
 from shared.native import targets
-from shared.native.targets import COMPILE_TIMEOUT_S, HEADERS, SOURCES
 
 FLAGS = (*targets.COMMON_FLAGS, "-march=native")
 BUILD_PREFIX = "build-"
@@ -66,14 +64,11 @@ def _compile(compiler: str) -> Path:
 
     Its name is a hash of all inputs, so that different machines can share the cache.
     """
-    folder = Path(__file__).parent
     version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+        [compiler, "--version"], check=True, capture_output=True, timeout=targets.COMPILE_TIMEOUT_S
     ).stdout
-    digest = hashlib.sha256(" ".join([*FLAGS, *sorted(processor_flags())]).encode() + version)
-    for name in (*SOURCES, *HEADERS):
-        digest.update((folder / name).read_bytes())
-    target = _cache_folder() / f"native-{digest.hexdigest()}.so"
+    inputs = " ".join([*FLAGS, *sorted(processor_flags())]).encode() + version
+    target = _cache_folder() / f"native-{targets.hash_with_sources(inputs)}.so"
     if not target.is_file():
         _remove_stale_builds(target.parent)
         # Another process may compile the same; the last one replaces the file with an equal one.

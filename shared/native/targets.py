@@ -55,10 +55,16 @@ TARGETS: Mapping[str, Target] = {
 
 def file_name(target: str) -> str:
     """Return the name of a target's library; it changes with the sources and the flags."""
-    digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *TARGETS[target].flags)).encode())
+    flags = " ".join((*COMMON_FLAGS, *TARGETS[target].flags))
+    return f"{target}-{hash_with_sources(flags.encode())}.so"
+
+
+def hash_with_sources(inputs: bytes) -> str:
+    """Return a hash of `inputs` and of all sources."""
+    digest = hashlib.sha256(inputs)
     for name in (*SOURCES, *HEADERS):
         digest.update((SOURCE_FOLDER / name).read_bytes())
-    return f"{target}-{digest.hexdigest()}.so"
+    return digest.hexdigest()
 
 
 def find_compiled(features: Collection[str], folder: Path) -> Path | None:

@@ -8,8 +8,7 @@ import contextlib
 import itertools
 import os
 import secrets
-import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import InitVar, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from shared.errors import ConfigError, PagemillError
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
+from shared.stage import signals
 from shared.stage.pipelines import pipelines_of
 from shared.stage.probes import new_probes
 from shared.stage.stage import Stage
@@ -93,6 +93,8 @@ class Context:
             self.pipelines,
         )
         self.shutdown = Shutdown()
+        self.may_have_work = False
+        """Whether a signal begins a drain. Before, it ends the process at once."""
         self._blobs: Blobs | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._heartbeat: asyncio.Task[None] | None = None
@@ -167,6 +169,7 @@ class Context:
 
     def ready(self, models: list[str], load: Callable[[], dict[str, float]]) -> None:
         """Announce this worker; from now on every heartbeat reports `load`."""
+        self.may_have_work = True
         self.log.info("ready", models=models)
         self._start_reporter.stop()
         self._heartbeat = asyncio.create_task(self._beat(models, load))
@@ -214,6 +217,7 @@ async def run(
 
     `stage` is the stage that it serves; by default the stage named like its role.
     """
+    signals.end_at_once()
     worker = f"{role}-{secrets.token_hex(4)}"
     _name_process(worker)
     log = logs.configure_logging(config.log_level, role=role, worker=worker)
@@ -225,15 +229,16 @@ async def run(
         return _exit_code(error)
     context = Context(role, worker, model, config, bus, log, stage)
     try:
-        with _signals(context.shutdown):
-            await bus.prepare(config.nats, config.delivery)
-            context.start_reports()
-            await context.open_metrics()
-            await main(context)
+        _drain_on_signals(context)
+        await bus.prepare(config.nats, config.delivery)
+        context.start_reports()
+        await context.open_metrics()
+        await main(context)
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
         return _exit_code(error)
     finally:
+        signals.ignore()
         with contextlib.suppress(Exception):
             await context.close()
             await bus.close()
@@ -251,23 +256,18 @@ def _exit_code(error: PagemillError) -> int:
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1
 
 
-@contextlib.contextmanager
-def _signals(shutdown: Shutdown) -> Iterator[None]:
+def _drain_on_signals(context: Context) -> None:
     """Begin the drain at a SIGTERM, SIGINT or SIGHUP, and hurry it at a second SIGTERM or SIGINT.
 
     A second SIGHUP does nothing, because a terminal that closes sends several: its shell does, and
-    the kernel. Under nohup SIGHUP stays ignored. Afterwards all these signals are ignored. The
-    loop's own handlers are not used, because the loop restores the default action when it closes,
-    and a late signal would kill a worker that has drained.
+    the kernel.
     """
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: shutdown.signal, signal.SIGINT: shutdown.signal}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handlers[signal.SIGHUP] = shutdown.asked.set
-    for number, handler in handlers.items():
-        signal.signal(number, lambda *_, act=handler: loop.call_soon_threadsafe(act))
-    try:
-        yield
-    finally:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
+
+    def call(act: Callable[[], None]) -> None:
+        if not context.may_have_work:
+            signals.exit_now()
+        loop.call_soon_threadsafe(act)
+
+    shutdown = context.shutdown
+    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.asked.set))
