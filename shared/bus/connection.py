@@ -17,7 +17,6 @@ from shared.errors import Unavailable
 
 T = TypeVar("T")
 
-# User and password in a URL, which no message may show.
 _CREDENTIALS = re.compile("://[^@/,]*@")
 
 # Two missed pings of two seconds: a silent peer is noticed after six seconds instead of nats-py's
@@ -155,9 +154,13 @@ async def connect(
             await _keep_cancellation(connecting)
     except (TimeoutError, OSError, NatsError) as error:
         await nc.close()
-        shown = _CREDENTIALS.sub("://", url)
-        raise Unavailable(f"no nats-server answers at {shown}") from error
+        raise Unavailable(f"no nats-server answers at {without_credentials(url)}") from error
     return nc
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL, or a list of them, without users and passwords, for logs and messages."""
+    return _CREDENTIALS.sub("://", url)
 
 
 async def _log_error(error: Exception) -> None:

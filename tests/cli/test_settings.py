@@ -1,11 +1,14 @@
 """The URL of the broker, with a password from a file."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.bus import bus as bus_module
 from shared.bus.bus import Bus
-from shared.bus.embedded_server import free_port
+from shared.bus.embedded_server import EmbeddedServer, free_port
 from shared.config import Config
 from shared.errors import ConfigError, Unavailable
 from workers.cli import settings
@@ -67,3 +70,28 @@ async def test_a_broker_that_does_not_answer_is_named_without_its_password() -> 
     with pytest.raises(Unavailable) as error:
         await Bus.connect(f"nats://pagemill:s3cret@127.0.0.1:{port}", "test", 0.5)
     assert error.value.message == f"no nats-server answers at nats://127.0.0.1:{port}"
+
+
+async def test_a_lost_broker_is_logged_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    class Log:
+        def warning(self, event: str, *, url: str, **_: Any) -> None:
+            logged.put_nowait((event, url))
+
+        info = warning
+
+    monkeypatch.setattr(bus_module, "_log", Log())
+    server = EmbeddedServer(tmp_path)
+    server.start()
+    try:
+        bus = await Bus.connect(server.url.replace("//", "//pagemill:pagemill@"), "test")
+        await asyncio.to_thread(server.stop)
+        assert await logged.get() == ("broker_disconnected", server.url)
+        await asyncio.to_thread(server.start)
+        assert await logged.get() == ("broker_reconnected", server.url)
+        await bus.close()
+    finally:
+        server.stop()
