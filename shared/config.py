@@ -113,8 +113,8 @@ class DeliveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Logs in memory are faster, but are lost with the broker: requests in flight start again, and
     clients may see tokens twice."""
     drain_s: Seconds = 20.0
-    """Time in which a worker that drains may finish what it has in flight; it requeues the
-    rest."""
+    """Time in which a worker that drains may finish what it has in flight, and others may fetch its
+    payloads; it requeues the rest."""
 
 
 class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,7 +130,8 @@ class BlobsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """0 takes a free one."""
     advertise: str | None = None
-    """Name or address of this machine as other machines see it; by default `listen`."""
+    """Name or address of this machine as other machines see it; by default `listen`, or if that is
+    `0.0.0.0` or `::`, the address from which this worker's connection to the broker comes."""
 
 
 class RendererConfig(Struct, frozen=True, forbid_unknown_fields=True):

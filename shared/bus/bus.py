@@ -21,6 +21,7 @@ from shared.bus.connection import (
     MAX_RETRY_S,
     REPLY_TIMEOUT_S,
     connect,
+    local_address,
     retry_until,
     without_credentials,
 )
@@ -35,6 +36,8 @@ from shared.protocol.messages import Heartbeat, StartReport, decode_heartbeat, d
 
 # A disk under load was seen to take 11 seconds to create the files of one stream.
 PREPARE_DEADLINE_S = 60.0
+
+WILDCARDS = ("", "0.0.0.0", "::")
 
 # Limit on the pull requests that wait at one consumer, of which each worker has up to three. With
 # the server's default of 512, a few hundred workers would be refused.
@@ -118,6 +121,14 @@ class Bus(Publisher, StreamReader, Messenger):
     @property
     def is_connected(self) -> bool:
         return self._nc.is_connected
+
+    def address_of(self, listen: str) -> str:
+        """Return the address under which other machines find what listens on `listen`.
+
+        A wildcard stands for all addresses of this machine, of which other workers reach the one
+        that this connection comes from.
+        """
+        return local_address(self._nc) if listen in WILDCARDS else listen
 
     # -- the broker's clock ---------------------------------------------------------------------
 

@@ -163,6 +163,13 @@ def without_credentials(url: str) -> str:
     return _CREDENTIALS.sub("://", url)
 
 
+def local_address(nc: NatsClient) -> str:
+    """Return the address of this machine in the network of the broker."""
+    transport: Any = nc._transport
+    address: str = transport._io_writer.get_extra_info("sockname")[0]
+    return address
+
+
 async def _log_error(error: Exception) -> None:
     # Every refused attempt to reconnect is reported here; `on_disconnect` has already logged it.
     if not isinstance(error, OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from shared.blobs.store import Blobs
 from shared.bus.bus import Bus
 from shared.config import METRICS_PORTS, Config
-from shared.errors import ConfigError, PagemillError
+from shared.errors import ConfigError, PagemillError, Unavailable
 from shared.protocol import subjects
 from shared.protocol.encoding import to_json
 from shared.protocol.messages import Heartbeat
@@ -30,6 +30,8 @@ from shared.telemetry.metrics import Metrics
 from shared.telemetry.prometheus import MetricsEndpoint
 
 HEARTBEAT_S = 1.0
+# How often a worker that drains looks whether its payloads have been fetched.
+PINNED_POLL_S = 0.1
 # Clocks of machines drift by far less than a millisecond in so many heartbeats.
 CLOCK_BEATS = 10
 
@@ -48,10 +50,24 @@ class Shutdown:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Begin the drain, unless it has begun."""
+        if not self.asked.is_set():
+            self._began_s = asyncio.get_running_loop().time()
+            self.asked.set()
 
     def signal(self) -> None:
         """Begin the drain at the first call, and end it at the second."""
-        (self.hurry if self.asked.is_set() else self.asked).set()
+        if self.asked.is_set():
+            self.hurry.set()
+        self.begin()
+
+    def has_time(self, drain_s: float) -> bool:
+        """Return whether a drain of at most `drain_s` has begun and need not end yet."""
+        ends_s = self._began_s + drain_s
+        return not self.hurry.is_set() and asyncio.get_running_loop().time() < ends_s
 
     async def drained(self, running: set[asyncio.Task[None]], drain_s: float) -> None:
         """Wait until all of `running` are done, `drain_s` have passed, or the drain is hurried."""
@@ -158,6 +174,31 @@ class Context:
         self.stage.blobs = self._blobs
         return self._blobs
 
+    async def drain_blobs(self) -> None:
+        """Wait until other workers have fetched the payloads that were made for them.
+
+        Without them the payloads would have to be made again. Nothing is waited for when no worker
+        that would fetch them is alive, and when the time of the drain is over.
+        """
+        drain_s, blobs = self.config.delivery.drain_s, self._blobs
+        while blobs is not None and blobs.num_pinned and self.shutdown.has_time(drain_s):
+            if not await self._has_readers():
+                return
+            await asyncio.sleep(PINNED_POLL_S)
+
+    async def _has_readers(self) -> bool:
+        """Return whether a worker is alive that reads payloads of this stage."""
+        readers = {
+            (reader, model)
+            for model, pipeline in self.pipelines.items()
+            for reader in pipeline.readers_of(self.stage.name)
+        }
+        try:
+            beats = await self.bus.read_heartbeats()
+        except Unavailable:
+            return False
+        return any((b.stage or b.role, model) in readers for b in beats for model in b.models)
+
     async def close(self) -> None:
         self._start_reporter.stop()
         if self._heartbeat is not None:
@@ -234,6 +275,7 @@ async def run(
         context.start_reports()
         await context.open_metrics()
         await main(context)
+        await context.drain_blobs()
     except PagemillError as error:
         log.error("stopped", code=error.code, reason=error.message)
         return _exit_code(error)
@@ -270,4 +312,4 @@ def _drain_on_signals(context: Context) -> None:
         loop.call_soon_threadsafe(act)
 
     shutdown = context.shutdown
-    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.asked.set))
+    signals.set_handlers(lambda: call(shutdown.signal), lambda: call(shutdown.begin))

@@ -116,7 +116,7 @@ class WorkerLoop:
         """End `run` with `error` at once; running jobs come again after their ack wait."""
         if not self._crash.done():
             self._crash.set_exception(error)
-            self._context.shutdown.asked.set()
+            self._context.shutdown.begin()
             self._context.shutdown.hurry.set()
 
     async def run(self) -> None:

@@ -185,7 +185,11 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> str:
         beat for beat in beats if (beat.stage or beat.role) == stage and model in beat.models
     ]
     if not workers:
-        return f"no worker of stage {stage} for model {model} is alive"
+        why = f"no worker of stage {stage} for model {model} is alive"
+        for report in await bus.read_start_reports():
+            if (report.stage or report.role) == stage and report.model in ("", model):
+                return f"{why}; {report.worker} is starting: {report.step}"
+        return why
     try:
         depth = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)

@@ -135,6 +135,19 @@ def test_a_worker_that_starts_is_shown_with_its_progress_and_in_no_pool() -> Non
     assert "starting" not in shown(frame(None, survey(100)))
 
 
+def test_a_stage_with_a_queue_and_no_worker_is_a_pool_of_none() -> None:
+    queues = tuple(
+        StageQueue(stage, model, lane, 0, 0, None)
+        for stage, model in [("engine", "demo"), ("engine", "other"), ("coordinator", "")]
+        for lane in ("interactive", "batch")
+    )
+    seen = frame(None, survey(100, engine("engine-a", started_s=1), queues=queues))
+    assert [(p.role, p.models, p.workers) for p in seen.pools] == [
+        ("engine", ["demo"], 1),
+        ("engine", ["other"], 0),
+    ]
+
+
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]"])
 def test_a_name_is_no_markup(name: str) -> None:
     queues = (StageQueue(name, "demo", "batch", 0, 0, None),)

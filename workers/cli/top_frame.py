@@ -16,7 +16,7 @@ from shared.telemetry.deltas import (
 
 
 class Pool(Struct, frozen=True):
-    """Workers of one role and the same models."""
+    """Workers of one role and the same models, or a stage with a queue and without workers."""
 
     role: str
     models: list[str]
@@ -149,7 +149,10 @@ def _pools(now: ClusterSnapshot) -> list[Pool]:
         silent = sum(beat.worker not in now.metrics for beat in beats)
         versions = sorted({beat.version for beat in beats})
         pools.append(Pool(role, models, len(beats), silent, versions))
-    return pools
+    served = {(beat.stage or beat.role, model) for beat in now.beats for model in beat.models}
+    queues = dict.fromkeys((queue.role, queue.model) for queue in now.queues if queue.model)
+    empty = (queue for queue in queues if queue not in served)
+    return pools + [Pool(stage, [model], 0, 0, []) for stage, model in empty]
 
 
 def _queue_order(queue: StageQueue) -> tuple[str, str, bool]:
