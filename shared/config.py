@@ -19,6 +19,9 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     """URL of a running server, or comma-separated URLs of several servers of one cluster. Without
     one, `pagemill up` starts an embedded server."""
+    password_file: str | None = None
+    """File with the password of the users that `url` names without one, relative to the
+    configuration file."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 4222
     """Port of the embedded server on the loopback address; 0 takes a free one."""
     store_dir: str = "data/nats"

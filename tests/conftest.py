@@ -53,10 +53,11 @@ ALLOWED_SKIPS = {
     "there is a GPU": 1,
     "needs Debian's packages chromium and chromium-driver": 56,
     "needs curl": 2,
+    "needs docker compose": 2,
     "needs node and npm": 10,
     "needs systemd-analyze": 1,
     "no AVX-512 for bfloat16": 39,
-    "no compiler, or no AVX-512": 81,
+    "no compiler, or no AVX-512": 82,
 }
 MAY_SKIP = "TESTS_MAY_SKIP"
 

@@ -68,7 +68,8 @@ ALLOWED = {
     "shared.vision.weights_progress": {".read_text"},  # of /proc
     "workers.cli.terminal": {"os.open"},  # /dev/null
     "workers.cli.preloader": {"socket.socket", "socket.socketpair"},
-    "shared.native.library": {".read_bytes", ".read_text"},  # its sources, the processor
+    "shared.native.library": {".read_text"},  # the processor
+    "shared.native.targets": {".read_bytes"},  # their sources
     "workers.engine.model.peft_format": {".read_bytes"},
     "workers.engine.pooling_files": {".read_bytes"},  # within the model's folder
 }

@@ -23,6 +23,7 @@ from shared.bus.connection import (
     connect,
     local_address,
     retry_until,
+    without_credentials,
 )
 from shared.bus.consumer import Consumer
 from shared.bus.messaging import Messenger
@@ -68,14 +69,15 @@ class Bus(Publisher, StreamReader, Messenger):
         Raises Unavailable when no server answers within `timeout_s`.
         """
         bus: Bus | None = None
+        shown = without_credentials(url)
 
         async def on_disconnect() -> None:
             if bus is not None and not bus._closing:
-                _log.warning("broker_disconnected", url=url)
+                _log.warning("broker_disconnected", url=shown)
 
         async def on_reconnect() -> None:
             if bus is not None:
-                _log.info("broker_reconnected", url=url)
+                _log.info("broker_reconnected", url=shown)
                 bus._restore()
 
         bus = cls(await connect(url, name, timeout_s, on_disconnect, on_reconnect))

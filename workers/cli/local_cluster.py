@@ -19,6 +19,7 @@ from shared.task_set import TaskSet
 from workers.cli import readiness
 from workers.cli.log_file import open_for_append
 from workers.cli.preloader import ForkedProcess, Preloader
+from workers.cli.settings import nats_url
 from workers.cli.start_watch import Show, titles_of
 from workers.roles import WorkerSpec, role_of
 
@@ -68,7 +69,10 @@ class LocalCluster:
 
     def __post_init__(self, configured_url: str | None) -> None:
         self._store_dir = Path(self._config.nats.store_dir).absolute()
-        self.url = configured_url or self._config.nats.url or ""
+        self.url = configured_url or (nats_url(self._config) if self._config.nats.url else "")
+        # Otherwise workers read it from the configuration: arguments show in `ps`, and it may have
+        # a password.
+        self.passes_url = configured_url is not None or not self.url
 
     async def start(self) -> None:
         """Start everything; returns when every worker has announced that it is ready.
@@ -222,7 +226,9 @@ class LocalCluster:
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
     async def _spawn(self, spec: WorkerSpec) -> Process:
-        arguments = ["worker", spec.role, "--nats", self.url]
+        arguments = ["worker", spec.role]
+        if self.passes_url:
+            arguments += ["--nats", self.url]
         if spec.model is not None:
             arguments.append(f"--model={spec.model}")  # It may begin with a hyphen.
         if spec.stage is not None:

@@ -28,7 +28,7 @@ from transformers import (
 from shared.config import EngineConfig, ModelConfig
 from shared.models.registry import adapt
 from shared.models.tower import Tower
-from shared.native import library
+from shared.native import library, targets
 from tests.engine.model.test_parity import (
     DEMO_MODEL,
     TEXT,
@@ -281,7 +281,7 @@ def test_the_matrix_extension_in_software(tmp_path: Path, monkeypatch: pytest.Mo
         [
             *(compiler, *library.FLAGS, "-O1", "-include", "software_tiles.h"),
             *("-I", str(Path(__file__).parent), "-I", str(sources)),
-            *(*(str(sources / name) for name in library.SOURCES), "-o", str(target)),
+            *(*(str(sources / name) for name in targets.SOURCES), "-o", str(target)),
         ],
         check=True,
     )

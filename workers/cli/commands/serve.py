@@ -153,6 +153,7 @@ def worker(
         # transformers imports the hub's library.
         check_endpoint()
         loaded = load(config)
+        url = nats or settings.nats_url(loaded)
     except ConfigError as error:
         print_refusal(error)
         return runtime.EXIT_CONFIG
@@ -161,7 +162,6 @@ def worker(
     # Idle threads of torch would otherwise spin, and take the processors from the engine's own
     # kernels and from other workers. torch reads the variable at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    url = nats or settings.nats_url(loaded)
     return uvloop.run(runtime.run(role, load_main(role), loaded, url, model, stage))
 
 
