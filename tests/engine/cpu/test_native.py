@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.models.registry import adapt
 from shared.models.tower import Tower
 from shared.native import library
+from tests import preloaded
 from tests.engine.model.test_parity import (
     DEMO_MODEL,
     TEXT,
@@ -336,7 +336,7 @@ time.sleep(0.5)
 
 @needs_kernels
 def test_a_process_can_exit_during_a_step() -> None:
-    command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE]
+    command = [*preloaded.PYTHON, "-c", LEAVES_IN_THE_MIDDLE]
     assert subprocess.run(command, cwd=ROOT, timeout=100).returncode == 0
 
 
