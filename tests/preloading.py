@@ -31,8 +31,20 @@ from workers.cli.models import download
 from workers.cli.models.reports import Report
 from workers.engine.model import check_folders
 
-# What workers import, and tests.
-MODULES = [*(spec.module for spec in roles.all_roles()), "openai", "peft"]
+# What workers import at their start and, with the demo model, later; and what tests import.
+MODULES = [
+    *(spec.module for spec in roles.all_roles()),
+    "shared.models.families.llava",
+    "shared.models.families.qwen_vl",
+    "shared.models.families.text",
+    "shared.vision.layers",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "openai",
+    "peft",
+]
 
 
 def _check_folders(folders: Sequence[Path], _: Sequence[str | None] = ()) -> list[Report]:
