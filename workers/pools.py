@@ -9,9 +9,8 @@ from shared.config import Config
 from shared.config_scale import PoolConfig
 from shared.errors import ConfigError
 from shared.protocol.pipeline import REQUEST, Fault, Pipeline, StageSpec
-from shared.scaling.pools import PoolSettings, ScalingSettings
+from shared.scaling.pools import PoolSettings, ScalingSettings, pool_name
 from shared.stage.pipelines import pipelines_of
-from shared.state.scale_state import pool_name
 from workers.roles import AUTOSCALER, WorkerSpec, all_roles, default_workers, role_of, worker_of
 
 

@@ -20,6 +20,11 @@ Reason = Literal[
 ]
 
 
+def pool_name(stage: str, model: str | None) -> str:
+    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    return stage if model is None else f"{stage}/{model}"
+
+
 class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one pool, and when it grows and shrinks."""
 

@@ -16,6 +16,7 @@ from shared.protocol.messages import (
     decode_scale_orders,
     decode_scale_plan,
 )
+from shared.scaling.pools import pool_name
 
 # A report comes every second. Without one, the actuator is away, and its workers are unknown.
 REPORT_AGE_S = 5.0
@@ -68,11 +69,6 @@ async def change_orders(bus: Bus, change: Callable[[ScaleOrders], ScaleOrders]) 
             continue
         return orders
     raise Fenced("other operators change the orders all the time")
-
-
-def pool_name(stage: str, model: str | None) -> str:
-    """Return the name of the pool of a stage, whose workers serve one model or all."""
-    return stage if model is None else f"{stage}/{model}"
 
 
 async def find_pool(bus: Bus, stage: str, model: str) -> tuple[str, PoolPlan] | None:
