@@ -20,6 +20,11 @@ Reason = Literal[
 ]
 
 
+def pool_name(stage: str, model: str | None) -> str:
+    """Return the name of the pool of a stage, whose workers serve one model or all."""
+    return stage if model is None else f"{stage}/{model}"
+
+
 class PoolSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one pool, and when it grows and shrinks."""
 
@@ -107,11 +112,6 @@ class WorkerLoad(Struct, frozen=True):
     num_in_flight: int = 0
     num_pinned: int = 0
     is_ready: bool = True
-
-
-def pool_name(stage: str, model: str | None) -> str:
-    """Return the name of the pool of a stage, whose workers serve one model or all."""
-    return stage if model is None else f"{stage}/{model}"
 
 
 def choose_victims(workers: Iterable[WorkerLoad], count: int) -> list[str]:

@@ -103,8 +103,8 @@ async def find(bus: Bus, request_id: str) -> RequestStatus:
     status = replace(status, stage=stage, waits_s=waits_s, path=path, attempts=attempts)
     current = next((a for a in reversed(attempts) if a.stage == stage), None)
     if current is None or current.outcome != "open":
-        why, pool = await _why_queued(bus, work)
-        return replace(status, state="queued", why=why, pool=pool)
+        status = replace(status, state="queued", why=await _why_queued(bus, work))
+        return await _with_pool(bus, status, work)
     return replace(
         status,
         state="running",
@@ -182,8 +182,17 @@ async def _not_in_a_stage(bus: Bus, status: RequestStatus) -> RequestStatus:
     return replace(status, num_unread=queue.num_pending, why=why)
 
 
-async def _why_queued(bus: Bus, work: StoredMessage) -> tuple[str, str | None]:
-    """Return why a request waits, and what the pool of its stage does if that has no worker."""
+async def _with_pool(bus: Bus, status: RequestStatus, work: StoredMessage) -> RequestStatus:
+    """Add what the pool of the stage does, if an autoscaler leads and the pool has no worker."""
+    stage, model, _ = subjects.parts_of_stage(work.subject)
+    found = await find_pool(bus, stage, model)
+    if found is None or found[1].running:
+        return status
+    name, state = found[0], found[1].state
+    return replace(status, why=f"{status.why}; pool {name} is {state}", pool=f"pool {state}")
+
+
+async def _why_queued(bus: Bus, work: StoredMessage) -> str:
     stage, model, lane = subjects.parts_of_stage(work.subject)
     beats = await bus.read_heartbeats()
     workers = [
@@ -191,25 +200,22 @@ async def _why_queued(bus: Bus, work: StoredMessage) -> tuple[str, str | None]:
     ]
     if not workers:
         why = f"no worker of stage {stage} for model {model} is alive"
-        if (pool := await find_pool(bus, stage, model)) is not None:
-            return f"{why}: pool {pool[0]} is {pool[1].state}", f"pool {pool[1].state}"
         for report in await bus.read_start_reports():
             if (report.stage or report.role) == stage and report.model in ("", model):
-                return f"{why}; {report.worker} is starting: {report.step}", None
-        return why, None
+                return f"{why}; {report.worker} is starting: {report.step}"
+        return why
     try:
         depth = await bus.queue_depth(
             subjects.STAGES_STREAM, subjects.stage_consumer(stage, model, lane)
         )
     except NotFound as error:
-        return error.message, None
+        return error.message
     if work.sequence > depth.last_delivered:
         return (
             f"waits for one of {len(workers)} workers of stage {stage}: {depth.num_pending} tasks"
             f" are queued, {depth.num_in_flight} in flight"
-        ), None
-    why = "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
-    return why, None
+        )
+    return "was requeued, or its worker has died: it is delivered again after its pause or ack wait"
 
 
 async def _why_running(bus: Bus, attempt: Attempt) -> str:

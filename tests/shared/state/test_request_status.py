@@ -136,6 +136,6 @@ async def test_a_request_for_a_pool_without_workers_says_what_the_pool_does(
     await bus.publish_without_id(subjects.SCALE_PLAN, to_json(plan))
     status = await request_status.find(bus, request_id)
     await bus.purge(subjects.SCALE_STREAM, ">")
-    assert status.why.endswith("is alive: pool engine/scaled is starting for 2 s")
+    assert status.why.endswith("is alive; pool engine/scaled is starting for 2 s")
     assert status.pool == "pool starting for 2 s"
     assert (await request_status.find(bus, request_id)).pool is None
